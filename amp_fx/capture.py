@@ -1,0 +1,301 @@
+"""Opens one node of a captured graph into the dispatcher-level ops that it makes.
+
+Dynamo's nodes are Python-level (``torch.nn.functional.*``, ``torch.*``, methods); the
+policies are written for ATen ops. A node is opened by tracing it alone, before dispatch
+(``make_fx(pre_dispatch=True)``), on fake tensors of the dtypes that it really gets, with
+the cast policies as the decomposition table: an op with a policy casts its inputs and
+stays whole, an unlisted composite op is looked into, anything else is recorded as it is.
+If no cast comes out, the node needs none and stays what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.fx.node import map_aggregate
+
+from amp_fx.errors import BannedOpError
+from amp_fx.rules import apply_policy, reaches_autocast
+from amp_fx.casts import make_cast
+from amp_fx.values import analysis, call_target, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.cast_policy import CastPolicy
+    from amp_fx.policy import Policy
+    from amp_fx.regions import AutocastState
+
+
+class NotPlainError(Exception):
+    """A node cannot be opened; it runs as it is, under native autocast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """One op with a policy, as met while opening a node."""
+
+    op: str
+    device_type: str
+    policy: CastPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """What opening a node found.
+
+    Attributes:
+        graph: Dispatcher-level ops with their casts; one placeholder for each of the
+            node's distinct inputs. None where no cast is needed.
+        decisions: The ops with a policy, in call order.
+    """
+
+    graph: fx.Graph | None
+    decisions: tuple[Decision, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a node stands: which casts apply and whether gradients are recorded."""
+
+    state: AutocastState
+    is_grad_enabled: bool
+
+
+class Opener:
+    """Opens the nodes of one graph; equal calls are traced once.
+
+    Args:
+        policy: The op tables.
+        fake_mode: The fake mode of the values; None for a graph of real tensors.
+    """
+
+    def __init__(self, policy: Policy, fake_mode: FakeTensorMode | None) -> None:
+        self.policy = policy
+        self.fake_mode = fake_mode
+        self.num_traced = 0
+        self._memo: dict[Any, Opened | NotPlainError] = {}
+
+    def open(self, node: fx.Node, site: Site) -> tuple[Opened, list[Any]]:
+        """Opens one call node.
+
+        Returns:
+            What was found, and the node's distinct inputs (nodes) in the order of the
+            placeholders of ``Opened.graph``.
+
+        Raises:
+            NotPlainError: The node's effect cannot be seen by tracing it.
+            BannedOpError: The node makes an op that autocast bans.
+        """
+        inputs = list(dict.fromkeys(_nodes_in(node.args, node.kwargs)))
+        key = (_call_key(node, inputs), site)
+        if key not in self._memo:
+            try:
+                self._memo[key] = self._trace(node, inputs, site)
+            except NotPlainError as error:
+                self._memo[key] = error
+        found = self._memo[key]
+        if isinstance(found, NotPlainError):
+            raise found
+        return found, inputs
+
+    def _trace(self, node: fx.Node, inputs: list[fx.Node], site: Site) -> Opened:
+        self.num_traced += 1
+        table = _PolicyTable(self.policy, site.state)
+
+        def call(*values: Any) -> Any:
+            env = dict(zip(inputs, values, strict=True))
+            args = map_aggregate(node.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
+            kwargs = map_aggregate(node.kwargs, lambda a: env[a] if isinstance(a, fx.Node) else a)
+            return call_target(node, args, kwargs)
+
+        with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
+            graph = trace_pre_dispatch(call, [value_of(n) for n in inputs], table)
+        if not table.num_changed:
+            return Opened(None, tuple(table.decisions))
+        if any(n.op == "get_attr" for n in graph.nodes):
+            raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
+        return Opened(graph, tuple(table.decisions))
+
+
+class _PolicyTable:
+    """The cast policies as a decomposition table that is worked out op by op.
+
+    An op that is met gets its casts and is recorded whole; an unlisted composite op is
+    decomposed, and the decomposition kept only if a cast came out of it.
+    """
+
+    def __init__(self, policy: Policy, state: AutocastState) -> None:
+        self.tracer: _MakefxTracer | None = None
+        self.decisions: list[Decision] = []
+        self.num_changed = 0
+        self._policy = policy
+        self._state = state
+        self._is_settled = False
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, torch._ops.OpOverload)
+
+    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(op, args, kwargs)
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_settled:
+            self._is_settled = False
+            return NotImplemented
+        has_policy = False
+        call = (op, args, kwargs)
+        for device_type in self._state.enabled:
+            if not reaches_autocast(args, kwargs, device_type):
+                continue
+            policy = self._policy.rule(call[0], device_type)
+            if policy is None:
+                _refuse_native_kernel(op, device_type)
+                continue
+            has_policy = True
+            self.decisions.append(Decision(op.name(), device_type, policy))
+            low_dtype = self._state.low_dtype(device_type)
+            call = apply_policy(policy, call, device_type, low_dtype, make_cast)
+        if call[1] is not args or call[0] is not op:
+            self.num_changed += 1
+            self._is_settled = True
+            return call[0](*call[1], **call[2])
+        return NotImplemented if has_policy else self._look_into(op, args, kwargs)
+
+    def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op._schema.is_mutable or not op._can_decompose():
+            return NotImplemented
+        num_changed = self.num_changed
+        with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
+            result = op.decompose(*args, **kwargs)
+        return result if self.num_changed > num_changed else NotImplemented
+
+
+def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
+    """A library that registers its own autocast kernel knows its op best: leave it whole."""
+    if op.namespace != "aten" and has_autocast_kernel(op, device_type):
+        raise NotPlainError(f"{op.name()} brings its own autocast kernel")
+
+
+def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
+    """Whether a kernel is registered on the autocast key of a device type.
+
+    Relies on dispatch keys being named ``Autocast`` plus the device's name.
+    """
+    key = _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+_AUTOCAST_KEYS = {
+    name.lower(): f"Autocast{name}"
+    for name in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "IPU", "MTIA", "MAIA")
+}
+
+
+@contextlib.contextmanager
+def _rolled_back_unless(
+    tracer: _MakefxTracer | None, is_kept: Callable[[], bool]
+) -> Iterator[None]:
+    """Removes the nodes that are traced inside, unless they turn out to be wanted."""
+    assert tracer is not None
+    assert tracer.fx_tracer is not None
+    fx_tracer = tracer.fx_tracer
+    before = set(fx_tracer.graph.nodes)
+    symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
+    expressions = dict(fx_tracer.sympy_expr_tracker)
+    yield
+    if is_kept():
+        return
+    for node in reversed(list(fx_tracer.graph.nodes)):
+        if node not in before:
+            fx_tracer.graph.erase_node(node)
+    fx_tracer.symnode_tracker.sym_node_dict = symnodes
+    fx_tracer.sympy_expr_tracker = expressions
+
+
+def _nodes_in(*values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def collect(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            found.append(arg)
+        return arg
+
+    map_aggregate(values, collect)
+    return found
+
+
+def _call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
+    """Equal for two calls whose traces are equal: target, constants, input metadata."""
+    index = {n: i for i, n in enumerate(inputs)}
+    metadata = tuple(_value_key(value_of(n)) for n in inputs)
+    constants = repr(map_aggregate((node.args, node.kwargs), lambda a: _leaf_key(a, index)))
+    return node.op, node.target, constants, metadata
+
+
+def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
+    if isinstance(leaf, fx.Node):
+        return f"%{index[leaf]}"
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return leaf
+    return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
+
+
+def _value_key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value),
+            tuple(map(str, value.size())),
+            tuple(map(str, value.stride())) if value.layout is torch.strided else None,
+            value.dtype,
+            value.device,
+            value.layout,
+            value.requires_grad,
+            value.is_conj(),
+            value.is_neg(),
+        )
+    if isinstance(value, (tuple, list)):
+        raise NotPlainError("an input is a tuple of tensors")
+    return type(value), str(value)
+
+
+def trace_pre_dispatch(
+    fn: Callable[..., Any], values: list[Any], table: _PolicyTable
+) -> fx.Graph:
+    """Traces one call to ops as the autocast keys of the dispatcher would see them.
+
+    Relies on ``_MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is
+    replaced by a lazy one; ``make_fx`` itself would copy the table into a dict.
+
+    Raises:
+        NotPlainError: The call cannot be traced.
+    """
+    tracer = _MakefxTracer(
+        decomposition_table=None,
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+        pre_dispatch=True,
+        record_module_stack=False,
+        _allow_fake_constant=False,
+        _error_on_data_dependent_ops=True,
+        _disable_torch_fn_metadata_mode=True,
+    )
+    tracer.decomposition_table = table  # type: ignore[assignment]
+    table.tracer = tracer
+    try:
+        return tracer.trace(fn, *values).graph
+    except (NotPlainError, BannedOpError):
+        raise
+    except Exception as error:
+        raise NotPlainError(f"{type(error).__name__}: {error}") from error

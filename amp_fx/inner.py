@@ -1,0 +1,68 @@
+"""The inner compilers that a rewritten graph is handed to."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+log = logging.getLogger(__name__)
+
+
+def compile_inner(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
+) -> Compiled:
+    """Compiles a rewritten graph; call it with autocast off."""
+    if options.compiler == "eager":
+        return gm.forward
+    if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
+        return _aot_eager(gm, example_inputs)
+    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def _can_use_inductor(example_inputs: Sequence[Any]) -> bool:
+    """Inductor builds C++ for CPU tensors; without a compiler the graph runs by AOTAutograd."""
+    has_cpu = any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in example_inputs)
+    if not has_cpu or has_cpp_compiler():
+        return True
+    _warn_no_compiler()
+    return False
+
+
+@functools.cache
+def has_cpp_compiler() -> bool:
+    """Whether inductor finds the C++ compiler that it needs for CPU kernels.
+
+    Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising if there is none.
+    """
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+        return False
+    return True
+
+
+@functools.cache
+def _warn_no_compiler() -> None:
+    log.warning("no C++ compiler found, which inductor needs on CPU: going on with 'aot_eager'")

@@ -1,0 +1,155 @@
+"""The options of the backend: what is allowed, and errors that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import OptionError
+from amp_fx.policy import Policy, preset
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COMPILERS = ("inductor", "aot_eager", "eager")
+OUTPUT_DTYPES = ("original", "autocast")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of ``torch.compile(..., backend="amp_fx", options={...})``.
+
+    Attributes:
+        dtype: What low-precision ops run in, where no ambient autocast says it; by
+            default ``torch.get_autocast_dtype`` of the device. A dtype or its name.
+        policy: Which op is cast how: a ``Policy`` or the name of a preset.
+        compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+        output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
+            ``"autocast"``: those that autocast leaves. Under an ambient autocast they
+            are one and the same.
+        weight_cache: Whether casts of weights are kept across calls.
+        fallback: Whether a graph that cannot be rewritten runs under native autocast
+            instead of raising.
+        inductor: Everything else, handed to inductor.
+    """
+
+    dtype: torch.dtype | None = None
+    policy: Policy = dataclasses.field(default_factory=lambda: preset("torch"))
+    compiler: str = "inductor"
+    output_dtype: str = "original"
+    weight_cache: bool = True
+    fallback: bool = True
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Checks and converts what the user gave.
+
+        Raises:
+            OptionError: An option is unknown or has a value that is not allowed.
+        """
+        given = dict(options or {})
+        parsed: dict[str, Any] = {}
+        for name, convert in _CONVERT.items():
+            if name in given:
+                parsed[name] = convert(name, given.pop(name))
+        compiler = parsed.get("compiler", "inductor")
+        if given and compiler != "inductor":
+            raise OptionError(
+                f"unknown option {next(iter(given))!r} for compiler={compiler!r}; amp_fx takes "
+                f"{', '.join(_CONVERT)}, and only compiler='inductor' takes more: its own options"
+            )
+        _check_inductor_options(given)
+        return cls(**parsed, inductor=tuple(given.items()))
+
+
+def _to_dtype(name: str, value: Any) -> torch.dtype:
+    dtype = value
+    if isinstance(value, str):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(
+            f"{name}={value!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+        )
+    if not dtype.is_floating_point or dtype.itemsize != 2:
+        raise OptionError(
+            f"{name}={value!r} is not a dtype to autocast to: torch.bfloat16 or torch.float16"
+        )
+    return dtype
+
+
+def _to_policy(name: str, value: Any) -> Policy:
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, str):
+        return preset(value)
+    raise OptionError(f"{name}={value!r} is neither an amp_fx.Policy nor the name of a preset")
+
+
+def _to_choice(name: str, value: Any) -> str:
+    allowed = COMPILERS if name == "compiler" else OUTPUT_DTYPES
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _to_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} is neither True nor False")
+    return value
+
+
+_CONVERT = {
+    "dtype": _to_dtype,
+    "policy": _to_policy,
+    "compiler": _to_choice,
+    "output_dtype": _to_choice,
+    "weight_cache": _to_bool,
+    "fallback": _to_bool,
+}
+
+
+def _check_inductor_options(options: Mapping[str, Any]) -> None:
+    if not options:
+        return
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name in options:
+        if name.replace("-", "_") not in known:
+            raise OptionError(
+                f"unknown option {name!r}: amp_fx takes {', '.join(_CONVERT)}; "
+                "inductor's own options (torch._inductor.list_options()) are passed on to it"
+            )
+    try:
+        torch._TorchCompileInductorWrapper(None, dict(options), None)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise OptionError(str(error)) from error
+
+
+def check_device_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """Refuses a dtype that a device type cannot autocast to.
+
+    Raises:
+        OptionError: Names what the device takes.
+    """
+    allowed = supported_dtypes(device_type)
+    if dtype not in allowed:
+        raise OptionError(
+            f"dtype={dtype} cannot be autocast to on {device_type!r}; "
+            f"allowed: {', '.join(map(str, allowed))}"
+        )
+
+
+def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """Dtypes that ``torch.autocast`` of a device type accepts, low ones.
+
+    A PrivateUse1 backend says it itself, through ``get_amp_supported_dtype``.
+    """
+    if device_type == torch._C._get_privateuse1_backend_name():
+        module = getattr(torch, device_type, None)
+        if hasattr(module, "get_amp_supported_dtype"):
+            return tuple(module.get_amp_supported_dtype())
+    return (torch.bfloat16, torch.float16)

@@ -1,0 +1,114 @@
+"""The passes in order, and the runner that does for all of them what none does itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch._logging import trace_structured
+
+from amp_fx.checker import check_graph
+from amp_fx.errors import AmpFxError, PassError
+from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.wrap_islands import WrapIslands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import fx
+
+    from amp_fx.capture import Site
+    from amp_fx.passes.base import Pass
+    from amp_fx.policy import Policy
+
+log = logging.getLogger(__name__)
+pass_log = logging.getLogger("amp_fx.passes")
+
+CHECK_ENVIRONMENT = "AMP_FX_CHECK"
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """What one pass did to one graph."""
+
+    name: str
+    counts: Counter[str]
+    seconds: float
+
+
+def default_passes(policy: Policy, site: Site, *, restores_outputs: bool) -> tuple[Pass, ...]:
+    """The pipeline.
+
+    Args:
+        policy: Which op is cast how.
+        site: Autocast state and grad mode at the graph's start.
+        restores_outputs: Whether outputs get the dtypes of the uncompiled program.
+    """
+    return (
+        MarkRegions(site),
+        InsertCasts(policy),
+        *((RestoreOutputs(),) if restores_outputs else ()),
+        FoldCasts(),
+        WrapIslands(),
+    )
+
+
+def run_passes(
+    gm: fx.GraphModule, passes: Iterable[Pass], *, check: bool | None = None
+) -> list[PassReport]:
+    """Runs passes over a graph, in place.
+
+    Args:
+        gm: The graph.
+        passes: What to run, in order.
+        check: Whether to check the graph's invariants after every pass; by default if
+            the environment variable ``AMP_FX_CHECK`` is ``1``.
+
+    Raises:
+        PassError: A pass failed; the message names it and those that ran before.
+        AmpFxError: A pass refused the graph on purpose.
+    """
+    is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
+    reports: list[PassReport] = []
+    for current in passes:
+        start = time.perf_counter()
+        try:
+            result = current.call(gm)
+            if result.modified:
+                gm.graph.lint()
+                gm.recompile()
+            if is_checked:
+                check_graph(gm, current.name)
+        except AmpFxError:
+            raise
+        except Exception as error:
+            before = ", ".join(report.name for report in reports) or "nothing"
+            raise PassError(
+                f"pass {current.name!r} failed after {before}: {type(error).__name__}: {error}"
+            ) from error
+        report = PassReport(current.name, +result.counts, time.perf_counter() - start)
+        reports.append(report)
+        _log_pass(gm, report)
+    return reports
+
+
+def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:
+    pass_log.info(
+        "%s: %s in %.1f ms",
+        report.name,
+        ", ".join(f"{count} {kind}" for kind, count in report.counts.items()) or "no change",
+        1e3 * report.seconds,
+    )
+    pass_log.debug("after %s:\n%s", report.name, gm.graph)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"amp_fx_{report.name}", "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(print_output=False),
+    )

@@ -1,0 +1,35 @@
+"""Counts of what was done to the graphs of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from amp_fx.pipeline import PassReport
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+
+
+def record_graph(reports: Iterable[PassReport]) -> None:
+    """Adds what the passes did to one graph."""
+    with _lock:
+        _counts["graphs"] += 1
+        for report in reports:
+            _counts.update(report.counts)
+
+
+def snapshot() -> Counter[str]:
+    """Counts since the process began or since ``reset``: graphs, casts_inserted, ..."""
+    with _lock:
+        return Counter(_counts)
+
+
+def reset() -> None:
+    """Sets all counts to zero."""
+    with _lock:
+        _counts.clear()

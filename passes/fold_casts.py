@@ -1,0 +1,147 @@
+"""Shares and removes inserted casts where no number changes, gradients included.
+
+Before:
+    %w_bfloat16   = aten._to_copy(%w, dtype=torch.bfloat16)
+    %y            = aten.linear(%x, %w_bfloat16)
+    %w_bfloat16_1 = aten._to_copy(%w, dtype=torch.bfloat16)
+    %z            = aten.linear(%y, %w_bfloat16_1)
+After:
+    %w_bfloat16   = aten._to_copy(%w, dtype=torch.bfloat16)
+    %y            = aten.linear(%x, %w_bfloat16)
+    %z            = aten.linear(%y, %w_bfloat16)
+
+Two uses of one cast add their gradients in the low dtype, two casts of one value add them
+in the value's own: sharing sets gradient bits. So where gradients flow, exactly the casts
+are shared that eager autocast caches (``at::autocast::cached_cast``: a float32 leaf that
+requires grad and is no view, to the region's dtype, unless ``cache_enabled=False``), and
+elsewhere all of them. Left alone on purpose: casts that the user wrote, and other
+duplicates under gradients, which AOTAutograd merges after differentiation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from amp_fx.casts import Cast, inserted_cast, is_widening
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.wrap_islands import rewritten_bodies
+from amp_fx.values import tensors_in, value_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldCasts:
+    """Shares equal casts and removes lossless round trips."""
+
+    name: ClassVar[str] = "fold_casts"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``casts_shared`` and ``round_trips_removed``, bodies included."""
+        counts: Counter[str] = Counter()
+        counts["round_trips_removed"] = _remove_round_trips(gm.graph)
+        counts["casts_shared"] = _share_casts(gm.graph)
+        for body in rewritten_bodies(gm):
+            counts.update(self.call(body).counts)
+        return PassResult(counts)
+
+
+def _share_casts(graph: fx.Graph) -> int:
+    first: dict[Any, fx.Node] = {}
+    num_shared = 0
+    for node in list(graph.nodes):
+        cast = inserted_cast(node)
+        if cast is None or not _may_share(node, cast):
+            continue
+        source = node.all_input_nodes[0]
+        key = (source, cast.dtype, cast.source_version, node.meta["site"].is_grad_enabled)
+        kept = first.setdefault(key, node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            num_shared += 1
+    return num_shared
+
+
+def _may_share(node: fx.Node, cast: Cast) -> bool:
+    if cast.source_version is None or _is_aliased(node):
+        return False
+    source = value_of(node.all_input_nodes[0])
+    if not has_gradient(node):
+        return True
+    site = node.meta["site"]
+    is_cached_by_eager = (
+        source.is_leaf and not source._is_view() and cast.source_dtype == torch.float32
+    )
+    to_low_dtype = source.device.type in dict(site.state.low_dtypes) and (
+        cast.dtype == site.state.low_dtype(source.device.type)
+    )
+    return is_cached_by_eager and to_low_dtype and site.state.cache_enabled
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether autograd records this cast."""
+    value: torch.Tensor = value_of(node)
+    return value.requires_grad
+
+
+def _is_aliased(node: fx.Node) -> bool:
+    """Whether an op gives out a view of the cast, through which it could be written."""
+    storage = _storage_id(value_of(node))
+    return any(
+        _storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
+    )
+
+
+def _storage_id(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _remove_round_trips(graph: fx.Graph) -> int:
+    """Removes our cast back to the dtype from which a tensor was just widened."""
+    num_removed = 0
+    for node in list(graph.nodes):
+        cast = inserted_cast(node)
+        if cast is None or not _closes_round_trip(node, cast):
+            continue
+        widened = node.all_input_nodes[0]
+        node.replace_all_uses_with(widened.all_input_nodes[0])
+        graph.erase_node(node)
+        if not widened.users:
+            graph.erase_node(widened)
+        num_removed += 1
+    return num_removed
+
+
+_CAST_METHODS = ("to", "float", "double")
+
+
+def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
+    widened = node.all_input_nodes[0]
+    if inserted_cast(widened) is None and widened.target not in _CAST_METHODS:
+        return False
+    origin = widened.all_input_nodes[0]
+    value = value_of(origin)
+    if len(widened.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):
+        return False
+    is_lossless = value.dtype == cast.dtype and is_widening(value.dtype, cast.source_dtype)
+    same_device = value.device == value_of(node).device
+    if not (is_lossless and same_device) or _is_aliased(node) or cast.source_version != 0:
+        return False
+    # With other users, the sum of gradients would be rounded at another place.
+    is_only_path = len(origin.users) == 1 and len(widened.users) == 1
+    return is_only_path if has_gradient(node) else _is_unwritten(widened, origin)
+
+
+def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
+    """Whether nothing can have been written to the origin since it was widened."""
+    cast = inserted_cast(widened)
+    version = value_of(origin)._version if not value_of(origin).is_inference() else None
+    if cast is None:
+        return version == 0
+    return cast.source_version is not None and cast.source_version == version

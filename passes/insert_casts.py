@@ -1,0 +1,378 @@
+"""Inserts the casts that the policy demands, op by op, and gives every node its value.
+
+Before:
+    %y = torch.nn.functional.linear(%x, %weight, %bias)
+After:
+    %x_bfloat16      = aten._to_copy(%x, dtype=torch.bfloat16)
+    %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
+    %bias_bfloat16   = aten._to_copy(%bias, dtype=torch.bfloat16)
+    %y               = aten.linear(%x_bfloat16, %weight_bfloat16, %bias_bfloat16)
+
+Nodes are visited in order, because the dtypes that reach a node are those its inputs have
+after their own casts. Left alone on purpose: nodes that need no cast keep Dynamo's target;
+in-place methods; islands, which run under native autocast (``wrap_islands``), but for the
+bodies of checkpoint, wrap and cond, which are graphs and are rewritten as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from amp_fx.capture import NotPlainError, Opener, Site
+from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.mark_regions import TRANSFORM, MarkRegions
+from amp_fx.values import (
+    adopt_captured,
+    analysis,
+    argument_values,
+    call_target,
+    captured_value,
+    detect_fake_mode,
+    dtypes_differ,
+    evaluate,
+    remember_captured,
+    set_value,
+    tensors_in,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.capture import Opened
+    from amp_fx.policy import Policy
+
+log = logging.getLogger(__name__)
+
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "site")
+
+_hop = torch.ops.higher_order
+# Higher-order ops whose bodies are plain graphs called on their operands: where the bodies
+# and the operands stand among the arguments.
+_BODIES: dict[Any, tuple[tuple[int, ...], slice | int]] = {
+    _hop.tag_activation_checkpoint: ((0,), slice(1, None)),
+    _hop.wrap: ((0,), slice(1, None)),
+    _hop.cond: ((1, 2), 3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertCasts:
+    """Rewrites a graph whose nodes know their region (``mark_regions``).
+
+    Attributes:
+        policy: Which op is cast how, per device type.
+    """
+
+    name: ClassVar[str] = "insert_casts"
+    policy: Policy
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
+        remember_captured(gm.graph)
+        rewriter = _Rewriter(gm, Opener(self.policy, detect_fake_mode(gm.graph)))
+        rewriter.run()
+        return PassResult(rewriter.counts)
+
+
+class _Rewriter:
+    """One walk over one graph; bodies of higher-order ops get their own."""
+
+    def __init__(self, gm: fx.GraphModule, opener: Opener) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.opener = opener
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def fake_mode(self) -> FakeTensorMode | None:
+        return self.opener.fake_mode
+
+    def run(self, operands: list[Any] | None = None) -> Any:
+        """Rewrites the graph; returns the values of its outputs."""
+        placeholders = self.graph.find_nodes(op="placeholder")
+        values = operands or [captured_value(node) for node in placeholders]
+        for node, value in zip(placeholders, values, strict=True):
+            set_value(node, value)
+        for nodes in _steps(self.graph):
+            if len(nodes) > 1:
+                self._evaluate_together(nodes)
+            elif nodes[0].op == "get_attr":
+                set_value(nodes[0], self._attribute_value(nodes[0]))
+            elif nodes[0].op in ("call_function", "call_method"):
+                self._visit(nodes[0])
+        return map_aggregate(self.graph.output_node().args[0], _value_if_node)
+
+    def _visit(self, node: fx.Node) -> None:
+        if "island" in node.meta:
+            self._visit_island(node)
+            return
+        site: Site = node.meta["site"]
+        if not site.state.enabled or not _may_need_casts(node):
+            self._keep(node)
+            return
+        try:
+            opened, inputs = self.opener.open(node, site)
+        except NotPlainError as error:
+            node.meta["island"] = str(error)
+            self._visit_island(node)
+            return
+        node.meta["decisions"] = opened.decisions
+        if opened.graph is None:
+            self._keep(node)
+        else:
+            self._splice(node, opened, inputs)
+
+    # Plain nodes.
+
+    def _keep(self, node: fx.Node) -> None:
+        """Leaves a node as it is, but sees to it that it can take what it now gets."""
+        captured = captured_value(node)
+        args, kwargs = argument_values(node)
+        if not tensors_in(args, kwargs):
+            set_value(node, captured)
+            return
+        is_changed = _inputs_changed(node)
+        if is_changed:
+            _clamp_fill_value(node)
+        try:
+            with self._analysis(node):
+                set_value(node, evaluate(node))
+        except Exception as error:
+            if is_changed:
+                self._restore_inputs(node)
+                with self._analysis(node):
+                    set_value(node, evaluate(node))
+            elif captured is not None:
+                log.debug("keeping the captured value of %s: %s", node, error)
+                set_value(node, captured)
+            else:
+                raise
+
+    def _restore_inputs(self, node: fx.Node) -> None:
+        """Casts inputs back to the dtypes that were captured: some ops take no mixture."""
+        for source in node.all_input_nodes:
+            captured = captured_value(source)
+            if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
+                with self.graph.inserting_before(node):
+                    restored = add_cast(self.graph, source, captured.dtype, "captured dtype")
+                restored.meta["site"] = node.meta["site"]
+                with self._analysis(node):
+                    set_value(restored, evaluate(restored))
+                node.replace_input_with(source, restored)
+                self.counts["inputs_restored"] += 1
+
+    def _splice(self, node: fx.Node, opened: Opened, inputs: list[fx.Node]) -> None:
+        """Puts an opened node's ops in its place."""
+        assert opened.graph is not None
+        placeholders = opened.graph.find_nodes(op="placeholder")
+        env: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
+        result: Any = None
+        for op in opened.graph.nodes:
+            if op.op == "output":
+                result = map_aggregate(op.args[0], lambda a: env.get(a, a))
+            elif op.op != "placeholder":
+                env[op] = self._copy_op(op, env, node)
+        self._replace(node, result)
+
+    def _copy_op(self, op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(node):
+            new = self.graph.node_copy(op, env.__getitem__)
+        new.meta = {k: node.meta[k] for k in _PROVENANCE if k in node.meta}
+        if is_cast_call(new):
+            mark_cast(new, str(node.target))
+            new._rename(cast_name(new.all_input_nodes[0], new.meta["cast"].dtype))
+            self.counts["casts_inserted"] += 1
+        with self._analysis(node):
+            set_value(new, evaluate(new))
+        return new
+
+    def _replace(self, node: fx.Node, result: Any) -> None:
+        """Makes a node's users use ``result``: a node, or a tuple of them."""
+        if isinstance(result, fx.Node):
+            result.meta["captured"] = captured_value(node)
+            result.meta["decisions"] = node.meta["decisions"]
+            node.replace_all_uses_with(result)
+            is_fresh = result.op == "call_function"
+        else:
+            is_fresh = False
+            self._replace_items(node, result)
+        name = node.name
+        self.graph.erase_node(node)
+        if is_fresh:
+            result._rename(name)
+        self.counts["nodes_opened"] += 1
+
+    def _replace_items(self, node: fx.Node, result: Any) -> None:
+        captured = captured_value(node)
+        for user in list(node.users):
+            if not _is_getitem(user):
+                raise NotPlainError(f"{node} gives a tuple that {user} takes whole")
+            index = user.args[1]
+            item = result[index]
+            if isinstance(item, fx.Node):
+                item.meta["captured"] = captured[index]
+                item.meta["decisions"] = node.meta["decisions"]
+            user.replace_all_uses_with(item)
+            self.graph.erase_node(user)
+
+    # Islands.
+
+    def _visit_island(self, node: fx.Node) -> None:
+        if node.target in _BODIES and self._rewrite_bodies(node):
+            del node.meta["island"]
+            node.meta["has_rewritten_bodies"] = True
+            return
+        self._evaluate_island(node)
+
+    def _evaluate_island(self, node: fx.Node) -> None:
+        """Runs a node under native autocast, as it will be run."""
+        args, kwargs = argument_values(node)
+        if not tensors_in(args, kwargs):
+            set_value(node, captured_value(node))
+            return
+        with self._analysis(node), node.meta["site"].state.applied():
+            set_value(node, adopt_captured(captured_value(node), call_target(node, args, kwargs)))
+
+    def _evaluate_together(self, nodes: list[fx.Node]) -> None:
+        """Runs the nodes of one torch.func transform, whose inner values are wrapped."""
+        values: dict[fx.Node, Any] = {}
+
+        def lookup(arg: Any) -> Any:
+            return values.get(arg, value_of(arg)) if isinstance(arg, fx.Node) else arg
+
+        first = nodes[0]
+        with self._analysis(first), first.meta["site"].state.applied(), functorch_levels_restored():
+            for node in nodes:
+                args = map_aggregate(node.args, lookup)
+                kwargs = map_aggregate(node.kwargs, lookup)
+                values[node] = call_target(node, args, kwargs)
+        inside = set(nodes)
+        for node in nodes:
+            is_result = not set(node.users) <= inside
+            set_value(node, values[node] if is_result else captured_value(node))
+
+    def _rewrite_bodies(self, node: fx.Node) -> bool:
+        """Rewrites the graphs that a higher-order op runs; False if they are not plain."""
+        body_positions, operand_position = _BODIES[node.target]
+        operands = node.args[operand_position]
+        values = [_value_if_node(operand) for operand in operands]  # type: ignore[union-attr]
+        site: Site = node.meta["site"]
+        results = []
+        for position in body_positions:
+            body_node = node.args[position]
+            assert isinstance(body_node, fx.Node)
+            body = getattr(self.gm, str(body_node.target))
+            if len(body_node.users) > 1:
+                return False
+            remember_captured(body.graph)
+            MarkRegions(site).call(body)
+            rewriter = _Rewriter(body, self.opener)
+            results.append(rewriter.run(values))
+            self.counts.update(rewriter.counts)
+            body.recompile()
+        set_value(node, results[0])
+        return True
+
+    def _attribute_value(self, node: fx.Node) -> Any:
+        value: Any = self.gm
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
+            return self.fake_mode.from_tensor(value, static_shapes=True)
+        return value
+
+    def _analysis(self, node: fx.Node) -> Any:
+        return analysis(self.fake_mode, is_grad_enabled=node.meta["site"].is_grad_enabled)
+
+
+def _may_need_casts(node: fx.Node) -> bool:
+    """False for what autocast never touches: no floating tensor, or an in-place method."""
+    if node.op == "call_method" and _is_in_place_name(str(node.target)):
+        return False
+    args, kwargs = argument_values(node)
+    return any(t.is_floating_point() for t in tensors_in(args, kwargs))
+
+
+def _is_in_place_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _inputs_changed(node: fx.Node) -> bool:
+    return any(dtypes_differ(captured_value(n), value_of(n)) for n in node.all_input_nodes)
+
+
+def _steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes in order, those of one torch.func transform together."""
+    together: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        if node.meta.get("island") == TRANSFORM:
+            together.append(node)
+            continue
+        if together:
+            yield together
+            together = []
+        yield [node]
+
+
+@contextlib.contextmanager
+def functorch_levels_restored() -> Iterator[None]:
+    """Pops torch.func levels that an exception left behind.
+
+    Relies on ``torch._C._functorch`` keeping its levels on a stack.
+    """
+    stack = torch._C._functorch
+    depth = len(stack.get_interpreter_stack() or ())
+    try:
+        yield
+    finally:
+        while len(stack.get_interpreter_stack() or ()) > depth:
+            stack.pop_dynamic_layer_stack()
+
+
+def _value_if_node(arg: Any) -> Any:
+    return value_of(arg) if isinstance(arg, fx.Node) else arg
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+_FILLS = ("masked_fill", "masked_fill_", "index_fill", "index_fill_", "fill_", "where", "clamp")
+
+
+def _clamp_fill_value(node: fx.Node) -> None:
+    """Keeps a baked fill value inside the range of a tensor that became narrower.
+
+    ``mask.masked_fill(m, torch.finfo(x.dtype).min)`` was captured with float32's minimum;
+    with float16 inputs the program would have asked for float16's.
+    """
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name not in _FILLS:
+        return
+    changed = [t for n in node.all_input_nodes if dtypes_differ(captured_value(n), value_of(n))
+               for t in tensors_in(value_of(n))]
+    limit = min(torch.finfo(t.dtype).max for t in changed if t.is_floating_point())
+
+    def clamp(arg: Any) -> Any:
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool) and math.isfinite(arg):
+            return type(arg)(max(-limit, min(limit, arg)))
+        return arg
+
+    node.args = map_aggregate(node.args, clamp)
+    node.kwargs = map_aggregate(node.kwargs, clamp)

@@ -1,0 +1,99 @@
+"""Writes onto every node in which autocast region it stands, and takes the markers out.
+
+Before:
+    %enter = _enter_autocast("cpu", torch.float16, True, None)
+    %y     = linear(%x, %w)
+    %exit  = _exit_autocast(%enter)
+    %z     = linear(%y, %w)
+After:
+    %y     = linear(%x, %w)      # site: cpu float16
+    %z     = linear(%y, %w)      # site: as at the start
+
+Grad-mode switches stay in the graph (they act at run time) and are followed. What stands
+between two functorch level changes, higher-order ops and everything else whose effect a
+trace of one node cannot see is marked as an island. Left alone on purpose: graphs inside
+higher-order ops, which get the site of their call when they are rewritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from amp_fx.capture import Site
+from amp_fx.passes.base import PassResult
+
+if TYPE_CHECKING:
+    from torch import fx
+
+# Level changes of torch.func transforms: between the first and its counterpart, tensors
+# are wrapped, and their fake values say nothing about the wrapped ones.
+_LEVEL_UP = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
+_LEVEL_DOWN = ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
+
+TRANSFORM = "torch.func transform"
+
+# Namespaces whose functions act on hidden state rather than on their arguments.
+_STATEFUL_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd", "torch._C._autograd")
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkRegions:
+    """Follows autocast regions and grad mode from the state at the graph's start.
+
+    Attributes:
+        site: The state with which the graph begins.
+    """
+
+    name: ClassVar[str] = "mark_regions"
+    site: Site
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Sets ``meta["site"]`` and, for islands, ``meta["island"]`` (the reason)."""
+        counts: Counter[str] = Counter()
+        states = [self.site.state]
+        is_grad_enabled = self.site.is_grad_enabled
+        level = 0
+        for node in list(gm.graph.nodes):
+            if node.target is _enter_autocast:
+                states.append(states[-1].enter(*_region_arguments(node)))
+                continue
+            if node.target is _exit_autocast:
+                states.pop()
+                enter = node.args[0]
+                gm.graph.erase_node(node)
+                gm.graph.erase_node(enter)
+                counts["regions"] += 1
+                continue
+            if node.target is torch._C._set_grad_enabled:
+                is_grad_enabled = node.args[0]
+            name = getattr(node.target, "__name__", "")
+            level += name in _LEVEL_UP
+            node.meta["site"] = Site(states[-1], is_grad_enabled)
+            reason = TRANSFORM if level else island_reason(node)
+            if reason is not None:
+                node.meta["island"] = reason
+            level -= name in _LEVEL_DOWN
+        return PassResult(counts)
+
+
+def _region_arguments(node: fx.Node) -> tuple[Any, ...]:
+    names = ("device_type", "dtype", "enabled", "cache_enabled")
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return (bound["device_type"], bound.get("dtype"), bound.get("enabled", True), bound.get("cache_enabled"))
+
+
+def island_reason(node: fx.Node) -> str | None:
+    """Why a node must stay as it is, or None if it is plain."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return "higher-order op"
+    module = getattr(node.target, "__module__", None) or ""
+    if node.op == "call_function" and module.startswith(_STATEFUL_MODULES):
+        return "acts on hidden state"
+    return None

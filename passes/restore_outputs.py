@@ -1,0 +1,54 @@
+"""Gives graph outputs the dtypes of the uncompiled program (the bare way in).
+
+Before:
+    %y = aten.linear(%x_bfloat16, %weight_bfloat16)     # captured as float32
+    return (%y,)
+After:
+    %y_float32 = aten._to_copy(%y, dtype=torch.float32)
+    return (%y_float32,)
+
+An output that is returned twice is cast once, so that it stays one tensor. Left alone on
+purpose: outputs that the user's own regions or casts made low.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from amp_fx.casts import add_cast
+from amp_fx.passes.base import PassResult
+from amp_fx.values import analysis, captured_value, detect_fake_mode, evaluate, set_value, value_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreOutputs:
+    """Casts outputs whose dtype the rewrite changed."""
+
+    name: ClassVar[str] = "restore_outputs"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``outputs_restored``."""
+        counts: Counter[str] = Counter()
+        output = gm.graph.output_node()
+        fake_mode = detect_fake_mode(gm.graph)
+        for node in output.all_input_nodes:
+            captured, value = captured_value(node), value_of(node)
+            if not isinstance(captured, torch.Tensor) or not isinstance(value, torch.Tensor):
+                continue
+            if captured.dtype == value.dtype or "cast" in node.meta:
+                continue
+            with gm.graph.inserting_before(output):
+                cast = add_cast(gm.graph, node, captured.dtype, "output")
+            with analysis(fake_mode, is_grad_enabled=output.meta["site"].is_grad_enabled):
+                set_value(cast, evaluate(cast))
+            cast.meta["captured"] = captured
+            output.replace_input_with(node, cast)
+            counts["outputs_restored"] += 1
+        return PassResult(counts)
