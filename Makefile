@@ -1,0 +1,46 @@
+# Needs Python 3.10 or newer and make; everything else goes into .venv. Inductor also wants a C++
+# compiler: without one the demo says so and goes on, and the tests that need it are skipped.
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+READY := .venv/.ready
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint slow bench clean
+
+# Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
+demo: $(READY)
+	$(BIN)/python -m amp_fx demo $(ARGS)
+
+# Lint, types and every fast test; tests/test_package.py builds the wheel and imports it elsewhere.
+# A worker per core, with one thread each: more of either only makes them wait for each other.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# The tests that take more than a minute each.
+slow: $(READY)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Timings next to torch.autocast; wants a quiet machine.
+bench: $(READY)
+	$(BIN)/python -m amp_fx.bench $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools comes first, so that the editable install can use the pinned one and needs no
+# isolated build environment of its own.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("amp_fx needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	@echo "Installing into .venv (a few minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation -e ".[dev,test]"
+	@touch $@

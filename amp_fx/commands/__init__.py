@@ -1,0 +1,1 @@
+"""The commands of ``python -m amp_fx``, one file each."""

@@ -1,0 +1,83 @@
+"""The wheel: every file of the package is in it, and it works far away from its source tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes")
+
+IMPORT_FROM_TARGET = """
+import importlib.metadata, pathlib, sys
+import torch._dynamo
+import amp_fx.passes
+
+target = pathlib.Path(sys.argv[1])
+assert pathlib.Path(amp_fx.__file__).is_relative_to(target), amp_fx.__file__
+assert pathlib.Path(amp_fx.passes.__file__).is_relative_to(target), amp_fx.passes.__file__
+[dist] = importlib.metadata.distributions(name="amp_fx", path=[str(target)])
+[entry] = dist.entry_points.select(group="torch_dynamo_backends")
+assert "amp_fx" in torch._dynamo.list_backends()
+assert torch._dynamo.lookup_backend("amp_fx") is entry.load()
+"""
+
+
+@pytest.fixture(scope="module", params=["link", "text"])
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that no stale build folder of the tree can feed it.
+
+    "text" is a checkout without links, where git leaves the link's target as a text file.
+    """
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    if request.param == "text":
+        (source / "amp_fx/passes").unlink()
+        (source / "amp_fx/passes").write_text("../passes")
+    out = tmp_path_factory.mktemp("wheel")
+    _python("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, source, cwd=out)
+    [path] = out.glob("*.whl")
+    return path
+
+
+def _python(*args: str | Path, cwd: Path, pythonpath: Path | None = None) -> None:
+    env = os.environ | ({"PYTHONPATH": str(pythonpath)} if pythonpath else {})
+    command = [sys.executable, *map(str, args)]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _files_in_tree() -> set[str]:
+    """Every file of the package by its path in a wheel; the link to the passes is followed."""
+    folders = os.walk(ROOT / "amp_fx", followlinks=True)
+    paths = {Path(folder, name) for folder, _, names in folders for name in names}
+    return {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
+
+
+def test_wheel_holds_every_file(wheel: Path) -> None:
+    """Fails where a folder is missing from ``packages`` in pyproject.toml."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name for name in names if ".dist-info/" not in name} == _files_in_tree()
+
+
+def test_wheel_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel)
+    _python(*install, cwd=tmp_path)
+    _python("-c", IMPORT_FROM_TARGET, target, cwd=tmp_path, pythonpath=target)
+
+
+def test_passes_are_linked_into_the_package() -> None:
+    """Without the link neither an uninstalled tree nor a type checker finds the passes."""
+    assert (ROOT / "amp_fx/passes").readlink() == Path("../passes")
