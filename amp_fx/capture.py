@@ -19,9 +19,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.node import map_aggregate
 
-from amp_fx.errors import BannedOpError
-from amp_fx.rules import apply_policy, reaches_autocast
 from amp_fx.casts import make_cast
+from amp_fx.errors import BannedOpError
+from amp_fx.rules import apply_policy, qualified_name, reaches_autocast
 from amp_fx.values import analysis, call_target, value_of
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class _PolicyTable:
                 _refuse_native_kernel(op, device_type)
                 continue
             has_policy = True
-            self.decisions.append(Decision(op.name(), device_type, policy))
+            self.decisions.append(Decision(qualified_name(op), device_type, policy))
             low_dtype = self._state.low_dtype(device_type)
             call = apply_policy(policy, call, device_type, low_dtype, make_cast)
         if call[1] is not args or call[0] is not op:
@@ -185,7 +185,7 @@ class _PolicyTable:
 def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
     """A library that registers its own autocast kernel knows its op best: leave it whole."""
     if op.namespace != "aten" and has_autocast_kernel(op, device_type):
-        raise NotPlainError(f"{op.name()} brings its own autocast kernel")
+        raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
@@ -194,7 +194,7 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
     Relies on dispatch keys being named ``Autocast`` plus the device's name.
     """
     key = _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key)
 
 
 _AUTOCAST_KEYS = {
@@ -244,10 +244,15 @@ def _call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     return node.op, node.target, constants, metadata
 
 
+_PLAIN_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device)
+
+
 def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
     if isinstance(leaf, fx.Node):
         return f"%{index[leaf]}"
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+    if leaf is None or isinstance(
+        leaf, (bool, int, float, complex, str, torch.dtype, torch.device)
+    ):
         return leaf
     return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
 
@@ -270,9 +275,7 @@ def _value_key(value: Any) -> Any:
     return type(value), str(value)
 
 
-def trace_pre_dispatch(
-    fn: Callable[..., Any], values: list[Any], table: _PolicyTable
-) -> fx.Graph:
+def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
     """Traces one call to ops as the autocast keys of the dispatcher would see them.
 
     Relies on ``_MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is

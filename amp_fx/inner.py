@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Sequence
 
     from torch import fx
@@ -29,13 +30,33 @@ def compile_inner(
     if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
         return _aot_eager(gm, example_inputs)
     wrapper = torch._TorchCompileInductorWrapper(mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
+    with _region_markers_cacheable():
+        return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def _region_markers_cacheable() -> contextlib.AbstractContextManager[None]:
+    """Lets AOTAutograd's on-disk cache take graphs with islands in them.
+
+    It passes over ``_enter_autocast`` because the ambient state is not in its key; ours
+    spell out device and dtype as constant arguments, which are.
+
+    Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``.
+    """
+    from torch._inductor import config
+
+    marked = dict(config.unsafe_marked_cacheable_functions)
+    for name in ("_enter_autocast", "_exit_autocast"):
+        marked[f"torch.amp.autocast_mode.{name}"] = "amp_fx"
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        unsafe_marked_cacheable_functions=marked
+    )
+    return patch
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
     from torch._dynamo.backends.debugging import aot_eager
 
-    return aot_eager(gm, example_inputs)  # type: ignore[no-any-return]
+    return aot_eager(gm, list(example_inputs))
 
 
 def _can_use_inductor(example_inputs: Sequence[Any]) -> bool:

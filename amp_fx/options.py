@@ -150,6 +150,7 @@ def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
     """
     if device_type == torch._C._get_privateuse1_backend_name():
         module = getattr(torch, device_type, None)
-        if hasattr(module, "get_amp_supported_dtype"):
-            return tuple(module.get_amp_supported_dtype())
+        supported = getattr(module, "get_amp_supported_dtype", None)
+        if supported is not None:
+            return tuple(supported())
     return (torch.bfloat16, torch.float16)

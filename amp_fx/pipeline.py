@@ -6,10 +6,9 @@ import dataclasses
 import logging
 import os
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 
 from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
@@ -20,6 +19,7 @@ from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.wrap_islands import WrapIslands
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterable
 
     from torch import fx

@@ -133,5 +133,5 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
     Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys;
     a region entered inside it is on again, so that islands still work.
     """
-    guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()  # type: ignore[no-untyped-call]
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
     return guard

@@ -41,6 +41,11 @@ _BANNED_MESSAGE = (
 )
 
 
+def qualified_name(op: OpOverload) -> str:
+    """An overload's name as the dispatcher registers it: ``aten::softmax.int``."""
+    return str(op.name())  # type: ignore[no-untyped-call]
+
+
 def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
     """Whether autocast of a device type may cast this tensor: floating point, not float64."""
     return (
@@ -122,7 +127,7 @@ def _append_dtype(call: Call, device_type: str) -> Call:
     op, args, kwargs = call
     first: torch.Tensor = next(iter(_bind(op, args, kwargs).values()))
     dtype = torch.float32 if is_eligible(first, device_type) else first.dtype
-    overload = getattr(op.overloadpacket, _WITH_DTYPE[op.name()])
+    overload = getattr(op.overloadpacket, _WITH_DTYPE[qualified_name(op)])
     return _unbind(overload, {**_defaults(op), **_bind(op, args, kwargs), "dtype": dtype})
 
 

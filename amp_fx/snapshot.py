@@ -33,7 +33,7 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     for old, new in env.items():
         # Dynamo tells AOTAutograd an input's origin through an attribute of its node.
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     node = copy.output(output)
     node.meta = dict(graph.output_node().meta)
     return copy

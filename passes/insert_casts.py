@@ -16,10 +16,8 @@ bodies of checkpoint, wrap and cond, which are graphs and are rewritten as such.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import math
 import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,13 +28,13 @@ from torch.fx.node import map_aggregate
 
 from amp_fx.capture import NotPlainError, Opener, Site
 from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast
+from amp_fx.fills import clamp_fill_value
+from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.mark_regions import TRANSFORM, MarkRegions
+from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.values import (
-    adopt_captured,
     analysis,
     argument_values,
-    call_target,
     captured_value,
     detect_fake_mode,
     dtypes_differ,
@@ -48,8 +46,6 @@ from amp_fx.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.capture import Opened
@@ -107,9 +103,9 @@ class _Rewriter:
         values = operands or [captured_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
             set_value(node, value)
-        for nodes in _steps(self.graph):
+        for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                self._evaluate_together(nodes)
+                evaluate_together(nodes, self.fake_mode)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -124,6 +120,7 @@ class _Rewriter:
         if not site.state.enabled or not _may_need_casts(node):
             self._keep(node)
             return
+        self._spell_out_tuples(node)
         try:
             opened, inputs = self.opener.open(node, site)
         except NotPlainError as error:
@@ -147,7 +144,7 @@ class _Rewriter:
             return
         is_changed = _inputs_changed(node)
         if is_changed:
-            _clamp_fill_value(node)
+            clamp_fill_value(node)
         try:
             with self._analysis(node):
                 set_value(node, evaluate(node))
@@ -175,6 +172,24 @@ class _Rewriter:
                 node.replace_input_with(source, restored)
                 self.counts["inputs_restored"] += 1
 
+    def _spell_out_tuples(self, node: fx.Node) -> None:
+        """Replaces an input that is a tuple of tensors by its items, which can be cast."""
+        for source in node.all_input_nodes:
+            value = value_of(source)
+            if isinstance(value, (tuple, list)) and tensors_in(value):
+                items = tuple(self._item(source, index, node) for index in range(len(value)))
+                node.args = _substitute(node.args, source, items)
+                node.kwargs = _substitute(node.kwargs, source, items)
+
+    def _item(self, source: fx.Node, index: int, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(node):
+            item = self.graph.call_function(operator.getitem, (source, index))
+        item.meta = {k: node.meta[k] for k in _PROVENANCE if k in node.meta}
+        captured = captured_value(source)
+        item.meta["captured"] = captured[index] if captured is not None else None
+        set_value(item, value_of(source)[index])
+        return item
+
     def _splice(self, node: fx.Node, opened: Opened, inputs: list[fx.Node]) -> None:
         """Puts an opened node's ops in its place."""
         assert opened.graph is not None
@@ -183,7 +198,9 @@ class _Rewriter:
         result: Any = None
         for op in opened.graph.nodes:
             if op.op == "output":
-                result = map_aggregate(op.args[0], lambda a: env.get(a, a))
+                result = map_aggregate(
+                    op.args[0], lambda a: env[a] if isinstance(a, fx.Node) else a
+                )
             elif op.op != "placeholder":
                 env[op] = self._copy_op(op, env, node)
         self._replace(node, result)
@@ -236,34 +253,7 @@ class _Rewriter:
             del node.meta["island"]
             node.meta["has_rewritten_bodies"] = True
             return
-        self._evaluate_island(node)
-
-    def _evaluate_island(self, node: fx.Node) -> None:
-        """Runs a node under native autocast, as it will be run."""
-        args, kwargs = argument_values(node)
-        if not tensors_in(args, kwargs):
-            set_value(node, captured_value(node))
-            return
-        with self._analysis(node), node.meta["site"].state.applied():
-            set_value(node, adopt_captured(captured_value(node), call_target(node, args, kwargs)))
-
-    def _evaluate_together(self, nodes: list[fx.Node]) -> None:
-        """Runs the nodes of one torch.func transform, whose inner values are wrapped."""
-        values: dict[fx.Node, Any] = {}
-
-        def lookup(arg: Any) -> Any:
-            return values.get(arg, value_of(arg)) if isinstance(arg, fx.Node) else arg
-
-        first = nodes[0]
-        with self._analysis(first), first.meta["site"].state.applied(), functorch_levels_restored():
-            for node in nodes:
-                args = map_aggregate(node.args, lookup)
-                kwargs = map_aggregate(node.kwargs, lookup)
-                values[node] = call_target(node, args, kwargs)
-        inside = set(nodes)
-        for node in nodes:
-            is_result = not set(node.users) <= inside
-            set_value(node, values[node] if is_result else captured_value(node))
+        evaluate_island(node, self.fake_mode)
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if they are not plain."""
@@ -303,6 +293,8 @@ def _may_need_casts(node: fx.Node) -> bool:
     """False for what autocast never touches: no floating tensor, or an in-place method."""
     if node.op == "call_method" and _is_in_place_name(str(node.target)):
         return False
+    if _is_getitem(node) and isinstance(value_of(node.all_input_nodes[0]), (tuple, list)):
+        return False
     args, kwargs = argument_values(node)
     return any(t.is_floating_point() for t in tensors_in(args, kwargs))
 
@@ -315,64 +307,13 @@ def _inputs_changed(node: fx.Node) -> bool:
     return any(dtypes_differ(captured_value(n), value_of(n)) for n in node.all_input_nodes)
 
 
-def _steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes in order, those of one torch.func transform together."""
-    together: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if node._erased:
-            continue
-        if node.meta.get("island") == TRANSFORM:
-            together.append(node)
-            continue
-        if together:
-            yield together
-            together = []
-        yield [node]
-
-
-@contextlib.contextmanager
-def functorch_levels_restored() -> Iterator[None]:
-    """Pops torch.func levels that an exception left behind.
-
-    Relies on ``torch._C._functorch`` keeping its levels on a stack.
-    """
-    stack = torch._C._functorch
-    depth = len(stack.get_interpreter_stack() or ())
-    try:
-        yield
-    finally:
-        while len(stack.get_interpreter_stack() or ()) > depth:
-            stack.pop_dynamic_layer_stack()
-
-
 def _value_if_node(arg: Any) -> Any:
     return value_of(arg) if isinstance(arg, fx.Node) else arg
 
 
+def _substitute(args: Any, source: fx.Node, items: tuple[fx.Node, ...]) -> Any:
+    return map_aggregate(args, lambda a: items if a is source else a)
+
+
 def _is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[1], int)
-
-
-_FILLS = ("masked_fill", "masked_fill_", "index_fill", "index_fill_", "fill_", "where", "clamp")
-
-
-def _clamp_fill_value(node: fx.Node) -> None:
-    """Keeps a baked fill value inside the range of a tensor that became narrower.
-
-    ``mask.masked_fill(m, torch.finfo(x.dtype).min)`` was captured with float32's minimum;
-    with float16 inputs the program would have asked for float16's.
-    """
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if name not in _FILLS:
-        return
-    changed = [t for n in node.all_input_nodes if dtypes_differ(captured_value(n), value_of(n))
-               for t in tensors_in(value_of(n))]
-    limit = min(torch.finfo(t.dtype).max for t in changed if t.is_floating_point())
-
-    def clamp(arg: Any) -> Any:
-        if isinstance(arg, (int, float)) and not isinstance(arg, bool) and math.isfinite(arg):
-            return type(arg)(max(-limit, min(limit, arg)))
-        return arg
-
-    node.args = map_aggregate(node.args, clamp)
-    node.kwargs = map_aggregate(node.kwargs, clamp)

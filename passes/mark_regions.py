@@ -25,6 +25,7 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.capture import Site
+from amp_fx.islands import TRANSFORM
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
 _LEVEL_UP = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
 _LEVEL_DOWN = ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
 
-TRANSFORM = "torch.func transform"
-
 # Namespaces whose functions act on hidden state rather than on their arguments.
-_STATEFUL_MODULES = ("torch._functorch", "torch._C._functorch", "torch.autograd", "torch._C._autograd")
+_STATEFUL_MODULES = (
+    "torch._functorch",
+    "torch._C._functorch",
+    "torch.autograd",
+    "torch._C._autograd",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,12 @@ class MarkRegions:
 def _region_arguments(node: fx.Node) -> tuple[Any, ...]:
     names = ("device_type", "dtype", "enabled", "cache_enabled")
     bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return (bound["device_type"], bound.get("dtype"), bound.get("enabled", True), bound.get("cache_enabled"))
+    return (
+        bound["device_type"],
+        bound.get("dtype"),
+        bound.get("enabled", True),
+        bound.get("cache_enabled"),
+    )
 
 
 def island_reason(node: fx.Node) -> str | None:

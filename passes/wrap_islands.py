@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.islands import TRANSFORM
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.mark_regions import TRANSFORM
 from amp_fx.values import argument_values, tensors_in
 
 if TYPE_CHECKING:
