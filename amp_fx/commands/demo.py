@@ -1,0 +1,150 @@
+"""``python -m amp_fx demo``: trains a small language model with and without amp_fx."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from amp_fx.demo.train import Settings, compare
+from amp_fx.errors import OptionError
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.options import COMPILERS, check_device_dtype
+from amp_fx.regions import autocast_device_types
+
+if TYPE_CHECKING:
+    import argparse
+    from collections import Counter
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from amp_fx.demo.train import Comparison, Run
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FOLDED = ("casts_shared", "round_trips_removed")
+"""Which counts of the passes are casts that went away again."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``demo`` and its options to the command line."""
+    default = Settings()
+    parser = subparsers.add_parser(
+        "demo",
+        help="train a small language model with and without amp_fx",
+        description="Trains a small GPT on Python's help texts in float32, with amp_fx and under "
+        "torch.autocast, and compares losses and times.",
+    )
+    parser.add_argument("--steps", default=str(default.steps), help="default: %(default)s")
+    parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}")
+    parser.add_argument("--compiler", default="inductor", help=f"{', '.join(COMPILERS)}")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the demo; returns 2 if an argument is not usable, else 0."""
+    try:
+        settings = parse_settings(args)
+    except OptionError as error:
+        sys.stderr.write(f"amp_fx demo: {error}\n")
+        return 2
+    console = Console()
+    if settings.compiler == "inductor" and not can_use_inductor(settings.device):
+        console.print("no C++ compiler found, which inductor needs on CPU: using aot_eager")
+        settings = dataclasses.replace(settings, compiler="aot_eager")
+    console.print(results(train(settings, console)))
+    return 0
+
+
+def parse_settings(args: argparse.Namespace) -> Settings:
+    """Checks and converts the arguments.
+
+    Raises:
+        OptionError: One of them is not usable here; says what is.
+    """
+    device, dtype = _parse_device(args.device), _choose("--dtype", args.dtype, tuple(DTYPES))
+    check_device_dtype(device.type, DTYPES[dtype])
+    return Settings(
+        steps=_parse_steps(args.steps),
+        device=device,
+        dtype=DTYPES[dtype],
+        compiler=_choose("--compiler", args.compiler, COMPILERS),
+    )
+
+
+def _parse_steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise OptionError(f"--steps {text}: give a number from 2 up; the first step compiles")
+    return int(text)
+
+
+def _choose(option: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
+    return text
+
+
+def _parse_device(text: str) -> torch.device:
+    known = autocast_device_types()
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
+    if device.type not in known:
+        raise OptionError(f"--device {text}: autocast knows {', '.join(known)} only")
+    return device
+
+
+def can_use_inductor(device: torch.device) -> bool:
+    """Whether inductor can build kernels for a device: for the CPU it needs a C++ compiler."""
+    return device.type != "cpu" or has_cpp_compiler()
+
+
+def train(settings: Settings, console: Console) -> Comparison:
+    """Trains all contenders, with a progress bar for each."""
+    with Progress(console=console) as progress:
+        tasks = {}
+
+        def show(run: Run) -> None:
+            if run.name not in tasks:
+                tasks[run.name] = progress.add_task(run.name, total=settings.steps)
+            description = f"{run.name}, loss {run.losses[-1]:.3f}"
+            progress.update(tasks[run.name], advance=1, description=description)
+
+        return compare(settings, show)
+
+
+def results(comparison: Comparison) -> RenderableType:
+    """The table at the end: a column per contender."""
+    float32, autocast, casts = comparison.float32, comparison.autocast, comparison.casts
+    table = Table()
+    table.add_column()
+    for run in comparison.runs:
+        table.add_column(run.name, justify="right")
+
+    def row(name: str, value: Callable[[Run], str]) -> None:
+        table.add_row(name, *map(value, comparison.runs))
+
+    def counted(name: str, num: int) -> None:
+        row(name, lambda run: str(num) if run is comparison.amp_fx else "-")
+
+    row("loss, first step", lambda run: f"{run.losses[0]:.3f}")
+    row("loss, mean of the last tenth", lambda run: f"{run.final_loss:.3f}")
+    row("time per step, median", lambda run: f"{run.step * 1e3:.1f} ms")
+    row("... relative to float32", lambda run: f"{run.step / float32.step:.2f}")
+    row("... relative to torch.autocast", lambda run: f"{run.step / autocast.step:.2f}")
+    row("first step, which compiles", lambda run: f"{run.first_step:.1f} s")
+    counted("casts inserted", casts["casts_inserted"])
+    counted("casts folded", _num_folded(casts))
+    return table
+
+
+def _num_folded(casts: Counter[str]) -> int:
+    return sum(casts[name] for name in FOLDED)

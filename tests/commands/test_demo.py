@@ -1,0 +1,135 @@
+"""The demo: every contender learns, the table says what happened, bad arguments give one line."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+from collections import Counter
+
+import pytest
+import torch
+from rich.console import Console
+
+from amp_fx.commands import demo
+from amp_fx.demo.model import GPT, Size
+from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
+from amp_fx.demo.train import Comparison, Run, Settings
+
+TINY = Size(width=16, depth=1, heads=2, context=16)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_parser(parser.add_subparsers())
+    return parser.parse_args(["demo", *arguments])
+
+
+@pytest.fixture(scope="module")
+def console() -> Console:
+    """Keeps what is printed; as wide as a terminal usually is."""
+    return Console(file=io.StringIO(), width=80, record=True)
+
+
+@pytest.fixture(scope="module")
+def comparison(console: Console) -> Comparison:
+    torch._dynamo.reset()
+    return demo.train(Settings(steps=20, compiler="aot_eager", size=TINY), console)
+
+
+def test_every_contender_learns(comparison: Comparison) -> None:
+    for run in comparison.runs:
+        assert len(run.losses) == len(run.times) == 20
+        assert all(map(math.isfinite, run.losses))
+        assert run.final_loss < run.losses[0] - 0.5
+
+
+def test_contenders_start_alike_and_stay_close(comparison: Comparison) -> None:
+    """Same weights and batches: bfloat16 rounds to 8 bits, so that losses agree to about 1 %."""
+    for low in (comparison.amp_fx, comparison.autocast):
+        torch.testing.assert_close(low.losses, comparison.float32.losses, rtol=0.02, atol=0)
+        assert low.losses != comparison.float32.losses
+
+
+def test_casts_are_counted(comparison: Comparison) -> None:
+    assert comparison.casts["graphs"] == 1
+    assert comparison.casts["casts_inserted"] > 0
+
+
+def test_progress_ends_with_the_last_loss(comparison: Comparison, console: Console) -> None:
+    printed = console.export_text(clear=False)
+    for run in comparison.runs:
+        assert f"{run.name}, loss {run.losses[-1]:.3f}" in printed
+
+
+def test_table_holds_what_was_measured(comparison: Comparison, console: Console) -> None:
+    console.print(demo.results(comparison))
+    rows = [line.split("│") for line in console.export_text(clear=False).splitlines()]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:5]] for row in rows if len(row) == 6}
+    runs, casts = comparison.runs, comparison.casts
+    assert cells["loss, first step"] == [f"{run.losses[0]:.3f}" for run in runs]
+    assert cells["time per step, median"] == [f"{run.step * 1e3:.1f} ms" for run in runs]
+    assert cells["... relative to float32"][0] == "1.00"
+    assert cells["... relative to torch.autocast"][2] == "1.00"
+    assert cells["casts inserted"] == ["-", str(casts["casts_inserted"]), "-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--steps", "1"), "from 2 up"),
+        (("--steps", "many"), "from 2 up"),
+        (("--device", "nowhere"), "no such device"),
+        (("--device", "meta"), "autocast knows"),
+        (("--dtype", "float64"), "bfloat16, float16"),
+        (("--compiler", "gcc"), "inductor, aot_eager, eager"),
+    ],
+)
+def test_bad_arguments_give_one_line(
+    arguments: tuple[str, str], names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.run(parse(*arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert all(text in captured.err for text in (*arguments, names))
+
+
+def test_without_a_cpp_compiler_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked_for = []
+
+    def train(settings: Settings, _: object) -> Comparison:
+        asked_for.append(settings.compiler)
+        run = Run("stub", losses=[1.0, 1.0], times=[1.0, 1.0])
+        return Comparison(run, run, run, Counter())
+
+    monkeypatch.setattr(demo, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(demo, "train", train)
+    assert demo.run(parse()) == 0
+    assert asked_for == ["aot_eager"]
+    assert "no C++ compiler found" in capsys.readouterr().out
+
+
+def test_compilation_is_no_part_of_the_time_per_step() -> None:
+    run = Run("any", losses=[4.0, 2.0, 1.0], times=[90.0, 3.0, 5.0])
+    assert (run.first_step, run.step, run.final_loss) == (90.0, 4.0, 1.0)
+
+
+def test_targets_follow_tokens() -> None:
+    batch = random_batch(corpus(), size=3, context=8, rng=torch.Generator().manual_seed(0))
+    assert batch.tokens.shape == batch.targets.shape == (3, 8)
+    assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+    assert bytes(batch.tokens[0].tolist()) in bytes(corpus().tolist())
+
+
+def test_no_token_sees_what_follows_it() -> None:
+    """A changed last token leaves the losses of all positions before it as they were."""
+    model = GPT(NUM_BYTES, TINY)
+    tokens = torch.randint(NUM_BYTES, (1, 16))
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % NUM_BYTES
+    targets = torch.full_like(tokens, -100)  # cross_entropy leaves these out
+    targets[0, :-1] = tokens[0, 1:]
+    torch.testing.assert_close(model(tokens, targets), model(changed, targets))
