@@ -1,0 +1,95 @@
+"""The calls that the op tests make: the samples of ``op_db``, in several dtypes and spellings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.testing._internal import common_methods_invocations
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SEED = 1234
+
+UNINITIALIZED = ("empty", "new_empty")
+"""Ops whose names start with these return whatever lies in memory: only dtypes are compared."""
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of an op."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_uninitialized(self) -> bool:
+        """Whether its result is whatever lies in memory."""
+        return self.name.startswith(UNINITIALIZED)
+
+
+def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of op_db's wrapper that seeds: runs are seeded here, and it breaks graphs."""
+    return function(*args, **kwargs)
+
+
+common_methods_invocations.wrapper_set_seed = plain_call  # type: ignore[assignment, attr-defined]
+
+OPS = {op.formatted_name: op for op in common_methods_invocations.op_db}
+
+
+def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:
+    """The tree with its float32 tensors brought to the dtypes, in order."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float32:
+            return tensor
+        new = tensor.detach().to(next(dtypes))
+        return new.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, cast, tree)
+
+
+def op_calls(op: Any, low_dtype: torch.dtype, *, exhaustive: bool) -> Iterator[Call]:
+    """Calls of an op: float32, low, and mixed inputs; as function, method and in place."""
+    torch.manual_seed(SEED)
+    try:
+        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+    except Exception:  # noqa: BLE001, the op has no samples for the CPU build
+        return
+    picked = list(range(len(samples))) if exhaustive else sorted({0, len(samples) // 2})
+    for i in picked:
+        sample = samples[i]
+        args = (sample.input, *sample.args)
+        yield Call(f"{op.name}, sample {i}", op.op, args, sample.kwargs)
+        is_last = i == picked[-1]
+        if exhaustive or is_last:
+            low = with_dtypes((args, sample.kwargs), itertools.repeat(low_dtype))
+            yield Call(f"{op.name}, sample {i}, low inputs", op.op, *low)
+            mix = itertools.cycle((low_dtype, torch.float32))
+            mixed = with_dtypes((args, sample.kwargs), mix)
+            yield Call(f"{op.name}, sample {i}, mixed inputs", op.op, *mixed)
+        if op.method_variant is not None and (exhaustive or is_last):
+            yield Call(f"{op.name}, sample {i}, method", op.method_variant, args, sample.kwargs)
+        if op.inplace_variant is not None and (exhaustive or is_last):
+            yield Call(
+                f"{op.name}, sample {i}, in place",
+                on_a_copy(op.inplace_variant),
+                args,
+                sample.kwargs,
+            )
+
+
+def on_a_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The in-place function on a copy, as a leaf that requires grad cannot be written to."""
+
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(first.clone(), *args, **kwargs)
+
+    return call

@@ -1,0 +1,24 @@
+"""The one table of ops and models that are known not to match eager autocast, and why.
+
+A test named here is a strict expected failure: it must go on failing for as long as its row
+stands, so a row that is no longer needed fails the suite.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+CPU_OPS: dict[str, str] = {}
+"""Test id in ``test_ops_cpu.py`` (as ``matmul-bare-float16``) -> reason."""
+
+CUDA_OPS: dict[str, str] = {}
+"""Test id in ``test_ops_cuda.py`` -> reason."""
+
+MODELS: dict[str, str] = {}
+"""Test id in ``test_models.py`` (as ``lstm_cell-ambient-bfloat16``) -> reason."""
+
+
+def param(table: dict[str, str], *values: object, id: str) -> object:  # noqa: A002
+    """A ``pytest.param`` that is a strict expected failure if ``table`` has a row for ``id``."""
+    marks = [pytest.mark.xfail(strict=True, reason=table[id])] if id in table else []
+    return pytest.param(*values, id=id, marks=marks)

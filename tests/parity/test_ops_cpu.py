@@ -1,0 +1,129 @@
+"""Op by op on the CPU: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
+
+Every op of torch's own autocast lists and of ``op_db`` that eager autocast can run, forward and
+backward, in both low dtypes. All calls of one op go through Dynamo as one program, which is what
+makes the whole list affordable; a program that differs or that Dynamo breaks up is taken call by
+call, so that a failure names the call. Where Dynamo alone already differs from eager, the graphs
+it captured, run in eager autocast, are the oracle (see ``oracle.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
+from torch.utils._pytree import tree_map_only
+
+from tests.parity import exceptions, oracle
+from tests.parity.calls import OPS, Call, op_calls
+from tests.parity.oracle import LOW_DTYPES, Subject, Way, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CALLS_PER_PROGRAM = 8
+
+
+def listed_calls() -> Iterator[Call]:
+    """The calls of torch's own autocast tests for the CPU."""
+    torch.manual_seed(oracle.SEED)
+    lists = AutocastCPUTestLists(torch.device("cpu"))  # type: ignore[no-untyped-call]
+    for list_name, calls in vars(lists).items():
+        for i, (op, *rest) in enumerate(calls):
+            kwargs = rest.pop() if isinstance(rest[-1], dict) else {}
+            tuples = [args for args in rest if isinstance(args, tuple)]
+            for namespace in (torch, torch._C._nn, torch.Tensor):
+                if not hasattr(namespace, op):
+                    continue
+                for j, args in enumerate(tuples):
+                    name = f"{list_name}-{i}-{namespace.__name__}.{op}-{j}"
+                    yield Call(name, getattr(namespace, op), args, kwargs)
+
+
+LISTED = {call.name: call for call in listed_calls()}
+
+
+def as_subject(calls: Sequence[Call]) -> Subject:
+    """One program that makes all the calls; it takes a list of their (args, kwargs)."""
+    functions = tuple(call.function for call in calls)
+
+    def program(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        results = []
+        for function, (args, kwargs) in zip(functions, given, strict=True):
+            results.append(function(*args, **kwargs))
+        return results
+
+    return Subject(program, (oracle.fresh([(call.args, call.kwargs) for call in calls]),))
+
+
+def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
+    """How amp_fx differs from the oracle on a program of these calls; None if it does not."""
+    values = not any(call.is_uninitialized for call in calls)
+    return oracle.check(lambda: as_subject(calls), way, dtype, values=values)
+
+
+def as_eager_runs_it(call: Call, way: Way, dtype: torch.dtype) -> Call | None:
+    """The call; without gradients where eager has no backward for it; None if it cannot run."""
+
+    def runs(call: Call) -> bool:
+        try:
+            oracle.run_eager(as_subject([call]), as_subject([call]), way, dtype)
+        except Exception:  # noqa: BLE001, whatever eager cannot do is not asked for
+            return False
+        return True
+
+    if runs(call):
+        return call
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (call.args, call.kwargs))
+    call = dataclasses.replace(call, args=args, kwargs=kwargs)
+    return call if runs(call) else None
+
+
+def check_calls(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> None:
+    """Fail with the first call that differs from the oracle."""
+    tried = [as_eager_runs_it(call, way, dtype) for call in calls]
+    calls = [call for call in tried if call]
+    if not calls:
+        pytest.skip("eager autocast cannot run this op")
+    together = check(calls, way, dtype)
+    if together is None and oracle.is_one_graph():
+        return
+    found = [(call.name, check([call], way, dtype)) for call in calls]
+    wrong = [f"{name}: {how}" for name, how in found if how]
+    assert not wrong, "\n".join(wrong)
+    assert together is None, f"only all calls together differ: {together}"
+
+
+def cases(names: Sequence[str]) -> list[Any]:
+    return [
+        exceptions.param(
+            exceptions.CPU_OPS, name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}"
+        )
+        for name in names
+        for way in Way
+        for dtype in LOW_DTYPES
+    ]
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS)))
+def test_op(name: str, way: Way, dtype: torch.dtype) -> None:
+    check_calls(list(op_calls(OPS[name], dtype, exhaustive=False)), way, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS)))
+def test_op_on_all_samples(name: str, way: Way, dtype: torch.dtype) -> None:
+    calls = list(op_calls(OPS[name], dtype, exhaustive=True))
+    for start in range(0, max(len(calls), 1), CALLS_PER_PROGRAM):
+        check_calls(calls[start : start + CALLS_PER_PROGRAM], way, dtype)
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(LISTED)))
+def test_listed_op(name: str, way: Way, dtype: torch.dtype) -> None:
+    check_calls([LISTED[name]], way, dtype)

@@ -1,0 +1,205 @@
+"""Op by op for CUDA, without a GPU: which op runs in which dtype, against ``torch.autocast``.
+
+AutocastCUDA's kernels are in every build of torch and act on fake CUDA tensors. So the same calls
+are made once in eager autocast and once through amp_fx, both on fake tensors, and what reaches the
+kernels is compared: the ops below autocast, in order, with the dtypes of their inputs, and the
+dtypes of the outputs. Casts themselves are left out of the comparison. Numbers and the backward
+need a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+
+from tests.parity import exceptions, oracle
+from tests.parity.calls import OPS, Call, op_calls
+from tests.parity.oracle import Way, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.parity.oracle import Program
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+COMBINATIONS = ((Way.AMBIENT, torch.float16), (Way.BARE, torch.bfloat16))
+
+INVISIBLE = ("prim.", "aten._to_copy", "aten.detach", "aten.alias", "aten.lift_fresh")
+"""Ops that casting is made of, or that compute nothing."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down each op that has floating-point inputs, and their dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Keeps Dynamo from skipping what runs under the mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        dtypes = [dtype_name(t.dtype) for t in inputs if t.is_floating_point()]
+        if dtypes and not str(func).startswith(INVISIBLE):
+            self.ops.append(f"{func}({', '.join(dtypes)})")
+        return func(*args, **kwargs or {})
+
+
+@dataclasses.dataclass
+class Trace:
+    """What one run did: ops below autocast, then the leaves of the output."""
+
+    ops: list[str]
+    outputs: list[str]
+
+
+def trace(program: Program, region: torch.dtype | None) -> Trace:
+    """Run a program on fake tensors and write down what it does."""
+    with oracle.region_of("cuda", region), torch.no_grad():
+        program()  # the first call compiles
+        with Recorder() as recorder:
+            leaves = tree_flatten(program())[0]
+    outputs = [
+        dtype_name(leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))
+        for leaf in leaves
+    ]
+    return Trace(recorder.ops, outputs)
+
+
+def rewritten_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
+    """What amp_fx makes of a program: the one place where this file meets the product."""
+    compiled = oracle.compile_amp_fx(program, way, dtype)
+    return trace(lambda: compiled(args), dtype if way is Way.AMBIENT else None)
+
+
+def captured_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
+    """What eager autocast makes of the graphs Dynamo captures from a program."""
+    compiled = oracle.compile_reference(program, way, dtype, device="cuda")
+    return trace(lambda: compiled(args), dtype if way is Way.AMBIENT else None)
+
+
+def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
+    """What eager autocast makes of a program; outputs as ``oracle.run_eager`` has them."""
+    made = trace(lambda: program(args), dtype)
+    if way is Way.AMBIENT:
+        return made
+    with torch.no_grad():
+        plain = program(args)
+    with oracle.region_of("cuda", dtype), torch.no_grad():
+        low = program(args)
+    leaves = tree_flatten(tree_map(oracle.cast_like, low, plain))[0]
+    made.outputs = [
+        dtype_name(leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))
+        for leaf in leaves
+    ]
+    return made
+
+
+def check(call: Call, way: Way, dtype: torch.dtype) -> str | None:
+    """How amp_fx differs from eager autocast on one call; None if it does not."""
+
+    def program(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = given
+        return call.function(*args, **kwargs)
+
+    args = (call.args, call.kwargs)
+    expected = eager_trace(program, args, way, dtype)
+    oracle.reset()
+    actual = rewritten_trace(program, args, way, dtype)
+    if actual == expected:
+        return None
+    oracle.reset()
+    reference = captured_trace(program, args, way, dtype)
+    if reference != expected and actual == reference:
+        return None
+    return f"{call.name}\n  expected {expected}\n  captured {reference}\n  got      {actual}"
+
+
+def on_fake_cuda(call: Call) -> Call:
+    """The call with its tensors replaced by fake CUDA tensors; call it under the fake mode."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    args, kwargs = tree_map_only(torch.Tensor, fake, (call.args, call.kwargs))
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def can_run(call: Call, way: Way, dtype: torch.dtype) -> bool:
+    """Whether eager autocast, and for the bare way the plain program, runs on fake tensors."""
+    try:
+        for region in (dtype, None) if way is Way.BARE else (dtype,):
+            with oracle.region_of("cuda", region), torch.no_grad():
+                call.function(*call.args, **call.kwargs)
+    except Exception:  # noqa: BLE001, whatever eager cannot do is not asked for
+        return False
+    return True
+
+
+def check_calls(calls: list[Call], way: Way, dtype: torch.dtype) -> None:
+    """Fail with every call that differs."""
+    wrong, num_run = [], 0
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for call in calls:
+            try:
+                fake = on_fake_cuda(call)
+            except Exception:  # noqa: BLE001, sparse tensors and the like
+                continue
+            if not can_run(fake, way, dtype):
+                continue
+            num_run += 1
+            found = check(fake, way, dtype)
+            if found:
+                wrong.append(found)
+    if not num_run:
+        pytest.skip("eager autocast cannot run this op on fake CUDA tensors")
+    assert not wrong, "\n".join(wrong)
+
+
+def listed_calls() -> Iterator[Call]:
+    """The calls of torch's own autocast tests for CUDA."""
+    lists = AutocastTestLists(torch.device("cpu"))  # type: ignore[no-untyped-call]
+    namespaces = (torch, torch._C._nn, torch.linalg, torch.Tensor)
+    for list_name, calls in vars(lists).items():
+        for i, (op, args, *rest) in enumerate(calls):
+            if isinstance(args, str):
+                continue  # einsum, whose arguments the list spells wrongly
+            kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+            for namespace in namespaces:
+                if hasattr(namespace, op):
+                    name = f"{list_name}-{i}-{namespace.__name__}.{op}"
+                    yield Call(name, getattr(namespace, op), args, kwargs)
+
+
+LISTED = {call.name: call for call in listed_calls()}
+
+
+def cases(names: list[str]) -> list[Any]:
+    return [
+        exceptions.param(
+            exceptions.CUDA_OPS, name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}"
+        )
+        for name in names
+        for way, dtype in COMBINATIONS
+    ]
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS)))
+def test_op(name: str, way: Way, dtype: torch.dtype) -> None:
+    check_calls(list(op_calls(OPS[name], dtype, exhaustive=False)), way, dtype)
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(LISTED)))
+def test_listed_op(name: str, way: Way, dtype: torch.dtype) -> None:
+    check_calls([LISTED[name]], way, dtype)
