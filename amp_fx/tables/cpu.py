@@ -22,7 +22,7 @@ MATRIX_PRODUCTS = ops("""
 ATTENTION = ops("_native_multi_head_attention scaled_dot_product_attention")
 RNN_LAYERS = ops("mkldnn_rnn_layer")
 
-# LAPACK has float32 and float64 alone.
+# LAPACK has float32, float64 and their complex numbers alone.
 LINEAR_ALGEBRA = ops("""
     _lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
     linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals

@@ -13,7 +13,7 @@ from amp_fx.tables.reference import ROWS
 # Reached by calls of the op itself only: conv2d and its like come through ``convolution``.
 CUDNN_CONVOLUTIONS = ops("cudnn_convolution cudnn_convolution_transpose")
 
-# The square root of a symmetric matrix by its eigenvalues: no low-precision kernels.
+# Square roots of matrices, as on CPU.
 MATRIX_FUNCTIONS = ops("linalg_matrix_sqrth")
 
 CUDA = build_table(

@@ -1,8 +1,7 @@
 """Families of ops that several devices share, each with the reason why it is one.
 
-Source: the op lists of ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``. The reasons
-are those of the automatic mixed precision documentation ("Autocast Op Reference"). Overloads
-that only some torch versions have are listed like any other; ``versions.py`` says which.
+Source: the op lists of ``ATen/autocast_mode.h`` and ``ATen/autocast_mode.cpp``. Overloads that
+only some torch versions have are listed like any other; ``versions.py`` says which.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MATRIX_PRODUCTS = ops("""
     addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linear matmul mm mv
 """)
 
-# Split from the above: MPS has no kernel for it.
+# Split from the above: MPS does not list it.
 VECTOR_PRODUCTS = ops("linalg_vecdot")
 
 # Weights meet activations of the low dtype; the weight follows (prelu is no matrix product).
@@ -54,7 +53,7 @@ LOSSES = ops("""
     nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
 """)
 
-# The backward adds many gradients into one low-precision element.
+# Weighted sums of neighbours, forward and backward.
 UPSAMPLING = ops("""
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
     _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d
@@ -84,7 +83,7 @@ SEVERAL_INPUTS = ops("""
     addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot
 """)
 
-# Split from the above: MPS has no kernel for it.
+# Split from the above: MPS does not list it.
 COMPLEX_DOT = ops("vdot")
 
 # log of a probability: -inf gradients in float16. PyTorch raises and names the safe loss.

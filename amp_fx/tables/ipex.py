@@ -16,7 +16,7 @@ LOW_PRECISION = ops("""
     conv_transpose1d conv_transpose2d conv_transpose3d group_norm linear matmul mm
 """)
 
-# LAPACK has float32 and float64 alone.
+# LAPACK has float32, float64 and their complex numbers alone.
 LINEAR_ALGEBRA = ops("""
     _lu_with_info cholesky cholesky_inverse cholesky_solve eig geqrf inverse linalg_cholesky
     linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh

@@ -10,18 +10,18 @@ from amp_fx.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
 
-# As on other devices but for conv_transpose3d, which Metal has in float32 alone.
+# As on other devices but for conv_transpose3d, which MPS refuses in low dtypes.
 CONVOLUTIONS = ops("""
     _convolution _convolution.deprecated _mps_convolution convolution conv1d conv2d conv3d
     conv_tbc conv_transpose1d conv_transpose2d.input
 """)
 FLOAT32_CONVOLUTIONS = ops("conv_transpose3d.input")
 
-# The only cell and the only attention op with Metal kernels.
+# One of the cells and one of the attention ops: MPS lists no others.
 RNN_CELLS = ops("lstm_cell")
 ATTENTION = ops("scaled_dot_product_attention")
 
-# Means and variances, as in the other normalizations; elsewhere the kernels see to it.
+# Means and variances, as in the other normalizations; listed by MPS alone.
 BATCH_NORMALIZATION = ops("batch_norm")
 
 MPS = build_table(

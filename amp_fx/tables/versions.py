@@ -27,7 +27,7 @@ _NAMED_DIMENSIONS = (
 )
 
 SINCE: Mapping[str, Version] = {
-    # A float32 weight and a bfloat16 input no longer left the fused kernel.
+    # A float32 weight next to a bfloat16 input kept rms_norm from its fused kernel.
     **dict.fromkeys(ROOT_MEAN_SQUARE, (2, 12)),
     **dict.fromkeys(ops("linalg_matrix_sqrth"), (2, 14)),
 }
@@ -35,7 +35,7 @@ SINCE: Mapping[str, Version] = {
 
 UNTIL: Mapping[str, Version] = {
     **dict.fromkeys(_NAMED_DIMENSIONS, (2, 13)),
-    # Long deprecated in favour of their linalg_ successors.
+    # Their successors linalg_cholesky and linalg_qr stay.
     **dict.fromkeys(ops("cholesky qr"), (2, 14)),
 }
 """The first version whose autocast has the op no more."""

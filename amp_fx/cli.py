@@ -1,0 +1,50 @@
+"""The command line ``python -m amp_fx``: one module of ``amp_fx.commands`` per command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+from amp_fx.errors import AmpFxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COMMANDS = ("policy", "demo")
+"""Modules of ``amp_fx.commands``; each has ``add_parser(subparsers)``, which sets ``run``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: The arguments; those of the process if None.
+
+    Returns:
+        The exit code: 0, or what the command returns, or 2 for an error of the user's.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    # A command's imports cost seconds: load only the one that is called, if it is known.
+    called = tuple(arguments[:1])
+    parsed = _parser(called if set(called) & set(COMMANDS) else COMMANDS).parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except AmpFxError as error:
+        sys.stderr.write(f"amp_fx {parsed.command}: {error}\n")
+        return 2
+
+
+def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_fx",
+        description="Automatic mixed precision as a compiler pass for PyTorch.",
+    )
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", metavar="command", required=True
+    )
+    for name in commands:
+        importlib.import_module(f"amp_fx.commands.{name}").add_parser(subparsers)
+    return parser

@@ -1,0 +1,212 @@
+"""``python -m amp_fx policy``: which op autocast runs in which dtype, on which device."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from amp_fx.cast_policy import CastPolicy
+from amp_fx.errors import OptionError
+from amp_fx.op_names import find_overloads
+from amp_fx.policy import Policy, preset, preset_names
+from amp_fx.tables import DEVICES, OWN_KERNELS
+from amp_fx.tables.versions import SINCE, UNTIL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx policy                       every op with a policy, by device
+  python -m amp_fx policy --device cuda         on one device type
+  python -m amp_fx policy softmax               one op, on every device type
+  python -m amp_fx policy aten::linalg_matrix_norm.str_ord
+  python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
+  python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
+  python -m amp_fx policy rms_norm --preset torch-2.11
+  python -m amp_fx policy --check               compare with the installed torch
+"""
+
+NO_POLICY = "no policy"
+OWN_KERNEL = "own kernel"
+
+MEANING = {
+    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to the autocast dtype",
+    CastPolicy.FP32.value: "floating-point inputs go to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE.value: "an unset dtype= becomes float32; inputs stay",
+    CastPolicy.FP32_APPEND_DTYPE.value: "calls the overload with dtype=, with float32",
+    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
+    CastPolicy.BANNED.value: "raises: unsafe under autocast",
+    OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
+    NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
+}
+"""What each word in the output means."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``policy`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "policy",
+        help="show which op runs in which dtype under autocast",
+        description="Shows which op runs in which dtype under autocast, on which device type.\n"
+        "float64, integer, bool and complex tensors are never cast; calls that are in\n"
+        "place or have out= are left alone.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("op", nargs="?", help="one op: softmax, aten::softmax.int, F.softmax")
+    parser.add_argument(
+        "--device",
+        action="append",
+        choices=tuple(DEVICES),
+        help="only this device type; may be given more than once",
+    )
+    parser.add_argument(
+        "--preset", default="torch", help=f"{', '.join(preset_names())}; default: %(default)s"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with the installed torch op by op; exit code 1 if anything differs",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        1 if ``--check`` found a difference, else 0.
+
+    Raises:
+        PolicyError: There is no such op or preset.
+        OptionError: ``--check`` and an op exclude each other.
+    """
+    policy = preset(args.preset)
+    devices = tuple(dict.fromkeys(args.device or policy.tables))
+    console = Console(highlight=False, markup=False, soft_wrap=False)
+    if args.check:
+        if args.op is not None:
+            raise OptionError("--check compares all ops; leave the op out")
+        return _check(policy, devices, console)
+    if args.op is not None:
+        _show_op(policy, args.op, devices, console)
+    else:
+        _show_all(policy, devices, console)
+    return 0
+
+
+def _show_all(policy: Policy, devices: Sequence[str], console: Console) -> None:
+    """A table per policy for each group of device types that have the same rules."""
+    console.print(f"Policy {policy.name!r} with torch {torch.__version__}\n")
+    words: set[str] = set()
+    for group in _alike(policy, devices):
+        rules = policy.tables[group[0]]
+        table = _table("policy", "ops", title=f"{', '.join(group)}: {len(rules)} ops")
+        for rule in CastPolicy:
+            names = sorted(_short(op) for op, value in rules.items() if value is rule)
+            if names:
+                table.add_row(f"{rule.value}\n({len(names)})", ", ".join(names))
+                words.add(rule.value)
+        console.print(table)
+        gone = policy.gone(group[0])
+        if gone:
+            names_gone = ", ".join(map(_short, gone))
+            console.print(f"Listed, but not in torch {torch.__version__}: {names_gone}\n")
+    _explain(words, console)
+
+
+def _alike(policy: Policy, devices: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = []
+    for device in devices:
+        for group in groups:
+            if policy.tables[group[0]] == policy.tables[device]:
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return groups
+
+
+def _show_op(policy: Policy, text: str, devices: Sequence[str], console: Console) -> None:
+    """The rule of every overload of one op, with the device types that share it."""
+    listed = {op for table in policy.tables.values() for op in table}
+    overloads = find_overloads(text, also=listed)
+    table = _table("op", "policy", "device types")
+    words: set[str] = set()
+    for op in overloads:
+        for i, (word, on) in enumerate(_words(policy, op, devices).items()):
+            table.add_row(op if i == 0 else "", word, ", ".join(on))
+            words.add(word)
+    console.print(table)
+    _explain(words, console)
+    for note in _notes(policy, overloads, devices):
+        console.print(note)
+
+
+def _words(policy: Policy, op: str, devices: Iterable[str]) -> dict[str, list[str]]:
+    """Device types by what happens to an op there."""
+    words: dict[str, list[str]] = {}
+    for device in devices:
+        rule = policy.tables[device].get(op)
+        own = OWN_KERNEL if op in OWN_KERNELS.get(device, ()) else NO_POLICY
+        words.setdefault(rule.value if rule else own, []).append(device)
+    return words
+
+
+def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> list[str]:
+    gone = {op for device in devices for op in policy.gone(device)}
+    notes = []
+    for op in overloads:
+        if op in SINCE:
+            notes.append("{}: in torch's autocast since {}.{}".format(op, *SINCE[op]))
+        if op in UNTIL:
+            notes.append("{}: no more in torch's autocast since {}.{}".format(op, *UNTIL[op]))
+        if op in gone:
+            notes.append(f"{op}: listed, but not in torch {torch.__version__}")
+    return notes
+
+
+def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
+    # Slow to import, and needed only here.
+    from amp_fx.drift import find_drift
+    from amp_fx.measure import AUTOGRAD_KEYS
+
+    drift = find_drift(policy, devices)
+    for difference in drift:
+        console.print(str(difference))
+    measured = [device for device in devices if device in AUTOGRAD_KEYS]
+    by_name = [device for device in devices if device not in AUTOGRAD_KEYS]
+    console.print(
+        f"{policy.name!r} and torch {torch.__version__}: {len(drift)} differences in "
+        + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)
+    )
+    if measured:
+        console.print(f"Policies measured by calling each op: {', '.join(measured)}")
+    if by_name:
+        console.print(f"Names compared, policies not measured: {', '.join(by_name)}")
+    return 1 if drift else 0
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _explain(words: set[str], console: Console) -> None:
+    legend = Table.grid(padding=(0, 2))
+    for word, meaning in MEANING.items():
+        if word in words:
+            legend.add_row(word, meaning)
+    console.print(legend)
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten::")

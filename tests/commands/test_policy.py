@@ -1,0 +1,145 @@
+"""``python -m amp_fx policy``: what a user reads, and the exit codes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from amp_fx.cli import main
+from amp_fx.commands.policy import EXAMPLES
+from amp_fx.tables import DEVICES
+
+COMMANDS = [
+    shlex.split(line.split("  ")[1].removeprefix("python -m amp_fx "))
+    for line in EXAMPLES.splitlines()[1:]
+]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+class Run:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *args: str) -> str:
+        assert main(["policy", *args]) == 0
+        return self._capsys.readouterr().out
+
+    def rows(self, *args: str) -> dict[tuple[str, str], str]:
+        """Device types by op and policy."""
+        rows = {}
+        op = ""
+        for line in self(*args).splitlines()[2:]:
+            cells = [cell.strip() for cell in line.strip().split("  ") if cell.strip()]
+            if not cells:
+                break
+            op = cells.pop(0) if cells[0].startswith("aten::") else op
+            if len(cells) == 2:
+                rows[op, cells[0]] = cells[1]
+        return rows
+
+
+def test_one_op_on_every_device(run: Run) -> None:
+    assert run.rows("softmax") == {
+        ("aten::softmax.int", "no policy"): "cpu",
+        ("aten::softmax.int", "fp32_set_opt_dtype"): "cuda, xpu, mtia, maia",
+        ("aten::softmax.int", "fp32"): "mps",
+    }
+
+
+@pytest.mark.parametrize("name", ["aten::layer_norm", "torch.nn.functional.layer_norm"])
+def test_other_spellings_and_one_device(run: Run, name: str) -> None:
+    assert run.rows(name, "--device", "cuda") == {("aten::layer_norm", "fp32"): "cuda"}
+
+
+def test_every_overload_has_its_row(run: Run) -> None:
+    ops = [op for op, _ in run.rows("linalg_matrix_norm", "--device", "xpu")]
+    assert ops == ["aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord"]
+
+
+def test_a_preset_changes_the_answer(run: Run) -> None:
+    assert run.rows("rms_norm", "--device", "cuda") == {("aten::rms_norm", "fp32"): "cuda"}
+    older = run.rows("rms_norm", "--device", "cuda", "--preset", "torch-2.11")
+    assert older == {("aten::rms_norm", "no policy"): "cuda"}
+    assert "aten::rms_norm: in torch's autocast since 2.12" in run("rms_norm")
+
+
+def test_cudnns_rnn_is_not_called_uncast(run: Run) -> None:
+    assert run.rows("_cudnn_rnn", "--device", "cuda") == {
+        ("aten::_cudnn_rnn", "own kernel"): "cuda"
+    }
+
+
+def test_all_ops_of_all_devices(run: Run) -> None:
+    out = run()
+    assert "xpu, mtia, maia: " in out
+    for op in ("_scaled_dot_product_flash_attention", "linalg_matrix_rank.atol_rtol_tensor"):
+        assert f" {op}" in out
+
+
+def test_ipex_shows_what_is_gone(run: Run) -> None:
+    out = run("--preset", "ipex", "--device", "cpu")
+    assert "Listed, but not in torch" in out
+    for op in ("eig", "lstsq", "matrix_rank", "symeig"):
+        assert op in out.partition("Listed, but not")[2]
+    assert "aten::symeig: listed, but not in torch" in run("symeig", "--preset", "ipex")
+
+
+def test_an_unknown_op_gets_near_names_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "sofmax"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no op 'sofmax'; near names: aten::softmax" in captured.err
+
+
+def test_an_unknown_preset_and_a_useless_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "--preset", "ipx"]) == 2
+    assert "did you mean 'ipex'" in capsys.readouterr().err
+    assert main(["policy", "exp", "--check"]) == 2
+    assert "leave the op out" in capsys.readouterr().err
+
+
+def test_an_unknown_device_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(["policy", "--device", "cdua"])
+    assert exit_code.value.code == 2
+    assert all(device_type in capsys.readouterr().err for device_type in [*DEVICES][:1])
+
+
+def test_check_finds_no_drift_in_the_installed_torch(run: Run) -> None:
+    assert "0 differences" in run("--check", "--device", "mps", "--device", "maia")
+
+
+def test_check_names_drift_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policy", "--check", "--preset", "torch-2.11", "--device", "xpu"]) == 1
+    out = capsys.readouterr().out
+    assert "xpu: aten::rms_norm: missing here (fp32)" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
+def test_every_example_of_the_help_text_runs(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_piped_output_is_plain_text_within_80_columns() -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    code = "import sys; from amp_fx.cli import main; code = main(['policy', 'exp']); "
+    code += "sys.exit(3 if 'amp_fx.commands.demo' in sys.modules else code)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode == 0, "another command's imports were paid for"
+    lines = done.stdout.decode().splitlines()
+    assert any("aten::exp" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert b"\x1b" not in done.stdout
