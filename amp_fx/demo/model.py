@@ -52,23 +52,17 @@ class GPT(nn.Module):
     """Predicts the next token; the forward pass returns the loss."""
 
     def __init__(self, num_tokens: int, size: Size) -> None:
-        """A model with random weights, drawn as GPT-2's are."""
+        """A model with random weights."""
         super().__init__()
         self.token = nn.Embedding(num_tokens, size.width)
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
         self.norm = nn.LayerNorm(size.width)
-        self.apply(_init)
+        # The embedding is the output layer too: at this scale the first logits are about 1.
+        nn.init.normal_(self.token.weight, std=size.width**-0.5)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross entropy, in nats per token, of ``(batch, context)`` tokens."""
         x = self.token(tokens) + self.position[: tokens.shape[1]]
         logits = nn.functional.linear(self.norm(self.blocks(x)), self.token.weight)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _init(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

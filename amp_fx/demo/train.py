@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterator
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 
 
 @dataclasses.dataclass(frozen=True)
