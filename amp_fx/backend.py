@@ -10,19 +10,22 @@ import torch
 
 from amp_fx.capture import Site
 from amp_fx.errors import PassError
-from amp_fx.fallback import run_under_native_autocast, warn_fallback
+from amp_fx.fallback import as_native_region, warn_fallback
+from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
+from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
 from amp_fx.options import Options, check_device_dtype
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.regions import AutocastState, no_autocast
-from amp_fx.snapshot import Snapshot
 from amp_fx.stats import record_graph
-from amp_fx.values import captured_value, remember_captured, tensors_in
+from amp_fx.values import remember_captured, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import fx
+
+    from amp_fx.passes.base import Pass
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +54,22 @@ def amp_fx(
     """
     parsed = Options.parse(options)
     ambient = AutocastState.ambient()
-    remember_captured(gm.graph)
     state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
     site = Site(state, torch.is_grad_enabled())
     restores_outputs = not ambient.enabled and parsed.output_dtype == "original"
+    weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else frozenset()
+    passes = default_passes(
+        parsed.policy, site, restores_outputs=restores_outputs, kept_weights=weights
+    )
     with no_autocast():
-        _rewrite(gm, site, parsed, restores_outputs=restores_outputs)
-        compiled = compile_inner(gm, example_inputs, parsed, mode)
+        rewritten = _rewrite(gm, passes, parsed) or as_native_region(
+            copy_graph_module(gm), state, restores_outputs=restores_outputs
+        )
+        plan = plan_kept_casts(rewritten, verify=parsed.verify)
+        added = example_copies(rewritten, example_inputs)
+        compiled = compile_inner(rewritten, [*example_inputs, *added], parsed, mode)
+    if plan is not None:
+        compiled = plan.wrap(compiled)
     return _without_autocast(compiled) if ambient.enabled else compiled
 
 
@@ -80,25 +92,26 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
 
 def graph_device_type(gm: fx.GraphModule) -> str | None:
     """The device type of a graph's tensors; None if autocast knows none of them."""
-    values = [captured_value(node) for node in gm.graph.nodes]
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes]
     present = {tensor.device.type for tensor in tensors_in(values)}
     known = [device for device, _ in AutocastState.ambient().low_dtypes if device in present]
     return known[0] if known else None
 
 
-def _rewrite(gm: fx.GraphModule, site: Site, options: Options, *, restores_outputs: bool) -> None:
-    """Runs the passes; a graph that they cannot rewrite becomes one island."""
-    snapshot = Snapshot.take(gm)
-    passes = default_passes(options.policy, site, restores_outputs=restores_outputs)
+def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx.GraphModule | None:
+    """A rewritten copy of a graph; None if a pass failed and may be fallen back from."""
+    rewritten = copy_graph_module(gm)
+    remember_captured(rewritten.graph)
     try:
-        record_graph(run_passes(gm, passes))
+        reports = run_passes(rewritten, passes)
     except PassError as error:
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
         warn_fallback(error)
-        snapshot.restore()
-        run_under_native_autocast(gm, site.state, restores_outputs=restores_outputs)
+        return None
+    record_graph(reports)
+    return rewritten
 
 
 def _without_autocast(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,49 @@ class BannedOpError(AmpFxError, RuntimeError):
     """An op that autocast bans was called with floating-point inputs in a region."""
 
 
+class StaleWeightError(AmpFxError, RuntimeError):
+    """A kept copy of a weight differs from the weight (found by the ``verify`` option)."""
+
+
 class GraphInvariantError(AmpFxError):
     """A graph broke a rule that every pass must keep; names the node and the rule."""
 
 
 class PassError(AmpFxError):
     """A pass failed; names the pass and those that ran before it."""
+
+
+class ScalerStateError(AmpFxError, RuntimeError, AssertionError):
+    """A method of the gradient scaler was called out of order.
+
+    torch.amp.GradScaler raises RuntimeError for some of these and AssertionError for others; code
+    that catches either goes on working.
+    """
+
+
+class ScalerValueError(AmpFxError, ValueError, AssertionError):
+    """An argument of the gradient scaler has a value that is not allowed.
+
+    torch.amp.GradScaler raises ValueError for some of these and AssertionError for others.
+    """
+
+
+class ScalerTypeError(AmpFxError, TypeError):
+    """An argument of the gradient scaler is of the wrong kind, such as no optimizer at all."""
+
+
+class Float16GradientError(AmpFxError, ValueError):
+    """Gradients are float16 where unscaling needs float32 ones; names the parameters."""
+
+
+class ScalerStateDictError(AmpFxError, RuntimeError, KeyError, ValueError):
+    """A state dict cannot be loaded into the gradient scaler; says which entry and why.
+
+    torch.amp.GradScaler raises RuntimeError for an empty one and KeyError for a missing entry.
+    """
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class ScaleCollapseWarning(UserWarning):
+    """Gradients overflow however small the scale gets; names the parameters that do."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.values import captured_value
+from amp_fx.values import captured_value, remember_captured
 
 if TYPE_CHECKING:
     from torch import fx
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run_under_native_autocast(
+def as_native_region(
     gm: fx.GraphModule, state: AutocastState, *, restores_outputs: bool
-) -> None:
+) -> fx.GraphModule:
     """Makes one region of a whole graph as Dynamo captured it, in place.
 
     Args:
@@ -28,6 +28,7 @@ def run_under_native_autocast(
         state: The region; nested ones in the graph hold as they are.
         restores_outputs: Whether outputs are cast to the dtypes that were captured.
     """
+    remember_captured(gm.graph)
     graph = gm.graph
     output = graph.output_node()
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -45,6 +46,7 @@ def run_under_native_autocast(
             _restore_outputs(graph, output)
     graph.lint()
     gm.recompile()
+    return gm
 
 
 def _restore_outputs(graph: fx.Graph, output: fx.Node) -> None:

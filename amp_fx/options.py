@@ -30,6 +30,7 @@ class Options:
             ``"autocast"``: those that autocast leaves. Under an ambient autocast they
             are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
+        verify: Whether every call compares kept casts with fresh ones.
         fallback: Whether a graph that cannot be rewritten runs under native autocast
             instead of raising.
         inductor: Everything else, handed to inductor.
@@ -40,6 +41,7 @@ class Options:
     compiler: str = "inductor"
     output_dtype: str = "original"
     weight_cache: bool = True
+    verify: bool = False
     fallback: bool = True
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -107,6 +109,7 @@ _CONVERT = {
     "compiler": _to_choice,
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
+    "verify": _to_bool,
     "fallback": _to_bool,
 }
 

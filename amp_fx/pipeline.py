@@ -14,6 +14,7 @@ from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.wrap_islands import WrapIslands
@@ -43,19 +44,27 @@ class PassReport:
     seconds: float
 
 
-def default_passes(policy: Policy, site: Site, *, restores_outputs: bool) -> tuple[Pass, ...]:
+def default_passes(
+    policy: Policy,
+    site: Site,
+    *,
+    restores_outputs: bool,
+    kept_weights: frozenset[str] = frozenset(),
+) -> tuple[Pass, ...]:
     """The pipeline.
 
     Args:
         policy: Which op is cast how.
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
+        kept_weights: Names of the placeholders whose casts may be kept across calls.
     """
     return (
         MarkRegions(site),
         InsertCasts(policy),
         *((RestoreOutputs(),) if restores_outputs else ()),
         FoldCasts(),
+        *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
         WrapIslands(),
     )
 

@@ -69,7 +69,7 @@ def _share_casts(graph: fx.Graph) -> int:
 
 
 def _may_share(node: fx.Node, cast: Cast) -> bool:
-    if cast.source_version is None or _is_aliased(node):
+    if cast.source_version is None or is_aliased(node):
         return False
     source = value_of(node.all_input_nodes[0])
     if not has_gradient(node):
@@ -90,7 +90,7 @@ def has_gradient(node: fx.Node) -> bool:
     return value.requires_grad
 
 
-def _is_aliased(node: fx.Node) -> bool:
+def is_aliased(node: fx.Node) -> bool:
     """Whether an op gives out a view of the cast, through which it could be written."""
     storage = _storage_id(value_of(node))
     return any(
@@ -131,7 +131,7 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
         return False
     is_lossless = value.dtype == cast.dtype and is_widening(value.dtype, cast.source_dtype)
     same_device = value.device == value_of(node).device
-    if not (is_lossless and same_device) or _is_aliased(node) or cast.source_version != 0:
+    if not (is_lossless and same_device) or is_aliased(node) or cast.source_version != 0:
         return False
     # With other users, the sum of gradients would be rounded at another place.
     is_only_path = len(origin.users) == 1 and len(widened.users) == 1

@@ -27,7 +27,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from amp_fx.capture import NotPlainError, Opener, Site
-from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast
+from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast, version_of
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.passes.base import PassResult
@@ -103,6 +103,8 @@ class _Rewriter:
         values = operands or [captured_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
             set_value(node, value)
+            if isinstance(value, torch.Tensor):
+                node.meta["entry_version"] = version_of(value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
                 evaluate_together(nodes, self.fake_mode)

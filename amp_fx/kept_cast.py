@@ -1,0 +1,42 @@
+"""The op that stands for a kept cast where gradients flow.
+
+``amp_fx::kept_cast(weight, low)`` returns ``low``, which the cache keeps equal to
+``weight.to(low.dtype)``, and differentiates as that cast does. Its kernel sits on the
+Autograd key, so that tracing for AOTAutograd goes through it: the compiled graph holds
+neither the op nor, in the forward, the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("amp_fx", "DEF")  # type: ignore[no-untyped-call]
+_library.define("kept_cast(Tensor weight, Tensor low) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+class _KeptCast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        ctx.weight_dtype = weight.dtype
+        return low.view_as(low)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].to(ctx.weight_dtype), None
+
+
+def _autograd(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _KeptCast.apply(weight, low)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _no_autograd(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return low.view_as(low)
+
+
+_library.impl("kept_cast", _autograd, "Autograd")  # type: ignore[no-untyped-call]
+_library.impl("kept_cast", _no_autograd, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+kept_cast = torch.ops.amp_fx.kept_cast.default

@@ -1,0 +1,82 @@
+"""Connects a graph whose weight casts were taken out with the cache that fills them in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import TracingContext
+
+from amp_fx.passes.keep_weight_casts import is_written
+from amp_fx.weight_cache import Plan, Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def keepable_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[str]:
+    """Names of the placeholders that are weights: plain parameters, and module buffers.
+
+    Subclasses (DTensor, quantized weights) are left out: their storage is not plain.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return frozenset(
+        node.name
+        for node, example in zip(placeholders, example_inputs, strict=True)
+        if type(example) is torch.nn.Parameter
+        or (type(example) is torch.Tensor and _is_module_buffer(node))
+    )
+
+
+def _is_module_buffer(node: fx.Node) -> bool:
+    """Whether Dynamo took an input for a module's own tensor, which keeps its address."""
+    tensor_dict = node.meta.get("tensor_dict") or {}
+    return tensor_dict.get("_dynamo_static_input_type") is not None
+
+
+def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
+    """The plan for a rewritten graph; None if it keeps no casts."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    kept = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
+    if not kept:
+        return None
+    slots = [Slot(k.source_index, k.dtype, k.is_read) for k in kept]
+    writes_inputs = any(is_written(n) for n in placeholders)
+    return Plan(slots, owner=_owner(gm), writes_inputs=writes_inputs, verify=verify)
+
+
+def _owner(gm: fx.GraphModule) -> str:
+    """The class of the model that a graph belongs to, from its nodes' module stacks."""
+    for node in gm.graph.nodes:
+        for _, module in (node.meta.get("nn_module_stack") or {}).values():
+            return module if isinstance(module, str) else module.__qualname__
+    return "function"
+
+
+def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Example values of the added inputs, for the inner compiler.
+
+    They are fake, with the weights' own sizes: making a real copy fake would invent
+    symbolic sizes that no guard knows the source of.
+    """
+    context = TracingContext.try_get()
+    fake_mode: FakeTensorMode | None = context.fake_mode if context is not None else None
+    copies = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        kept = node.meta.get("kept_input")
+        if kept is not None:
+            copies.append(_example_copy(example_inputs[kept.source_index], kept.dtype, fake_mode))
+    return copies
+
+
+def _example_copy(
+    weight: torch.Tensor, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+) -> torch.Tensor:
+    copy = torch.empty_like(weight, dtype=dtype, device="meta", requires_grad=False)
+    if fake_mode is None:
+        return torch.empty_like(copy, device=weight.device)
+    with fake_mode:
+        return torch.empty_strided(copy.size(), copy.stride(), dtype=dtype, device=weight.device)

@@ -1,0 +1,395 @@
+"""Keeps one low-precision copy per (weight, dtype) and refreshes it when it goes stale.
+
+Graphs whose weight casts were taken out (``keep_weight_casts``) get the copies as inputs.
+All graphs of a process share them. A copy is refreshed, in place and together with all
+other stale ones of the call, before the first call after a write to its weight; how
+writes are noticed is told in ``amp_fx.storage_watch``. What nothing can notice is a write
+through a NumPy array or another alias outside PyTorch that was taken before the first
+call: after such a write call ``invalidate()``.
+
+Use::
+
+    amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
+    amp_fx.weight_cache.invalidate(model)  # refresh its copies at the next call
+    amp_fx.weight_cache.clear()            # drop all copies
+    amp_fx.weight_cache.set_limit(2**30)   # bytes that copies may take together
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import StaleWeightError
+from amp_fx.regions import no_autocast
+from amp_fx.storage_watch import StorageWatch, address_of, arm, is_armed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One kept cast of one graph.
+
+    Attributes:
+        source_index: Position of the weight among the graph's inputs.
+        dtype: Dtype of the copy.
+        is_read: Whether the graph also reads the weight itself.
+    """
+
+    source_index: int
+    dtype: torch.dtype
+    is_read: bool
+
+
+class _Copy:
+    """One kept copy and what its weight was when it was made."""
+
+    __slots__ = ("__weakref__", "hits", "low", "owner", "plans", "refreshes", "seen", "source")
+
+    def __init__(self, source: torch.Tensor, low: torch.Tensor, owner: str) -> None:
+        self.source = weakref.ref(source)
+        self.low = low
+        self.owner = owner
+        self.seen: Any = None
+        self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self.hits = 0
+        self.refreshes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.low.numel() * self.low.element_size()
+
+
+class Plan:
+    """The kept casts of one compiled graph.
+
+    Args:
+        slots: What to pass, in the order of the graph's added inputs.
+        owner: The name under which ``stats`` counts the copies: the model's class.
+        writes_inputs: Whether the graph writes to any of its inputs.
+        verify: Whether to compare every copy with a fresh cast on every call.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], *, owner: str, writes_inputs: bool, verify: bool
+    ) -> None:
+        self.slots = tuple(slots)
+        self.owner = owner
+        self.verify = verify or os.environ.get(VERIFY_ENVIRONMENT) == "1"
+        self.num_hits = 0
+        self._select = _tuple_getter([slot.source_index for slot in slots])
+        # A graph that writes to an input may write to a weight through shared storage.
+        read = [] if writes_inputs else [s.source_index for s in slots if s.is_read]
+        self._select_read = _tuple_getter(read)
+        self._snapshot: tuple[int, tuple[int, ...], tuple[torch.Tensor, ...]] | None = None
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function of the inputs that Dynamo knows."""
+
+        def call(*args: Any) -> Any:
+            lows = self.lows(args)
+            read = [(tensor, _version(tensor)) for tensor in self._select_read(args)]
+            result = compiled(*args, *lows)
+            for tensor, version in read:
+                # Kernels read inputs through a mutable pointer; this graph writes none.
+                if not is_armed(tensor) and _version(tensor) == version:
+                    arm(tensor)
+            return result
+
+        return call
+
+    def lows(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The copies for one call, fresh."""
+        sources = self._select(args)
+        snapshot = self._snapshot
+        if (
+            snapshot is not None
+            and snapshot[0] == _cache.watch.epoch
+            and all(map(is_armed, sources))
+            and tuple(map(address_of, sources)) == snapshot[1]
+        ):
+            self.num_hits += 1
+            lows = snapshot[2]
+        else:
+            lows = _cache.refresh(self, sources)
+        if self.verify:
+            self._verify(sources, lows)
+        return lows
+
+    def remember(self, sources: Sequence[torch.Tensor], lows: tuple[torch.Tensor, ...]) -> None:
+        """Takes the quick way as long as these sources stay as they are."""
+        self._snapshot = (_cache.watch.epoch, tuple(map(address_of, sources)), lows)
+
+    def forget(self) -> None:
+        """Looks at every weight again on the next call."""
+        self._snapshot = None
+
+    def _verify(self, sources: Sequence[torch.Tensor], lows: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad(), no_autocast():
+            for slot, source, low in zip(self.slots, sources, lows, strict=True):
+                if not same_bits(source.detach().to(slot.dtype), low):
+                    raise StaleWeightError(
+                        f"the kept {slot.dtype} copy of input {slot.source_index} of a graph of "
+                        f"{self.owner}, shape {tuple(source.shape)}, is stale: it was written "
+                        "where PyTorch cannot see it; call amp_fx.weight_cache.invalidate() "
+                        "after such writes, or compile with options={'weight_cache': False}"
+                    )
+
+
+class _WeightCache:
+    """All copies of the process."""
+
+    def __init__(self) -> None:
+        self.watch = StorageWatch()
+        self.limit: int | None = None
+        self.copies: dict[tuple[int, torch.dtype], _Copy] = {}
+        self.num_refreshes = 0
+        self.lock = threading.RLock()
+
+    def refresh(self, plan: Plan, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Brings the copies of one plan up to date and returns them."""
+        with self.lock, torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
+            stale: list[tuple[_Copy, torch.Tensor, Any]] = []
+            lows = []
+            is_kept = True
+            for slot, source in zip(plan.slots, sources, strict=True):
+                seen = self._seen(source)
+                copy = None if seen is None else self._copy(plan, slot, source)
+                if copy is None:
+                    # Nobody can tell when such a weight is written: cast it every time.
+                    lows.append(source.detach().to(slot.dtype, copy=True))
+                    is_kept = False
+                    continue
+                if copy.seen != seen:
+                    stale.append((copy, source, seen))
+                else:
+                    copy.hits += 1
+                lows.append(copy.low)
+            self._copy_stale(stale)
+            kept = tuple(lows)
+            if is_kept:
+                plan.remember(sources, kept)
+            return kept
+
+    def _seen(self, source: torch.Tensor) -> Any:
+        """What tells one content of a weight from another; None if unwatchable."""
+        if type(source) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        generation = self.watch.generation(source)
+        if generation is None:
+            return None
+        return generation, source.storage_offset(), source.size(), source.stride()
+
+    def _copy(self, plan: Plan, slot: Slot, source: torch.Tensor) -> _Copy | None:
+        key = (id(source), slot.dtype)
+        copy = self.copies.get(key)
+        if copy is None or copy.source() is not source or not _fits(copy.low, source):
+            copy = self._new_copy(plan, slot, source)
+        if copy is not None:
+            copy.plans.add(plan)
+        return copy
+
+    def _new_copy(self, plan: Plan, slot: Slot, source: torch.Tensor) -> _Copy | None:
+        key = (id(source), slot.dtype)
+        self.copies.pop(key, None)
+        num_bytes = source.numel() * slot.dtype.itemsize
+        if not self.make_room(num_bytes):
+            return None
+        low = torch.empty_like(source, dtype=slot.dtype, requires_grad=False)
+        copy = _Copy(source, low, plan.owner)
+        self.copies[key] = copy
+        weakref.finalize(source, _drop, weakref.ref(copy), key).atexit = False
+        return copy
+
+    def _copy_stale(self, stale: list[tuple[_Copy, torch.Tensor, Any]]) -> None:
+        stale = [item for item in stale if not _is_pending_and_equal(item)]
+        if not stale:
+            return
+        torch._foreach_copy_([c.low for c, _, _ in stale], [s.detach() for _, s, _ in stale])
+        for copy, source, seen in stale:
+            copy.seen = seen
+            copy.refreshes += 1
+            if not is_armed(source):  # some kernels read through a mutable pointer
+                arm(source)
+        self.num_refreshes += 1
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Drops the least useful copies until so many bytes fit; False if they cannot."""
+        if self.limit is None:
+            return True
+        if num_bytes > self.limit:
+            return False
+        copies = sorted(self.copies.items(), key=lambda item: item[1].hits)
+        used = sum(copy.num_bytes for _, copy in copies)
+        for key, copy in copies:
+            if used + num_bytes <= self.limit:
+                break
+            used -= copy.num_bytes
+            _drop(weakref.ref(copy), key)
+        return True
+
+
+def _drop(ref: weakref.ref[_Copy], key: tuple[int, torch.dtype]) -> None:
+    copy = ref()
+    if copy is None:
+        return
+    if _cache.copies.get(key) is copy:
+        del _cache.copies[key]
+    for plan in list(copy.plans):
+        plan.forget()
+
+
+def _is_pending_and_equal(item: tuple[_Copy, torch.Tensor, Any]) -> bool:
+    """Whether a false alarm would spoil a copy that a backward still needs.
+
+    Writing to it, even the same bits, would make autograd refuse that backward.
+    """
+    copy, source, seen = item
+    if copy.seen is None or not _is_shared(copy.low):
+        return False
+    is_equal = same_bits(source.detach().to(copy.low.dtype), copy.low)
+    if is_equal:
+        copy.seen = seen
+    return is_equal
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether anyone but the cache holds a tensor's storage, such as a saved backward.
+
+    Relies on ``torch._C._storage_Use_Count`` counting the storage object made here too.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _UNSHARED_USE_COUNT
+
+
+_UNSHARED_USE_COUNT = 2
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of a 2-byte dtype hold the same bits (NaN included)."""
+    return bool(torch.equal(left.view(torch.int16), right.view(torch.int16)))
+
+
+def _fits(low: torch.Tensor, source: torch.Tensor) -> bool:
+    return (
+        low.device == source.device
+        and low.size() == source.size()
+        and low.stride() == torch.empty_like(source, device="meta").stride()
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tuple_getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """``itemgetter`` that gives a tuple for any number of indices."""
+    if not indices:
+        return lambda _: ()
+    if len(indices) == 1:
+        index = indices[0]
+        return lambda items: (items[index],)
+    return operator.itemgetter(*indices)
+
+
+_cache = _WeightCache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What the cache holds and did.
+
+    Attributes:
+        entries: Number of copies.
+        bytes: Bytes that they take.
+        hits: Times that a copy was found fresh while weights were looked at one by one.
+        refreshes: Times that a copy was made or made again.
+        by_model: The same, by the class of the model whose graph asked first.
+    """
+
+    entries: int
+    bytes: int
+    hits: int
+    refreshes: int
+    by_model: dict[str, Stats] = dataclasses.field(default_factory=dict)
+
+
+def stats() -> Stats:
+    """Counts of the copies that are alive."""
+    with _cache.lock:
+        copies = list(_cache.copies.values())
+    owners = {copy.owner for copy in copies}
+    by_model = {o: _count(c for c in copies if c.owner == o) for o in sorted(owners)}
+    return dataclasses.replace(_count(copies), by_model=by_model)
+
+
+def _count(copies: Iterable[_Copy]) -> Stats:
+    copies = list(copies)
+    return Stats(
+        entries=len(copies),
+        bytes=sum(copy.num_bytes for copy in copies),
+        hits=sum(copy.hits + sum(plan.num_hits for plan in copy.plans) for copy in copies),
+        refreshes=sum(copy.refreshes for copy in copies),
+    )
+
+
+def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) -> None:
+    """Has copies made again before their next use.
+
+    Args:
+        model_or_tensor: Whose copies; None for all.
+    """
+    tensors = _tensors_of(model_or_tensor)
+    with _cache.lock:
+        for copy in list(_cache.copies.values()):
+            source = copy.source()
+            if tensors is None or id(source) in tensors:
+                copy.seen = None
+                for plan in list(copy.plans):
+                    plan.forget()
+
+
+def _tensors_of(model_or_tensor: Any) -> set[int] | None:
+    if model_or_tensor is None:
+        return None
+    if isinstance(model_or_tensor, torch.Tensor):
+        return {id(model_or_tensor)}
+    if isinstance(model_or_tensor, torch.nn.Module):
+        parts = (*model_or_tensor.parameters(), *model_or_tensor.buffers())
+        return {id(tensor) for tensor in parts}
+    raise TypeError(
+        f"invalidate takes a module, a tensor or None, not {type(model_or_tensor).__name__}"
+    )
+
+
+def clear() -> None:
+    """Drops all copies; graphs make them again when they are called."""
+    with _cache.lock:
+        for key, copy in list(_cache.copies.items()):
+            _drop(weakref.ref(copy), key)
+
+
+def set_limit(num_bytes: int | None) -> None:
+    """Bounds the bytes that copies take together; past it, weights are cast per call.
+
+    Args:
+        num_bytes: The bound; None for none. Copies with the fewest hits go first.
+
+    Raises:
+        ValueError: The bound is negative.
+    """
+    if num_bytes is not None and num_bytes < 0:
+        raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
+    with _cache.lock:
+        _cache.limit = num_bytes
+        _cache.make_room(0)

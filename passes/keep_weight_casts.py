@@ -1,0 +1,131 @@
+"""Takes casts of weights out of the graph: a kept copy becomes an input.
+
+Before:
+    %weight          = placeholder[weight]
+    %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
+    %y               = aten.linear(%x_bfloat16, %weight_bfloat16)
+After (where autograd records the cast; elsewhere the copy is used as it is):
+    %weight          = placeholder[weight]
+    %weight_kept     = placeholder[weight_kept]
+    %weight_bfloat16 = amp_fx.kept_cast(%weight, %weight_kept)
+    %y               = aten.linear(%x_bfloat16, %weight_bfloat16)
+
+Every cast is replaced where it stands, so that what was shared stays shared and no
+gradient changes. Left alone on purpose: weights that the graph writes, casts that an
+output or a view handed out may alias, weights with symbolic sizes, and regions with
+``cache_enabled=False``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from amp_fx.casts import inserted_cast, version_of
+from amp_fx.kept_cast import kept_cast
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.fold_casts import has_gradient, is_aliased
+from amp_fx.values import analysis, detect_fake_mode, set_value, value_of
+
+if TYPE_CHECKING:
+    from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptInput:
+    """What the cache has to pass for one added placeholder; ``meta["kept_input"]``.
+
+    Attributes:
+        source_index: Position of the weight among the graph's inputs.
+        dtype: Dtype of the copy.
+        is_read: Whether the graph also reads the weight itself.
+    """
+
+    source_index: int
+    dtype: torch.dtype
+    is_read: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepWeightCasts:
+    """Replaces casts of weights by inputs.
+
+    Attributes:
+        weights: Names of the placeholders whose casts may be kept.
+    """
+
+    name: ClassVar[str] = "keep_weight_casts"
+    weights: frozenset[str]
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``weight_casts_kept``; marks new placeholders with ``kept_input``."""
+        counts: Counter[str] = Counter()
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        fake_mode = detect_fake_mode(gm.graph)
+        kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        for cast in [node for node in gm.graph.nodes if self._can_keep(node)]:
+            source = cast.all_input_nodes[0]
+            dtype = value_of(cast).dtype
+            if (source, dtype) not in kept:
+                kept[source, dtype] = _add_placeholder(gm.graph, source, dtype, fake_mode)
+            _replace(gm.graph, cast, kept[source, dtype])
+            counts["weight_casts_kept"] += 1
+        for (source, dtype), node in kept.items():
+            is_read = any(user.target is not kept_cast for user in source.users)
+            index = placeholders.index(source)
+            node.meta["kept_input"] = KeptInput(index, dtype, is_read)
+        return PassResult(counts)
+
+    def _can_keep(self, node: fx.Node) -> bool:
+        cast = inserted_cast(node)
+        if cast is None or not node.meta["site"].state.cache_enabled:
+            return False
+        source = node.all_input_nodes[0]
+        if source.op != "placeholder" or source.name not in self.weights:
+            return False
+        if is_written(source) or is_aliased(node) or free_symbols(value_of(source)):
+            return False
+        return all(user.op != "output" for user in node.users)
+
+
+def is_written(placeholder: fx.Node) -> bool:
+    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
+    value = value_of(placeholder)
+    if not isinstance(value, torch.Tensor):
+        return False
+    version = version_of(value)
+    return version is None or version != placeholder.meta["entry_version"]
+
+
+def _add_placeholder(
+    graph: fx.Graph, source: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+) -> fx.Node:
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"{source.name}_{str(dtype).removeprefix('torch.')}_kept")
+    with analysis(fake_mode, is_grad_enabled=False):
+        set_value(node, torch.empty_like(value_of(source), dtype=dtype, requires_grad=False))
+    node.meta["captured"] = value_of(node)
+    node.meta["entry_version"] = version_of(value_of(node))
+    node.meta["site"] = source.meta["site"]
+    # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node._dynamo_source = None
+    return node
+
+
+def _replace(graph: fx.Graph, cast: fx.Node, copy: fx.Node) -> None:
+    if not has_gradient(cast):
+        cast.replace_all_uses_with(copy)
+        graph.erase_node(cast)
+        return
+    source = cast.all_input_nodes[0]
+    cast.target = kept_cast
+    cast.args = (source, copy)
+    cast.kwargs = {}
+    del cast.meta["cast"]
