@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 from collections import Counter
@@ -11,18 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from amp_fx.cli import main
 from amp_fx.commands import demo
 from amp_fx.demo.model import GPT, Size
 from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
 from amp_fx.demo.train import Comparison, Run, Settings
 
 TINY = Size(width=16, depth=1, heads=2, context=16)
-
-
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_parser(parser.add_subparsers())
-    return parser.parse_args(["demo", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +82,7 @@ def test_table_holds_what_was_measured(comparison: Comparison, console: Console)
 def test_bad_arguments_give_one_line(
     arguments: tuple[str, str], names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.run(parse(*arguments)) == 2
+    assert main(["demo", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -107,7 +101,7 @@ def test_without_a_cpp_compiler_it_goes_on(
 
     monkeypatch.setattr(demo, "has_cpp_compiler", lambda: False)
     monkeypatch.setattr(demo, "train", train)
-    assert demo.run(parse()) == 0
+    assert main(["demo"]) == 0
     assert asked_for == ["aot_eager"]
     assert "no C++ compiler found" in capsys.readouterr().out
 
