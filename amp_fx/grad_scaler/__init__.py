@@ -1,0 +1,23 @@
+"""Gradient scaling for float16 training.
+
+In the order in which a training step meets them:
+
+* ``scaler``: ``GradScaler``, the public interface; the rest serves it.
+* ``arguments``: checks of what users pass in.
+* ``states``: what has happened to each optimizer since the last update.
+* ``gradients``: an optimizer's gradients, grouped for fused kernels.
+* ``unscale``: unscaling, checking and clipping of such groups.
+* ``predicated``: a step that undoes itself on the device when gradients overflowed.
+* ``compiled_step``: unscale, check, clip and step as one compiled call.
+* ``host_scale``: what the host knows of the scale without waiting for the device.
+* ``ledger``, ``reports``, ``names``: which steps were skipped, and because of which parameters.
+* ``torch_private``: the functions of torch that are not public, one wrapper each.
+"""
+
+from __future__ import annotations
+
+from amp_fx.grad_scaler.compiled_step import CompiledStep
+from amp_fx.grad_scaler.reports import Overflow, StepReport, UpdateRecord
+from amp_fx.grad_scaler.scaler import GradScaler
+
+__all__ = ["CompiledStep", "GradScaler", "Overflow", "StepReport", "UpdateRecord"]

@@ -1,0 +1,228 @@
+"""Unscale, check, clip and step as one compiled call that never waits for the device.
+
+A skipped step cannot be a branch on the host. So the step always runs, and every tensor that it
+wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step's own kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler.predicated import state_tensors
+from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
+from amp_fx.grad_scaler.unscale import clip_factor
+
+if TYPE_CHECKING:
+    from amp_fx.grad_scaler.gradients import GradGroup
+    from amp_fx.grad_scaler.scaler import GradScaler
+
+
+class CompiledStep:
+    """What `GradScaler.compile_step` returns; call it once per iteration.
+
+    Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
+    step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
+    tensors in their state, which nothing on the device can put back, and for sparse gradients or
+    gradients on several devices. Optimizers that are fused run eagerly too, and do not wait.
+
+    On a device an optimizer with a `capturable` option gets it set, for its step counters have to
+    be there. Its step hooks run also for steps that are undone.
+
+    Attributes:
+        norm: the norm of the unscaled gradients at the last call; None without `max_norm`.
+    """
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        optimizer: Any,
+        *,
+        max_norm: float | None,
+        norm_type: float,
+        update_scale: bool,
+        compile_options: dict[str, Any],
+    ) -> None:
+        """Compile nothing yet; see `GradScaler.compile_step` for the arguments."""
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ScalerTypeError(
+                f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+            )
+        self.norm: Tensor | None = None
+        self._scaler = scaler
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._norm_type = norm_type
+        self._update_scale = update_scale
+        self._compile_options = compile_options
+        self._compiled: Any = None
+        self._params_with_state: set[int] = set()
+        self._must_run_eagerly = False
+
+    def __call__(self) -> Any:
+        """Unscale, check, clip, step and update the scale.
+
+        Returns:
+            What the optimizer's step returns; None if it was skipped.
+
+        Raises:
+            ScalerStateError: called before `scale`, or after `step` without `update`.
+        """
+        scaler, optimizer = self._scaler, self._optimizer
+        if not scaler.is_enabled():
+            return self._step_eagerly()
+        scaler._check_scale_growth_tracker("step")
+        state = scaler._states.of(optimizer)
+        groups = scaler._group(optimizer) if state.stage is OptState.READY else []
+        if self._can_run_compiled(groups):
+            result = self._step_compiled(groups)
+        else:
+            result = self._step_eagerly()
+        if self._update_scale:
+            scaler.update()
+            scaler._is_updated_by_step = True
+        return result
+
+    def _can_run_compiled(self, groups: list[GradGroup]) -> bool:
+        if self._must_run_eagerly or not groups:
+            return False
+        if any(grad.layout is not torch.strided for grad in _grads(self._params())):
+            return self._give_up("its gradients are sparse")
+        if len({group.device for group in groups}) > 1:
+            return self._give_up("its gradients are on several devices")
+        return all(id(param) in self._params_with_state for param in self._params())
+
+    def _give_up(self, reason: str) -> bool:
+        self._must_run_eagerly = True
+        name = type(self._optimizer).__name__
+        warnings.warn(
+            f"steps of {name} run eagerly, for {reason}; the numbers are the same, but the host "
+            "waits for the device.",
+            stacklevel=4,
+        )
+        return False
+
+    def _params(self) -> list[Tensor]:
+        """The parameters that have gradients."""
+        groups = self._optimizer.param_groups
+        return [param for group in groups for param in group["params"] if param.grad is not None]
+
+    # Eagerly -------------------------------------------------------------------------------------
+
+    def _step_eagerly(self) -> Any:
+        scaler, optimizer = self._scaler, self._optimizer
+        if self._max_norm is not None and _is_ready(scaler, optimizer):
+            self.norm = scaler.unscale_and_clip_(optimizer, self._max_norm, self._norm_type)
+        numbers = _numbers(optimizer)
+        result = scaler.step(optimizer)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._must_run_eagerly = True  # and does not wait
+        elif scaler.is_enabled() and not self._must_run_eagerly:
+            self._note_state(numbers)
+        return result
+
+    def _note_state(self, numbers: dict[Any, Any]) -> None:
+        """After a step that was not skipped all parameters with gradients have their state."""
+        report = self._scaler.last_step
+        if report is None or report.skipped:
+            return
+        if numbers.keys() != (after := _numbers(self._optimizer)).keys() or numbers != after:
+            self._give_up("its step counts in numbers, not in tensors")
+            return
+        params = self._params()
+        _move_to_device(self._optimizer, params)
+        self._params_with_state.update(map(id, params))
+
+    # Compiled ------------------------------------------------------------------------------------
+
+    def _step_compiled(self, groups: list[GradGroup]) -> Any:
+        scaler, optimizer = self._scaler, self._optimizer
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function(), **self._compile_options)
+        params = self._params()
+        inv_scale = scaler._inv_scale().to(groups[0].device, non_blocking=True)
+        result, found_inf, self.norm = self._compiled(
+            params, state_tensors(optimizer, params), _grads(params), inv_scale
+        )
+        mark_stepped(optimizer)
+        state = scaler._states.of(optimizer)
+        state.found_inf = {found_inf.device: found_inf}
+        scaler._stepped(optimizer, state)
+        return result
+
+    def _function(self) -> Any:
+        """The function to compile."""
+        step = bare_step(self._optimizer)
+        max_norm, norm_type = self._max_norm, self._norm_type
+
+        @torch.no_grad()
+        def unscale_check_clip_step(
+            params: list[Tensor], states: list[Tensor], grads: list[Tensor], inv_scale: Tensor
+        ) -> tuple[Any, Tensor, Tensor | None]:
+            for grad in grads:
+                grad.mul_(inv_scale)
+            overflowed = torch.stack([grad.isfinite().all() for grad in grads]).all().logical_not()
+            norm = None
+            if max_norm is not None:
+                norm = _total_norm(grads, norm_type)
+                # Unclipped on overflow, so that infinities and NaNs can still be counted.
+                factor = torch.where(overflowed, 1.0, clip_factor(norm, max_norm))
+                for grad in grads:
+                    grad.mul_(factor)
+            written = params + states
+            old = [tensor.clone() for tensor in written]
+            result = step()
+            for tensor, value in zip(written, old, strict=True):
+                tensor.copy_(torch.where(overflowed, value, tensor))
+            return result, overflowed.to(torch.float32), norm
+
+        return unscale_check_clip_step
+
+
+def _is_ready(scaler: GradScaler, optimizer: Any) -> bool:
+    return not scaler.is_enabled() or scaler._states.of(optimizer).stage is OptState.READY
+
+
+def _grads(params: list[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(g.float(), norm_type) for g in grads if g.numel()]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+def _numbers(optimizer: Any) -> dict[Any, Any]:
+    """All numbers that a step could count in: in the groups and in the state."""
+    numbers = {
+        (index, key): value
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, Number)
+    }
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Number):
+                numbers[id(param), key] = value
+    return numbers
+
+
+def _move_to_device(optimizer: Any, params: list[Tensor]) -> None:
+    """Bring step counters to the parameters' device, where they can be put back."""
+    for group in optimizer.param_groups:
+        if "capturable" in group and any(not param.is_cpu for param in group["params"]):
+            group["capturable"] = True
+    for param in params:
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.device != param.device and value.dim() == 0:
+                state[key] = value.to(param.device)

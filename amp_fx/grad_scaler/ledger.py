@@ -1,0 +1,96 @@
+"""What the scaler remembers of past steps and updates, and what it makes of that."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from amp_fx.errors import ScalerStateError
+from amp_fx.grad_scaler.host_scale import peek
+from amp_fx.grad_scaler.reports import PendingRecord, StepReport, UpdateRecord, describe
+from amp_fx.grad_scaler.states import ByOptimizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The scale has collapsed when it is below 1 and this many backoffs below where it was at its
+# highest: a model that merely starts with too large a scale settles long before.
+_BACKOFFS_TO_COLLAPSE = 16
+
+
+class Ledger:
+    """The last step of each optimizer, the last updates, and whether the scale has collapsed."""
+
+    def __init__(self, scale: float, size: int) -> None:
+        """Remember up to `size` updates of a scale that starts here."""
+        self.last_step: StepReport | None = None
+        self._last_steps: ByOptimizer[StepReport] = ByOptimizer()
+        self._updates: deque[PendingRecord] = deque(maxlen=size)
+        self._last_reports: tuple[StepReport, ...] = ()
+        self._has_warned = False
+        self.set_scale(scale)
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """The user chose a scale: what went before says nothing about it."""
+        self._scale = scale
+        self._highest = scale if isinstance(scale, float) else 0.0
+
+    def begin_iteration(self) -> None:
+        """Gradients are about to change: let go of those that past reports could still read."""
+        for report in self._last_reports:
+            report.close()
+        self._last_reports = ()
+
+    def note_step(self, optimizer: Any, report: StepReport) -> None:
+        """An optimizer was stepped, or kept from it."""
+        self.last_step = report
+        self._last_steps.set(optimizer, report)
+
+    def report_of(self, optimizer: Any) -> StepReport:
+        """The last step of an optimizer.
+
+        Raises:
+            ScalerStateError: there was none.
+        """
+        report = self._last_steps.get(optimizer)
+        if report is None:
+            raise ScalerStateError(
+                "this scaler has not stepped the scheduler's optimizer yet; call "
+                "scaler.step(optimizer) first."
+            )
+        return report
+
+    def end_iteration(self, scale: Tensor, reports: tuple[StepReport, ...]) -> None:
+        """The scale was updated; kept as a copy where only the device knows it."""
+        known = peek(scale)
+        new_scale: float | Tensor = scale.clone() if known is None else known
+        self._updates.append(PendingRecord(self._scale, new_scale, reports))
+        self._scale = new_scale
+        self._last_reports = reports
+
+    def history(self) -> list[UpdateRecord]:
+        """The last updates, oldest first; may wait for the device."""
+        return [record.resolve() for record in self._updates]
+
+    def find_collapse(self, scale: float | None, backoff_factor: float) -> str | None:
+        """A warning, once, if the scale that was last seen tells of a collapse."""
+        if scale is None or self._has_warned:
+            return None
+        self._highest = max(self._highest, scale)
+        if scale >= 1.0 or scale > self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE:
+            return None
+        self._has_warned = True
+        overflows = next((r.overflows for r in reversed(self._last_reports) if r.skipped), ())
+        return (
+            f"the gradient scale has collapsed to {scale:g}: gradients overflow however small it "
+            f"gets, so the cause lies elsewhere. Overflowed last: {describe(overflows)}. Look for "
+            "a loss that is not finite, or for values above 65504 in the forward pass."
+        )
+
+
+def any_skipped(reports: tuple[StepReport, ...]) -> bool | None:
+    """Whether a step was skipped; None where only the device knows."""
+    outcomes = [report.peek_skipped() for report in reports]
+    if any(outcomes):
+        return True
+    return None if None in outcomes or not outcomes else False

@@ -1,0 +1,63 @@
+"""A step that undoes itself on the device when gradients overflowed, so that no host waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_fx.grad_scaler.unscale import OnDevices
+
+
+def stepped_tensors(optimizer: Any) -> list[Tensor] | None:
+    """All tensors that a step writes: the parameters with gradients, and their state.
+
+    Returns:
+        None if some parameter has no state yet: the first step creates it, which cannot be undone.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not all(optimizer.state.get(param) for param in params):
+        return None
+    return params + state_tensors(optimizer, params)
+
+
+def state_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
+    """The tensors in the optimizer's state of these parameters."""
+    return [
+        value
+        for param in params
+        for value in optimizer.state.get(param, {}).values()
+        if isinstance(value, Tensor)
+    ]
+
+
+@torch.no_grad()
+def step_unless(
+    found_inf: Tensor,
+    optimizer: Any,
+    tensors: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step the optimizer; on overflow put all tensors back as they were.
+
+    Costs a copy of `tensors` for the time of the step.
+
+    Args:
+        found_inf: 0-dim; not 0 where gradients overflowed.
+        optimizer: what to step.
+        tensors: what the step writes.
+        args: for the optimizer's step.
+        kwargs: for the optimizer's step.
+
+    Returns:
+        What the optimizer's step returns.
+    """
+    overflowed = OnDevices(found_inf != 0)
+    old = [tensor.clone() for tensor in tensors]
+    with torch.enable_grad():
+        result = optimizer.step(*args, **kwargs)
+    for tensor, value in zip(tensors, old, strict=True):
+        tensor.copy_(torch.where(overflowed[tensor.device], value, tensor))
+    return result

@@ -1,0 +1,83 @@
+"""The private functions of torch that the scaler relies on, one wrapper each.
+
+tests/grad_scaler/test_torch_private.py says what is relied on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Set `found_inf` to 1 if any gradient is not finite, then multiply all by `inv_scale`.
+
+    Args:
+        grads: dense gradients of one device and dtype.
+        found_inf: float32, 0-dim, on that device; left alone where all is finite.
+        inv_scale: float32, 0-dim, on that device.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+@functools.cache
+def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `check_and_unscale_` has a kernel for such gradients.
+
+    CUDA has none for bfloat16, and no device has one for complex numbers.
+    """
+    flag, one = torch.zeros((), device=device), torch.ones((), device=device)
+    try:
+        check_and_unscale_([torch.zeros(1, dtype=dtype, device=device)], flag, one)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def update_scale_(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """Back the scale off if `found_inf` is not 0; grow it every `growth_interval` calls else."""
+    torch._amp_update_scale_(
+        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
+    )
+
+
+def group_by_device_and_dtype(
+    tensors: list[Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Group tensors in one C++ call: 0.1 us a tensor, against 1 us for a loop in Python."""
+    grouped = torch._C._group_tensors_by_device_and_dtype([[*tensors]], False)
+    return {key: cast("list[Tensor]", lists[0]) for key, (lists, _) in grouped.items()}
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's step in a form that compiles into one graph.
+
+    `Optimizer.step` is wrapped in a profiler hook and in a grad-mode switch with graph breaks.
+    Both are taken off for torch's own optimizers; other optimizers, and those with hooks, keep
+    whatever wraps their step.
+    """
+    is_own = type(optimizer).__module__.startswith("torch.optim.")
+    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    if not is_own or has_hooks:
+        return optimizer.step
+    return functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,150 @@
+"""Unscaling, checking and clipping of grouped gradients; nothing here waits for the device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from amp_fx.grad_scaler.torch_private import check_and_unscale_, has_check_and_unscale
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from amp_fx.grad_scaler.gradients import GradGroup
+
+# These norms scale with their input, and their powers stay well inside float64.
+_HOMOGENEOUS_NORMS = (1.0, 2.0, math.inf)
+
+
+class OnDevices(dict[torch.device, Tensor]):
+    """Copies of one 0-dim tensor, made as devices ask for them."""
+
+    def __init__(self, source: Tensor) -> None:
+        """Serve this tensor."""
+        super().__init__({source.device: source})
+        self._source = source
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        """Copy the tensor to a device that asks for the first time."""
+        # A copy to the host that nobody waits for could be read before it has arrived.
+        copy = self._source.to(device, non_blocking=device.type != "cpu")
+        self[device] = copy
+        return copy
+
+
+def check(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
+    """Look for gradients that are not finite, and change none.
+
+    Returns:
+        Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
+    """
+    found_inf = _no_inf(groups)
+    for group in groups:
+        _check_(group, found_inf[group.device])
+    return found_inf
+
+
+def unscale_(
+    groups: list[GradGroup], inv_scale: Tensor, *, may_overflow: bool = False
+) -> dict[torch.device, Tensor]:
+    """Multiply all gradients by `inv_scale` and look for those that are not finite.
+
+    Args:
+        groups: the gradients.
+        inv_scale: float32, 0-dim, on any device.
+        may_overflow: whether `inv_scale` may be above 1, so that finite gradients can overflow. The
+            kernel looks at gradients before it multiplies them, so they are then checked again.
+
+    Returns:
+        Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
+    """
+    found_inf = _no_inf(groups)
+    factor = OnDevices(inv_scale)
+    for group in groups:
+        flag = found_inf[group.device]
+        if has_check_and_unscale(group.device, group.dtype):
+            check_and_unscale_(group.grads, flag, factor[group.device])
+        else:
+            _check_(group, flag)
+            torch._foreach_mul_(group.grads, factor[group.device])
+        if may_overflow:
+            _check_(group, flag)
+    return found_inf
+
+
+def combine(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
+    """One flag out of several, on a device: not 0 if any is not 0."""
+    flags = [OnDevices(flag)[device] for flag in found_infs]
+    if not flags:
+        return torch.zeros((), device=device)
+    return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+
+
+def can_clip_scaled(groups: list[GradGroup], norm_type: float) -> bool:
+    """Whether the norm of the scaled gradients says what the norm of the unscaled ones is.
+
+    On CUDA it is taken in float64, which no scaled float32 gradient overflows. On the CPU, where
+    float64 is slow, it can overflow, but looking whether it did is free.
+    """
+    return norm_type in _HOMOGENEOUS_NORMS and all(g.device.type in ("cpu", "cuda") for g in groups)
+
+
+def total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
+    """The norm of all gradients as one vector, on the device of the first; 0 if there are none."""
+    norms = [norm for group in groups for norm in _norms(group, norm_type)]
+    if not norms:
+        return torch.zeros((), device=groups[0].device if groups else None)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients of this norm by; torch.nn.utils.clip_grad_norm_'s formula."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def multiply_(groups: list[GradGroup], factor: Tensor) -> None:
+    """Multiply all gradients by a 0-dim tensor."""
+    factors = OnDevices(factor)
+    for group in groups:
+        torch._foreach_mul_(group.grads, factors[group.device])
+
+
+def norm_dtype(groups: list[GradGroup]) -> torch.dtype:
+    """The dtype in which a norm is handed out: the gradients' own, float32 at least."""
+    dtype = torch.float32
+    for group in groups:
+        dtype = torch.promote_types(dtype, group.dtype)
+    return dtype.to_real()
+
+
+def _no_inf(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
+    return {device: torch.zeros((), device=device) for device in {g.device for g in groups}}
+
+
+def _check_(group: GradGroup, found_inf: Tensor) -> None:
+    if has_check_and_unscale(group.device, group.dtype):
+        check_and_unscale_(group.grads, found_inf, torch.ones((), device=group.device))
+        return
+    largest = _norms(group, math.inf)
+    if largest:
+        found_inf.logical_or_(torch.stack(largest).isfinite().all().logical_not())
+
+
+def _norms(group: GradGroup, norm_type: float) -> list[Tensor]:
+    grads = [grad for grad in group.grads if grad.numel()]
+    if not grads:
+        return []
+    return list(torch._foreach_norm(grads, norm_type, dtype=_accumulation_dtype(group)))
+
+
+def _accumulation_dtype(group: GradGroup) -> torch.dtype | None:
+    if group.dtype.is_complex:
+        return None
+    if group.device.type == "cuda":
+        return torch.float64
+    return torch.promote_types(group.dtype, torch.float32)
