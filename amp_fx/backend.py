@@ -7,10 +7,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._dynamo.exc import (
+    ShortenTraceback,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+)
 
 from amp_fx.capture import Site
 from amp_fx.errors import PassError
-from amp_fx.fallback import as_native_region, warn_fallback
+from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
 from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
@@ -67,7 +72,7 @@ def amp_fx(
         )
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
         added = example_copies(rewritten, example_inputs)
-        compiled = compile_inner(rewritten, [*example_inputs, *added], parsed, mode)
+        compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed, mode)
     if plan is not None:
         compiled = plan.wrap(compiled)
     return _without_autocast(compiled) if ambient.enabled else compiled
@@ -112,6 +117,22 @@ def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx
         return None
     record_graph(reports)
     return rewritten
+
+
+def _compile_or_run_eagerly(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
+) -> Callable[..., Any]:
+    """Hands a rewritten graph to the inner compiler; if that fails, runs it op by op."""
+    try:
+        return compile_inner(gm, example_inputs, options, mode)
+    except (TensorifyScalarRestartAnalysis, ShortenTraceback, SkipFrame):
+        raise  # Dynamo's own way of asking for another try
+    except Exception as error:
+        if not options.fallback:
+            raise
+        log.debug("falling back", exc_info=True)
+        warn_eager(error, options.compiler)
+        return gm.forward
 
 
 def _without_autocast(compiled: Callable[..., Any]) -> Callable[..., Any]:

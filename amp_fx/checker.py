@@ -8,7 +8,14 @@ import torch
 
 from amp_fx.casts import inserted_cast
 from amp_fx.errors import GraphInvariantError
-from amp_fx.values import analysis, argument_values, call_target, detect_fake_mode, tensors_in, value_of
+from amp_fx.values import (
+    analysis,
+    argument_values,
+    call_target,
+    detect_fake_mode,
+    tensors_in,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from torch import fx

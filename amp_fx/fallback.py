@@ -59,13 +59,27 @@ def _restore_outputs(graph: fx.Graph, output: fx.Node) -> None:
 
 def warn_fallback(error: Exception) -> None:
     """Says once per cause that a graph was not rewritten, and how to see more."""
-    if str(error) in _seen:
+    _warn_once(f"a graph runs under native autocast because it could not be rewritten: {error}")
+
+
+def warn_eager(error: Exception, compiler: str) -> None:
+    """Says once per cause that a rewritten graph was not compiled, and how to see more."""
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    _warn_once(f"a graph runs op by op, with its casts, because {compiler!r} failed: {reason}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"
+
+
+def _warn_once(message: str) -> None:
+    if message in _seen:
         return
-    _seen.add(str(error))
+    _seen.add(message)
     log.warning(
-        "a graph runs under native autocast because it could not be rewritten: %s "
-        '(TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
-        error,
+        '%s (TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
+        message,
     )
 
 

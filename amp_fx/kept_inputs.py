@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,11 +51,16 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
 
 
 def _owner(gm: fx.GraphModule) -> str:
-    """The class of the model that a graph belongs to, from its nodes' module stacks."""
+    """Whose graph it is: the function and the file in which its first node was captured."""
     for node in gm.graph.nodes:
-        for _, module in (node.meta.get("nn_module_stack") or {}).values():
-            return module if isinstance(module, str) else module.__qualname__
-    return "function"
+        frame = _OUTERMOST_FRAME.search(node.meta.get("stack_trace") or "")
+        if frame is not None:
+            path, function = frame.groups()
+            return f"{function} ({Path(path).name})"
+    return "unknown"
+
+
+_OUTERMOST_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
 
 
 def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:

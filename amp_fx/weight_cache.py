@@ -75,7 +75,7 @@ class Plan:
 
     Args:
         slots: What to pass, in the order of the graph's added inputs.
-        owner: The name under which ``stats`` counts the copies: the model's class.
+        owner: The name under which ``stats`` counts the copies: function and file.
         writes_inputs: Whether the graph writes to any of its inputs.
         verify: Whether to compare every copy with a fresh cast on every call.
     """
@@ -314,7 +314,7 @@ class Stats:
         bytes: Bytes that they take.
         hits: Times that a copy was found fresh while weights were looked at one by one.
         refreshes: Times that a copy was made or made again.
-        by_model: The same, by the class of the model whose graph asked first.
+        by_model: The same, by the function (and file) whose graph asked first.
     """
 
     entries: int
