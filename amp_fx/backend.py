@@ -62,7 +62,7 @@ def amp_fx(
     state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
     site = Site(state, torch.is_grad_enabled())
     restores_outputs = not ambient.enabled and parsed.output_dtype == "original"
-    weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else frozenset()
+    weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else ()
     passes = default_passes(
         parsed.policy, site, restores_outputs=restores_outputs, kept_weights=weights
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,33 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def keepable_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[str]:
-    """Names of the placeholders that are weights: plain parameters, and module buffers.
+def keepable_weights(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The placeholders that are weights: plain parameters, and buffers of modules.
 
     Subclasses (DTensor, quantized weights) are left out: their storage is not plain.
+
+    Returns:
+        For each, its name and the names of all inputs that share its storage.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    return frozenset(
-        node.name
-        for node, example in zip(placeholders, example_inputs, strict=True)
-        if type(example) is torch.nn.Parameter
-        or (type(example) is torch.Tensor and _is_module_buffer(node))
+    pairs = list(zip(placeholders, example_inputs, strict=True))
+    sharing: defaultdict[int, list[str]] = defaultdict(list)
+    for node, example in pairs:
+        if isinstance(example, torch.Tensor) and example.layout is torch.strided:
+            sharing[example.untyped_storage()._cdata].append(node.name)
+    return tuple(
+        (node.name, tuple(sharing[example.untyped_storage()._cdata]))
+        for node, example in pairs
+        if _is_weight(node, example)
     )
+
+
+def _is_weight(node: fx.Node, example: Any) -> bool:
+    if type(example) is torch.Tensor:
+        return _is_module_buffer(node)
+    return type(example) is torch.nn.Parameter and example.layout is torch.strided
 
 
 def _is_module_buffer(node: fx.Node) -> bool:

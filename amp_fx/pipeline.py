@@ -49,7 +49,7 @@ def default_passes(
     site: Site,
     *,
     restores_outputs: bool,
-    kept_weights: frozenset[str] = frozenset(),
+    kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -57,7 +57,7 @@ def default_passes(
         policy: Which op is cast how.
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
-        kept_weights: Names of the placeholders whose casts may be kept across calls.
+        kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
     """
     return (
         MarkRegions(site),

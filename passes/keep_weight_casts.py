@@ -56,19 +56,21 @@ class KeepWeightCasts:
     """Replaces casts of weights by inputs.
 
     Attributes:
-        weights: Names of the placeholders whose casts may be kept.
+        weights: Names of the placeholders whose casts may be kept, each with the names of
+            the inputs that share its storage, itself included.
     """
 
     name: ClassVar[str] = "keep_weight_casts"
-    weights: frozenset[str]
+    weights: tuple[tuple[str, tuple[str, ...]], ...]
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``weight_casts_kept``; marks new placeholders with ``kept_input``."""
         counts: Counter[str] = Counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
+        keepable = self._keepable(placeholders)
         fake_mode = detect_fake_mode(gm.graph)
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        for cast in [node for node in gm.graph.nodes if self._can_keep(node)]:
+        for cast in [node for node in gm.graph.nodes if _can_keep(node, keepable)]:
             source = cast.all_input_nodes[0]
             dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
@@ -81,16 +83,21 @@ class KeepWeightCasts:
             node.meta["kept_input"] = KeptInput(index, dtype, is_read)
         return PassResult(counts)
 
-    def _can_keep(self, node: fx.Node) -> bool:
-        cast = inserted_cast(node)
-        if cast is None or not node.meta["site"].state.cache_enabled:
-            return False
-        source = node.all_input_nodes[0]
-        if source.op != "placeholder" or source.name not in self.weights:
-            return False
-        if is_written(source) or is_aliased(node) or free_symbols(value_of(source)):
-            return False
-        return all(user.op != "output" for user in node.users)
+    def _keepable(self, placeholders: list[fx.Node]) -> set[fx.Node]:
+        """Weights to which the graph does not write, by whatever name it knows them."""
+        by_name = {node.name: node for node in placeholders}
+        written = {name for name, node in by_name.items() if is_written(node)}
+        return {by_name[name] for name, sharing in self.weights if written.isdisjoint(sharing)}
+
+
+def _can_keep(node: fx.Node, keepable: set[fx.Node]) -> bool:
+    cast = inserted_cast(node)
+    if cast is None or not node.meta["site"].state.cache_enabled:
+        return False
+    source = node.all_input_nodes[0]
+    if source not in keepable or is_aliased(node) or free_symbols(value_of(source)):
+        return False
+    return all(user.op != "output" for user in node.users)
 
 
 def is_written(placeholder: fx.Node) -> bool:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 # Level changes of torch.func transforms: between the first and its counterpart, tensors
 # are wrapped, and their fake values say nothing about the wrapped ones.
-_LEVEL_UP = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
-_LEVEL_DOWN = ("_vmap_decrement_nesting", "_grad_decrement_nesting", "_jvp_decrement_nesting")
+_TRANSFORMS = ("vmap", "grad", "jvp", "func")
+_LEVEL_UP = tuple(f"_{name}_increment_nesting" for name in _TRANSFORMS)
+_LEVEL_DOWN = tuple(f"_{name}_decrement_nesting" for name in _TRANSFORMS)
 
 # Namespaces whose functions act on hidden state rather than on their arguments.
 _STATEFUL_MODULES = (
