@@ -3,10 +3,13 @@
 In the order in which a training step meets them:
 
 * ``scaler``: ``GradScaler``, the public interface; the rest serves it.
+* ``core``: the scale itself, and what all ways to step share.
 * ``arguments``: checks of what users pass in.
+* ``outputs``: scaling of outputs in any structure.
 * ``states``: what has happened to each optimizer since the last update.
 * ``gradients``: an optimizer's gradients, grouped for fused kernels.
 * ``unscale``: unscaling, checking and clipping of such groups.
+* ``stepping``: the two ways in which `step` steps an optimizer.
 * ``predicated``: a step that undoes itself on the device when gradients overflowed.
 * ``compiled_step``: unscale, check, clip and step as one compiled call.
 * ``host_scale``: what the host knows of the scale without waiting for the device.

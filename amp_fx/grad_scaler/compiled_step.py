@@ -6,6 +6,7 @@ wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step'
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from numbers import Number
@@ -21,6 +22,8 @@ from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
 from amp_fx.grad_scaler.unscale import clip_factor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from amp_fx.grad_scaler.gradients import GradGroup
     from amp_fx.grad_scaler.scaler import GradScaler
 
@@ -149,14 +152,37 @@ class CompiledStep:
             self._compiled = torch.compile(self._function(), **self._compile_options)
         params = self._params()
         inv_scale = scaler._inv_scale().to(groups[0].device, non_blocking=True)
-        result, found_inf, self.norm = self._compiled(
-            params, state_tensors(optimizer, params), _grads(params), inv_scale
-        )
+        with self._learning_rates_as_tensors():
+            result, found_inf, self.norm = self._compiled(
+                params, state_tensors(optimizer, params), _grads(params), inv_scale
+            )
         mark_stepped(optimizer)
         state = scaler._states.of(optimizer)
         state.found_inf = {found_inf.device: found_inf}
         scaler._stepped(optimizer, state)
         return result
+
+    @contextlib.contextmanager
+    def _learning_rates_as_tensors(self) -> Iterator[None]:
+        """Make the learning rates inputs of the compiled call.
+
+        A number is a constant to the compiler: a schedule would compile anew at each change (SGD
+        and RMSprop did). Left alone where torch refuses it: in foreach implementations that are not capturable.
+        """
+        groups = [
+            group
+            for group in self._optimizer.param_groups
+            if isinstance(group.get("lr"), float)
+            and not (group.get("foreach") and not group.get("capturable", True))
+        ]
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _function(self) -> Any:
         """The function to compile."""

@@ -41,7 +41,7 @@ class ParameterNames:
         ]
 
     def _known(self, param: Tensor) -> str | None:
-        return self._names[param] if param in self._names else None
+        return self._names.get(param, None)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _is_pair(value: object) -> bool:

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import ScaleCollapseWarning, ScalerStateError, ScalerTypeError, ScalerValueError
-from amp_fx.grad_scaler import arguments, predicated, unscale
+from amp_fx.errors import ScaleCollapseWarning, ScalerStateError, ScalerTypeError
+from amp_fx.grad_scaler import arguments, unscale
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
-from amp_fx.grad_scaler.host_scale import HostScale, peek, wait_for
-from amp_fx.grad_scaler.ledger import Ledger, any_skipped
-from amp_fx.grad_scaler.names import NamedParameters, ParameterNames
-from amp_fx.grad_scaler.reports import StepReport, UpdateRecord, count_overflows
-from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates, weakly
-from amp_fx.grad_scaler.torch_private import update_scale_
+from amp_fx.grad_scaler.core import ScalerCore
+from amp_fx.grad_scaler.host_scale import peek, wait_for
+from amp_fx.grad_scaler.outputs import map_nested, widen
+from amp_fx.grad_scaler.states import OptimizerStates
+from amp_fx.grad_scaler.stepping import refuse_closure, step_checked, step_fused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# The smallest scale that float32 can invert without loss.
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
-
-_NOT_SCALED = (
-    "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the "
-    "iteration."
-)
+    from amp_fx.grad_scaler.gradients import GradGroup
+    from amp_fx.grad_scaler.names import NamedParameters
+    from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerCore):
     """Scales losses so that float16 gradients do not vanish, and keeps overflows from the weights.
 
     A drop-in for :class:`torch.amp.GradScaler`, with the same methods, state dict and errors::
@@ -128,19 +116,6 @@ class GradScaler(torch.amp.GradScaler):
         if named_parameters is not None:
             self.name_parameters(named_parameters)
 
-    def _start(self, init_scale: float) -> None:
-        """Set up what belongs to this process and is never saved."""
-        self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
-        self._names = ParameterNames()
-        self._host_scale = HostScale(init_scale)
-        self._floor = min(self._min_scale, init_scale)
-        self._ledger = Ledger(init_scale, self._history_size)
-        self._is_updated_by_step = False
-
-    @property
-    def _states(self) -> OptimizerStates:
-        return cast("OptimizerStates", self._per_optimizer_states)
-
     # Scaling -------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
@@ -168,8 +143,8 @@ class GradScaler(torch.amp.GradScaler):
                     self._lazy_init_scale_growth_tracker(value.device)
                 if not scales:
                     scales.append(unscale.OnDevices(cast("Tensor", self._scale)))
-                return _widen(value) * scales[0][value.device]
-            return _map_nested(scaled, value)
+                return widen(value) * scales[0][value.device]
+            return map_nested(scaled, value)
 
         return scaled(outputs)
 
@@ -232,9 +207,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm, norm_type = arguments.max_norm(max_norm), arguments.norm_type(norm_type)
         if not self._enabled:
-            groups = group_gradients(
-                arguments.optimizer(optimizer), self._names, allow_fp16=True, coalesce=True
-            )
+            groups = self._group(arguments.optimizer(optimizer), allow_fp16=True, coalesce=True)
             return _clip_(groups, max_norm, norm_type)
         state = self._begin_unscale("unscale_and_clip_", optimizer)
         groups = self._group(optimizer, coalesce=True)
@@ -277,16 +250,16 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        _refuse_closure(args, kwargs)
+        refuse_closure(args, kwargs)
         self._check_scale_growth_tracker("step")
         state = self._states.of(arguments.optimizer(optimizer))
         if state.stage is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return self._step_fused(optimizer, state, args, kwargs)
+            return step_fused(self, optimizer, state, args, kwargs)
         if state.stage is OptState.READY:
             self.unscale_(optimizer)
-        return self._step_checked(optimizer, state, args, kwargs)
+        return step_checked(self, optimizer, state, args, kwargs)
 
     def compile_step(
         self,
@@ -330,72 +303,6 @@ class GradScaler(torch.amp.GradScaler):
             compile_options=compile_options,
         )
 
-    def _step_fused(
-        self,
-        optimizer: Any,
-        state: OptimizerState,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step an optimizer that takes `grad_scale` and `found_inf` (torch's contract for it)."""
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            warnings.warn(
-                "GradScaler is going to stop passing itself as a keyword argument to the passed "
-                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
-                "directly.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            result = optimizer.step(*args, **kwargs, grad_scaler=self)
-            self._stepped(optimizer, state)
-            return result
-        scale = cast("Tensor", self._scale)
-        was_unscaled = state.stage is OptState.UNSCALED
-        if was_unscaled:
-            grad_scale = getattr(optimizer, "grad_scale", None)
-        elif self._may_amplify():  # the optimizer's own unscaling would overflow unseen
-            self.unscale_(optimizer)
-            grad_scale = torch.ones_like(scale) * getattr(optimizer, "grad_scale", 1)
-        else:
-            self._check_inf_per_device(optimizer)
-            grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-        optimizer.grad_scale = grad_scale
-        optimizer.found_inf = self._combine(state.found_inf)
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-        self._stepped(optimizer, state)
-        return result
-
-    def _step_checked(
-        self,
-        optimizer: Any,
-        state: OptimizerState,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step an optimizer whose gradients are unscaled and checked, if they are finite."""
-        if not state.found_inf:
-            raise ScalerStateError(
-                "No inf checks were recorded for this optimizer: none of its parameters had a "
-                "gradient. Call backward() on the scaled loss first, or leave out step() for an "
-                "optimizer that has nothing to do in this iteration."
-            )
-        report = self._report(optimizer, state)
-        is_capturable = all(group.get("capturable", False) for group in optimizer.param_groups)
-        if is_capturable and report.peek_skipped() is None:
-            tensors = predicated.stepped_tensors(optimizer)
-            if tensors is not None:
-                found_inf = self._combine(state.found_inf)
-                result = predicated.step_unless(found_inf, optimizer, tensors, args, kwargs)
-                self._stepped(optimizer, state)
-                return result
-        result = None if report.learn_skipped() else optimizer.step(*args, **kwargs)
-        self._stepped(optimizer, state)
-        return result
-
     # Updating ------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -434,35 +341,6 @@ class GradScaler(torch.amp.GradScaler):
         collapse = self._ledger.find_collapse(self._host_scale.seen, self._backoff_factor)
         if collapse is not None:
             warnings.warn(collapse, ScaleCollapseWarning, stacklevel=2)
-
-    def _adjust_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: list[Tensor]) -> None:
-        update_scale_(
-            scale,
-            growth_tracker,
-            unscale.combine(found_inf, scale.device),
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-        )
-        skipped = any_skipped(self._states.reports())
-        self._host_scale.follow_update(scale, self._backoff_factor, skipped)
-        if self._host_scale.lower_bound < self._floor:
-            scale.clamp_min_(self._floor)
-            self._host_scale.tell_floor(self._floor)
-
-    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        """Take over a scale that the user chose; it may lie below the floor, which then follows."""
-        value: float | None
-        if isinstance(new_scale, Tensor):
-            tensor = arguments.new_scale_tensor(new_scale, self._device)
-            scale.copy_(tensor)
-            value = peek(tensor)
-        else:
-            value = arguments.positive_float(new_scale, "new_scale")
-            scale.fill_(value)
-        self._floor = min(self._min_scale, _SMALLEST_SCALE if value is None else value)
-        self._host_scale.tell(value)
-        self._ledger.set_scale(scale.clone() if value is None else value)
 
     def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
         """Step a learning-rate scheduler if the last step of its optimizer was not skipped.
@@ -547,7 +425,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, scale and growth; not the names, the history or the last step."""
-        if len(self._states):
+        if self._states.is_any_touched():
             raise ScalerStateError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or "
                 "at the end after scaler.update()."
@@ -562,96 +440,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__setstate__(state)
         self._start(state.get("_init_scale", 1.0))
 
-    # Shared by the steps -------------------------------------------------------------------------
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None or self._growth_tracker is None:
-            raise ScalerStateError(f"Attempted {funcname} but _scale is None. {_NOT_SCALED}")
-        return self._scale, self._growth_tracker
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Check gradients without unscaling them; part of torch's contract with optimizers."""
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._states.of(optimizer)
-        state.found_inf = unscale.check(group_gradients(optimizer, self._names, allow_fp16=True))
-        return state.found_inf
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """What the checks found; part of torch's contract with optimizers."""
-        return self._states.of(optimizer).found_inf
-
-    def _begin_unscale(self, name: str, optimizer: Any) -> OptimizerState:
-        self._check_scale_growth_tracker(name)
-        state = self._states.of(arguments.optimizer(optimizer))
-        if state.stage is OptState.UNSCALED:
-            raise ScalerStateError(
-                f"{name}() or another unscaling has already been called on this optimizer since "
-                "the last update()."
-            )
-        if state.stage is OptState.STEPPED:
-            raise ScalerStateError(f"{name}() is being called after step().")
-        return state
-
-    def _group(self, optimizer: Any, *, coalesce: bool = False) -> list[GradGroup]:
-        return group_gradients(
-            optimizer, self._names, allow_fp16=self._allow_fp16, coalesce=coalesce
-        )
-
-    def _inv_scale(self) -> Tensor:
-        return cast("Tensor", self._scale).reciprocal()
-
-    def _may_amplify(self) -> bool:
-        """Whether the scale may be below 1, as far as is known without waiting."""
-        return self._host_scale.lower_bound < 1.0
-
-    def _unscaled(self, optimizer: Any, state: OptimizerState) -> None:
-        state.stage = OptState.UNSCALED
-        self._report(optimizer, state)
-
-    def _stepped(self, optimizer: Any, state: OptimizerState) -> None:
-        state.stage = OptState.STEPPED
-        self._ledger.note_step(optimizer, self._report(optimizer, state))
-
-    def _combine(self, found_inf: dict[torch.device, Tensor]) -> Tensor:
-        return unscale.combine(found_inf.values(), cast("Tensor", self._scale).device)
-
-    def _report(self, optimizer: Any, state: OptimizerState) -> StepReport:
-        """The report on the checks that were made; looks at the gradients if some overflowed."""
-        if state.report is None:
-            alive = weakly(optimizer)
-            names = self._names
-            state.report = StepReport(
-                self._combine(state.found_inf),
-                lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
-            )
-        return state.report
-
-
-def _widen(output: Tensor) -> Tensor:
-    """To float32, where scaling overflows neither float16 nor, one day, anything narrower."""
-    return output.float() if output.dtype in _LOW_DTYPES else output
-
-
-def _map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ScalerValueError(
-            f"outputs must be a Tensor or an iterable of Tensors; got {type(value).__name__!r}."
-        )
-    if hasattr(value, "_make"):  # a named tuple
-        return value._make(map(function, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(function, value))
-    return map(function, value)
-
 
 def _clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
     norm = unscale.total_norm(groups, norm_type)
     unscale.multiply_(groups, unscale.clip_factor(norm, max_norm))
     return norm.to(unscale.norm_dtype(groups))
-
-
-def _refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("closure") is not None or any(callable(arg) for arg in args):
-        raise ScalerStateError("Closure use is not currently supported if GradScaler is enabled.")

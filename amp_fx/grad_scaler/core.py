@@ -1,0 +1,140 @@
+"""What the scaler and its ways to step share: the scale, the states, the checks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_fx.errors import ScalerStateError
+from amp_fx.grad_scaler import arguments, unscale
+from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
+from amp_fx.grad_scaler.host_scale import HostScale, peek
+from amp_fx.grad_scaler.ledger import Ledger, any_skipped
+from amp_fx.grad_scaler.names import ParameterNames
+from amp_fx.grad_scaler.reports import StepReport, count_overflows
+from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates, weakly
+from amp_fx.grad_scaler.torch_private import update_scale_
+
+# The smallest scale that float32 can invert without loss.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+_NOT_SCALED = (
+    "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the "
+    "iteration."
+)
+
+
+class ScalerCore(torch.amp.GradScaler):
+    """The inner half of `GradScaler`."""
+
+    _min_scale: float
+    _history_size: int
+    _allow_fp16: bool
+
+    def _start(self, init_scale: float) -> None:
+        """Set up what belongs to this process and is never saved."""
+        self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
+        self._names = ParameterNames()
+        self._host_scale = HostScale(init_scale)
+        self._floor = min(self._min_scale, init_scale)
+        self._ledger = Ledger(init_scale, self._history_size)
+        self._is_updated_by_step = False
+
+    @property
+    def _states(self) -> OptimizerStates:
+        return cast("OptimizerStates", self._per_optimizer_states)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise ScalerStateError(f"Attempted {funcname} but _scale is None. {_NOT_SCALED}")
+        return self._scale, self._growth_tracker
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Check gradients without unscaling them; part of torch's contract with optimizers."""
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        state = self._states.of(optimizer)
+        state.found_inf = unscale.check(self._group(optimizer, allow_fp16=True))
+        return state.found_inf
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """What the checks found; part of torch's contract with optimizers."""
+        return self._states.of(optimizer).found_inf
+
+    def _begin_unscale(self, name: str, optimizer: Any) -> OptimizerState:
+        self._check_scale_growth_tracker(name)
+        state = self._states.of(arguments.optimizer(optimizer))
+        if state.stage is OptState.UNSCALED:
+            raise ScalerStateError(
+                f"{name}() or another unscaling has already been called on this optimizer since "
+                "the last update()."
+            )
+        if state.stage is OptState.STEPPED:
+            raise ScalerStateError(f"{name}() is being called after step().")
+        return state
+
+    def _group(
+        self, optimizer: Any, *, coalesce: bool = False, allow_fp16: bool = False
+    ) -> list[GradGroup]:
+        allow_fp16 = allow_fp16 or self._allow_fp16
+        return group_gradients(optimizer, self._names, allow_fp16=allow_fp16, coalesce=coalesce)
+
+    def _inv_scale(self) -> Tensor:
+        return cast("Tensor", self._scale).reciprocal()
+
+    def _may_amplify(self) -> bool:
+        """Whether the scale may be below 1, as far as is known without waiting."""
+        return self._host_scale.lower_bound < 1.0
+
+    def _unscaled(self, optimizer: Any, state: OptimizerState) -> None:
+        state.stage = OptState.UNSCALED
+        self._report(optimizer, state)
+
+    def _stepped(self, optimizer: Any, state: OptimizerState) -> None:
+        state.stage = OptState.STEPPED
+        self._ledger.note_step(optimizer, self._report(optimizer, state))
+
+    def _combine(self, found_inf: dict[torch.device, Tensor]) -> Tensor:
+        return unscale.combine(found_inf.values(), cast("Tensor", self._scale).device)
+
+    def _report(self, optimizer: Any, state: OptimizerState) -> StepReport:
+        """The report on the checks that were made; looks at the gradients if some overflowed."""
+        if state.report is None:
+            alive = weakly(optimizer)
+            names = self._names
+            state.report = StepReport(
+                self._combine(state.found_inf),
+                lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
+            )
+        return state.report
+
+    def _adjust_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: list[Tensor]) -> None:
+        update_scale_(
+            scale,
+            growth_tracker,
+            unscale.combine(found_inf, scale.device),
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+        skipped = any_skipped(self._states.reports())
+        self._host_scale.follow_update(scale, self._backoff_factor, skipped)
+        if self._host_scale.lower_bound < self._floor:
+            scale.clamp_min_(self._floor)
+            self._host_scale.tell_floor(self._floor)
+
+    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        """Take over a scale that the user chose; it may lie below the floor, which then follows."""
+        value: float | None
+        if isinstance(new_scale, Tensor):
+            tensor = arguments.new_scale_tensor(new_scale, self._device)
+            scale.copy_(tensor)
+            value = peek(tensor)
+        else:
+            value = arguments.positive_float(new_scale, "new_scale")
+            scale.fill_(value)
+        self._floor = min(self._min_scale, _SMALLEST_SCALE if value is None else value)
+        self._host_scale.tell(value)
+        self._ledger.set_scale(scale.clone() if value is None else value)

@@ -1,0 +1,90 @@
+"""The two ways in which `GradScaler.step` steps an optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from amp_fx.errors import ScalerStateError
+from amp_fx.grad_scaler import predicated, unscale
+
+if TYPE_CHECKING:
+    from amp_fx.grad_scaler.core import ScalerCore
+    from amp_fx.grad_scaler.states import OptimizerState
+
+
+def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a closure is passed on, by whatever way; `closure=None` is none."""
+    if kwargs.get("closure") is not None or any(callable(arg) for arg in args):
+        raise ScalerStateError("Closure use is not currently supported if GradScaler is enabled.")
+
+
+def step_fused(
+    scaler: ScalerCore,
+    optimizer: Any,
+    state: OptimizerState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer that takes `grad_scale` and `found_inf` (torch's contract for it)."""
+    if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+            "directly.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        result = optimizer.step(*args, **kwargs, grad_scaler=scaler)
+        scaler._stepped(optimizer, state)
+        return result
+    scale, _ = scaler._check_scale_growth_tracker("step")
+    if state.stage is OptState.UNSCALED:
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+    elif scaler._may_amplify():  # the optimizer's own unscaling could overflow unseen
+        groups = scaler._group(optimizer, allow_fp16=True)
+        state.found_inf = unscale.unscale_(groups, scaler._inv_scale(), may_overflow=True)
+        optimizer.grad_scale = torch.ones_like(scale) * getattr(optimizer, "grad_scale", 1)
+    else:
+        scaler._check_inf_per_device(optimizer)
+        optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
+    optimizer.found_inf = scaler._combine(state.found_inf)
+    try:
+        result = optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    scaler._stepped(optimizer, state)
+    return result
+
+
+def step_checked(
+    scaler: ScalerCore,
+    optimizer: Any,
+    state: OptimizerState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer whose gradients are unscaled and checked, if they are finite."""
+    if not state.found_inf:
+        raise ScalerStateError(
+            "No inf checks were recorded for this optimizer: none of its parameters had a "
+            "gradient. Call backward() on the scaled loss first, or leave out step() for an "
+            "optimizer that has nothing to do in this iteration."
+        )
+    report = scaler._report(optimizer, state)
+    is_capturable = all(group.get("capturable", False) for group in optimizer.param_groups)
+    if is_capturable and report.peek_skipped() is None:
+        tensors = predicated.stepped_tensors(optimizer)
+        if tensors is not None:
+            found_inf = scaler._combine(state.found_inf)
+            result = predicated.step_unless(found_inf, optimizer, tensors, args, kwargs)
+            scaler._stepped(optimizer, state)
+            return result
+    result = None if report.learn_skipped() else optimizer.step(*args, **kwargs)
+    scaler._stepped(optimizer, state)
+    return result
