@@ -1,0 +1,45 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_fx.policy import Policy, preset
+from tests.graphs import capture_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.graphs import Captured
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    """No test sees what Dynamo compiled in another, or leaves autocast switched on."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.fixture
+def policy() -> Policy:
+    """The default policy."""
+    return preset("torch")
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Random numbers that are the same in every run."""
+    return torch.Generator().manual_seed(1234)
+
+
+@pytest.fixture
+def capture() -> Callable[..., Captured]:
+    """Captures a program as Dynamo hands it to a backend."""
+    return capture_program

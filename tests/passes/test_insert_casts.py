@@ -1,0 +1,278 @@
+"""insert_casts: which casts come in, what stays as it is, and that values are fresh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_fx.cast_policy import CastPolicy
+from amp_fx.errors import BannedOpError
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.pipeline import default_passes, run_passes
+from tests.graphs import assert_same_bits, compiled, graph_text, run_program, site
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.capture import Site
+    from amp_fx.policy import Policy
+    from tests.graphs import Captured, Program
+
+linear = torch.nn.functional.linear
+
+
+def insert(captured: Captured, policy: Policy, where: Site | None = None) -> Counter[str]:
+    """Runs the pass alone, with what it needs before, and checks the graph after."""
+    passes = (MarkRegions(where or site()), InsertCasts(policy))
+    return run_passes(captured.gm, passes, check=True)[-1].counts
+
+
+def square(rng: torch.Generator, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(4, 4, generator=rng).to(dtype).requires_grad_()
+
+
+def test_golden_linear(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    bias = torch.randn(4, generator=rng)
+    captured = capture(lambda x, w, b: linear(x, w, b).relu(), square(rng), square(rng), bias)
+    assert captured.text().splitlines() == [
+        "graph(x: f32, w: f32, b: f32)",
+        "linear: f32 = linear(x, w, b)",
+        "relu: f32 = .relu(linear)",
+        "return (relu,)",
+    ]
+    assert insert(captured, policy) == {"casts_inserted": 3, "nodes_opened": 1}
+    assert captured.text().splitlines() == [
+        "graph(x: f32, w: f32, b: f32)",
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
+        "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
+        "b_bf16: bf16 = aten._to_copy.default(b, dtype=torch.bfloat16)",
+        "linear: bf16 = aten.linear.default(x_bf16, w_bf16, b_bf16)",
+        "relu: bf16 = .relu(linear)",
+        "return (relu,)",
+    ]
+
+
+def test_golden_list_argument_and_promotion(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    low = square(rng, dtype=torch.bfloat16)
+    captured = capture(lambda x, y: torch.cat([x, y]), square(rng), low)
+    insert(captured, policy)
+    assert captured.text().splitlines() == [
+        "graph(x: f32, y: bf16)",
+        "y_f32: f32 = aten._to_copy.default(y, dtype=torch.float32)",
+        "cat: f32 = aten.cat.default([x, y_f32])",
+        "return (cat,)",
+    ]
+
+
+def test_golden_composite_is_looked_into(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(lambda x, w: torch.tensordot(x, w, 1), square(rng), square(rng))
+    insert(captured, policy)
+    lines = captured.text().splitlines()
+    assert "mm: bf16 = aten.mm.default(reshape_bf16, reshape_1_bf16)" in lines
+    assert "reshape: f32 = aten.reshape.default(permute, [4, 4])" in lines
+
+
+def test_golden_checkpoint_body_is_rewritten(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(checkpointed, square(rng), square(rng))
+    insert(captured, policy)
+    assert captured.text().splitlines() == [
+        "graph(x: f32, w: f32)",
+        "wrap_body_0 = self.wrap_body_0",
+        (
+            "tag_activation_checkpoint: (bf16) = "
+            "tag_activation_checkpoint(wrap_body_0, x, w, use_reentrant=False)"
+        ),
+        "getitem: bf16 = getitem(tag_activation_checkpoint, 0)",
+        "return (getitem,)",
+    ]
+    body = captured.gm.get_submodule("wrap_body_0")
+    assert isinstance(body, torch.fx.GraphModule)
+    assert graph_text(body).splitlines() == [
+        "graph(x: f32, w: f32)",
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
+        "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
+        "matmul: bf16 = aten.matmul.default(x_bf16, w_bf16)",
+        "sin: bf16 = .sin(matmul)",
+        "return (sin,)",
+    ]
+
+
+def checkpointed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.utils.checkpoint.checkpoint(
+        lambda x: (x @ w).sin(), x, use_reentrant=False
+    )
+    return result
+
+
+def test_golden_inputs_are_restored_where_an_op_takes_no_mixture(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        with torch.autocast("cpu", enabled=False):
+            return y.lerp(w, 0.5)
+
+    captured = capture(program, square(rng), square(rng))
+    assert insert(captured, policy)["inputs_restored"] == 1
+    assert captured.text().splitlines()[-3:] == [
+        "matmul_f32: f32 = aten._to_copy.default(matmul, dtype=torch.float32)",
+        "lerp: f32 = .lerp(matmul_f32, w, 0.5)",
+        "return (lerp,)",
+    ]
+
+
+def product_with_autocast_off(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = x @ w
+    with torch.autocast("cpu", enabled=False):
+        return y @ w
+
+
+NO_MIXTURE = {
+    "lerp": lambda x, w: (x @ w).lerp(w, 0.5),
+    "mv": lambda x, w: torch.mv(x @ w, w[0]),
+    "index_add": lambda x, w: (x @ w).index_add(0, torch.tensor([0]), w[:1]),
+    "index_put": lambda x, w: (x @ w).index_put((torch.tensor([0]),), w[:1]),
+    "region switched off": product_with_autocast_off,
+}
+
+
+@pytest.mark.xfail(strict=True, reason="fake kernels take mixtures, and traces that raise do not")
+@pytest.mark.parametrize("program", NO_MIXTURE.values(), ids=NO_MIXTURE)
+def test_bare_way_runs_what_takes_no_mixture(rng: torch.Generator, program: Program) -> None:
+    """Captured as float32 throughout, so that it must run although an input became low."""
+    result = compiled(program)(square(rng), square(rng))
+    assert result.dtype == torch.float32
+
+
+UNTOUCHED = {
+    "no policy": lambda x: (x + 1).relu(),
+    "float64": lambda x: x.double() @ x.double(),
+    "integers": lambda x: x.long() @ x.long(),
+    "complex": lambda x: x.to(torch.complex64) @ x.to(torch.complex64),
+    "in-place method": lambda x: (x + 1).addmm_(x, x),
+    "out variant": lambda x: torch.mm(x, x, out=torch.empty(4, 4)),
+    "low already": lambda x: x.bfloat16() @ x.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("program", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_non_matches_are_untouched(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
+) -> None:
+    captured = capture(program, square(rng).detach())
+    before = captured.text()
+    assert not insert(captured, policy)
+    assert captured.text() == before
+
+
+def test_nothing_is_cast_outside_of_regions(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(lambda x: x @ x, square(rng))
+    assert not insert(captured, policy, site(enabled=False))
+
+
+def test_second_run_changes_nothing(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(lambda x, w: ((x @ w).prod(0), checkpointed(x, w)), square(rng), square(rng))
+    insert(captured, policy)
+    before = captured.text()
+    result = InsertCasts(policy).call(captured.gm)
+    assert not result.modified
+    assert captured.text() == before
+
+
+def test_origin_survives_on_rewritten_nodes(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    layer = torch.nn.Linear(4, 4)
+    weights = {"layer.weight": square(rng), "layer.bias": square(rng)[0].detach()}
+    captured = capture(
+        lambda x, w, b: torch.func.functional_call(
+            torch.nn.ModuleDict({"layer": layer})["layer"], {"weight": w, "bias": b}, (x,)
+        ),
+        square(rng),
+        *weights.values(),
+    )
+    before = captured.node("linear")
+    insert(captured, policy)
+    for name in ("linear", "x_bf16", "w_bf16"):
+        node = captured.node(name)
+        assert node.meta["stack_trace"] == before.meta["stack_trace"]
+        assert node.meta["nn_module_stack"] == before.meta["nn_module_stack"]
+    assert "Linear" in str(before.meta["nn_module_stack"])
+
+
+def test_banned_op_raises(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    banning = policy.with_device("cpu", {"aten::matmul": CastPolicy.BANNED})
+    captured = capture(lambda x: x @ x, square(rng))
+    with pytest.raises(BannedOpError, match="unsafe to autocast"):
+        insert(captured, banning)
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = linear(x, w).relu()
+    z = torch.cat([y.prod(0, keepdim=True), x]).softmax(-1)
+    return z, torch.einsum("ij,jk->ik", x, w).exp()
+
+
+NUMERIC = {
+    "chain": chain,
+    "checkpoint": checkpointed,
+    "restored inputs": lambda x, w: (x * w).addcmul(x, w) @ w,
+    "in place": lambda x, w: (x + 1).addmm_(x, w) @ w,
+    "loss": lambda x, w: torch.nn.functional.mse_loss(x @ w, w),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("program", NUMERIC.values(), ids=NUMERIC)
+def test_numbers_without_sharing(
+    capture: Callable[..., Captured],
+    rng: torch.Generator,
+    policy: Policy,
+    program: Program,
+    dtype: torch.dtype,
+) -> None:
+    """One cast per use is what eager does without its cache."""
+    args: Sequence[torch.Tensor] = [square(rng), square(rng)]
+    captured = capture(program, *args)
+    insert(captured, policy, site(dtype))
+    expected = run_program(program, args, dtype, cache_enabled=False)
+    assert_same_bits(run_program(captured, args), expected)
+
+
+def test_numbers_of_a_conditional(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.cond(
+            x.sum() > 0, lambda x: x @ w, lambda x: (x @ w).sin(), (x,)
+        )
+        return result
+
+    args = [square(rng).detach(), square(rng).detach()]
+    captured = capture(program, *args)
+    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=False), check=True)
+    for sign in (1, -1):
+        x = (sign * args[0].abs(), args[1])
+        assert_same_bits(run_program(captured, x), run_program(eager_cond, x, torch.bfloat16))
+
+
+def eager_cond(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w if x.sum() > 0 else (x @ w).sin()
