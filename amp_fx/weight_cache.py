@@ -29,6 +29,7 @@ import torch
 from amp_fx.errors import StaleWeightError
 from amp_fx.regions import no_autocast
 from amp_fx.storage_watch import StorageWatch, address_of, arm, is_armed
+from amp_fx.stream_order import StreamOrder, accelerator_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -92,6 +93,7 @@ class Plan:
         read = [] if writes_inputs else [s.source_index for s in slots if s.is_read]
         self._select_read = _tuple_getter(read)
         self._snapshot: tuple[int, tuple[int, ...], tuple[torch.Tensor, ...]] | None = None
+        self._devices: tuple[torch.device, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
@@ -122,12 +124,15 @@ class Plan:
             lows = snapshot[2]
         else:
             lows = _cache.refresh(self, sources)
+        if self._devices:
+            _cache.streams.wait(self._devices)
         if self.verify:
             self._verify(sources, lows)
         return lows
 
     def remember(self, sources: Sequence[torch.Tensor], lows: tuple[torch.Tensor, ...]) -> None:
         """Takes the quick way as long as these sources stay as they are."""
+        self._devices = accelerator_devices(lows)
         self._snapshot = (_cache.watch.epoch, tuple(map(address_of, sources)), lows)
 
     def forget(self) -> None:
@@ -151,9 +156,9 @@ class _WeightCache:
 
     def __init__(self) -> None:
         self.watch = StorageWatch()
+        self.streams = StreamOrder()
         self.limit: int | None = None
         self.copies: dict[tuple[int, torch.dtype], _Copy] = {}
-        self.num_refreshes = 0
         self.lock = threading.RLock()
 
     def refresh(self, plan: Plan, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -221,7 +226,7 @@ class _WeightCache:
             copy.refreshes += 1
             if not is_armed(source):  # some kernels read through a mutable pointer
                 arm(source)
-        self.num_refreshes += 1
+        self.streams.record(accelerator_devices(c.low for c, _, _ in stale))
 
     def make_room(self, num_bytes: int) -> bool:
         """Drops the least useful copies until so many bytes fit; False if they cannot."""

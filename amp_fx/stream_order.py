@@ -1,0 +1,45 @@
+"""Makes every stream wait for refreshes of kept copies that another stream made.
+
+A copy is refreshed on the stream of the call that found it stale; a call on another
+stream may use it without any synchronisation of its own, so that the cache has to order
+the two. On the CPU there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class StreamOrder:
+    """The last refresh on each stream of each accelerator device."""
+
+    def __init__(self) -> None:
+        self._events: dict[torch.device, dict[int, torch.Event]] = {}
+
+    def record(self, devices: Iterable[torch.device]) -> None:
+        """Notes that copies on these devices were just refreshed on the current streams."""
+        for device in devices:
+            stream = torch.accelerator.current_stream(device)
+            self._events.setdefault(device, {})[stream.stream_id] = stream.record_event()
+
+    def wait(self, devices: Iterable[torch.device]) -> None:
+        """Lets the current streams wait for what was refreshed on others."""
+        for device in devices:
+            stream = torch.accelerator.current_stream(device)
+            for stream_id, event in list(self._events.get(device, {}).items()):
+                if stream_id != stream.stream_id:
+                    stream.wait_event(event)
+
+
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps runs everything on one
+
+
+def accelerator_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
+    """The devices of tensors that have streams; none for the CPU."""
+    found = dict.fromkeys(t.device for t in tensors if t.device.type not in _WITHOUT_STREAMS)
+    return tuple(found)
