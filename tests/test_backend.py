@@ -1,0 +1,302 @@
+"""backend: what ``torch.compile(..., backend="amp_fx")`` does with programs of all kinds."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_fx.backend import amp_fx, bare_state, graph_device_type
+from amp_fx.errors import OptionError
+from amp_fx.options import Options
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.policy import preset
+from amp_fx.regions import AutocastState
+from tests.graphs import assert_same_bits, capture_program, compiled, run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+
+WITHOUT_IMPORT = """
+import sys, torch
+assert "amp_fx" in torch.compiler.list_backends()
+model = torch.nn.Linear(4, 4)
+compiled = torch.compile(model, backend="amp_fx", options={"compiler": "eager"})
+x = torch.randn(2, 4)
+with torch.autocast("cpu", torch.bfloat16):
+    expected = model(x)
+assert torch.equal(compiled(x), expected.float())
+"""
+
+
+def test_program_that_never_imports_amp_fx(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_IMPORT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def x(rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(3, 4, generator=rng)
+
+
+def eager(model: nn.Module, x: torch.Tensor, dtype: torch.dtype = bf16) -> torch.Tensor:
+    with torch.autocast("cpu", dtype):
+        result: torch.Tensor = model(x)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_bare_way_gives_the_dtypes_of_the_uncompiled_program(
+    model: nn.Module, x: torch.Tensor, dtype: torch.dtype
+) -> None:
+    result = compiled(model, dtype=dtype)(x)
+    assert result.dtype == f32
+    assert torch.equal(result, eager(model, x, dtype).float())
+
+
+def test_ambient_way_gives_the_dtypes_of_autocast(model: nn.Module, x: torch.Tensor) -> None:
+    result = eager(compiled(model, dtype=bf16), x, f16)  # type: ignore[arg-type]
+    assert result.dtype == f16
+    assert torch.equal(result, eager(model, x, f16))
+
+
+def test_output_dtype_autocast(model: nn.Module, x: torch.Tensor) -> None:
+    result = compiled(model, output_dtype="autocast")(x)
+    assert result.dtype == bf16
+    assert torch.equal(result, eager(model, x))
+
+
+def test_dtype_as_a_name(model: nn.Module, x: torch.Tensor) -> None:
+    assert torch.equal(compiled(model, dtype="float16")(x), eager(model, x, f16).float())
+
+
+def test_default_dtype_is_that_of_the_device(x: torch.Tensor) -> None:
+    state = AutocastState.ambient()
+    captured = capture_program(lambda x: x @ x, x[:, :3])
+    options = Options.parse({})
+    found = bare_state(captured.gm, state, options)
+    assert found.enabled == ("cpu",)
+    assert found.low_dtype("cpu") == torch.get_autocast_dtype("cpu")
+
+
+def test_training_in_bits(model: nn.Module, x: torch.Tensor) -> None:
+    other = copy.deepcopy(model)
+    torch.autograd.backward(compiled(model)(x).sum())
+    torch.autograd.backward(eager(other, x).float().sum())
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_model_is_left_as_it_was(model: nn.Module, x: torch.Tensor) -> None:
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    attributes[""].add("_is_torch_compile")  # Dynamo's own
+    parameters = [id(p) for p in model.parameters()]
+    compiled(model)(x).sum().backward()
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert [id(p) for p in model.parameters()] == parameters
+
+
+def test_model_in_half_precision(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)).half()
+    result = compiled(model)(x.half())
+    assert result.dtype == f16
+    assert torch.equal(result, eager(model, x.half()).half())
+
+
+@pytest.mark.xfail(strict=True, reason="fake layer_norm takes a mixture that the kernel refuses")
+def test_norm_in_half_precision(model: nn.Module, x: torch.Tensor) -> None:
+    """The bare way must run what the uncompiled program runs."""
+    assert compiled(model.half())(x.half()).dtype == f16
+
+
+def test_parameters_of_several_dtypes(model: nn.Sequential, x: torch.Tensor) -> None:
+    model.append(nn.Linear(2, 2).bfloat16()).append(nn.Linear(2, 2))
+    result = eager(compiled(model), x)  # type: ignore[arg-type]
+    assert torch.equal(result, eager(model, x))
+
+
+def test_no_floating_tensor(x: torch.Tensor) -> None:
+    integers = x.long()
+    assert torch.equal(compiled(lambda x: x @ x.t() + 1)(integers), integers @ integers.t() + 1)
+
+
+def test_double_precision_stays(model: nn.Module, x: torch.Tensor) -> None:
+    model.double()
+    assert torch.equal(compiled(model)(x.double()), model(x.double()))
+
+
+def test_empty_graph() -> None:
+    graph = torch.fx.Graph()
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    assert amp_fx(gm, [], options={"compiler": "eager"})() == ()
+
+
+def test_device_that_autocast_does_not_know(model: nn.Module) -> None:
+    model.to("meta")
+    result = compiled(model)(torch.empty(3, 4, device="meta"))
+    assert (result.shape, result.dtype, result.device.type) == ((3, 2), f32, "meta")
+    captured = capture_program(lambda x: x + 1, torch.empty(2, device="meta"))
+    assert graph_device_type(captured.gm) is None
+
+
+def test_error_of_the_model_is_the_users(x: torch.Tensor) -> None:
+    def program(_: torch.Tensor) -> torch.Tensor:
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        compiled(program)(x)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"dtpye": bf16}, "unknown option 'dtpye'.*dtype, policy, compiler"),
+    "unknown to inductor": (
+        {"compiler": "inductor", "max_autotunes": True},
+        "unknown option 'max_autotunes'.*dtype, policy.*inductor",
+    ),
+    "type of an inductor option": (
+        {"compiler": "inductor", "max_autotune": "yes"},
+        "max_autotune",
+    ),
+    "dtype": ({"dtype": "float99"}, "torch.bfloat16, torch.float16"),
+    "dtype that is not low": ({"dtype": f32}, "torch.bfloat16 or torch.float16"),
+    "compiler": ({"compiler": "gcc"}, "'inductor', 'aot_eager', 'eager'"),
+    "policy": ({"policy": "nothing"}, "there is no preset 'nothing'"),
+    "type": ({"fallback": 1}, "neither True nor False"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_options_end_in_one_clear_error(
+    model: nn.Module, x: torch.Tensor, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        compiled(model, **options)(x)
+    assert torch.isfinite(model(x)).all()
+
+
+def test_device_that_cannot_autocast_to_the_dtype(
+    model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amp_fx.options.supported_dtypes", lambda _: (bf16,))
+    with pytest.raises(Exception, match=r"float16 cannot .* on 'cpu'; allowed: torch.bfloat16"):
+        compiled(model, dtype=f16)(x)
+
+
+def test_mode_and_inductor_options_pass_through(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relies on ``torch._TorchCompileInductorWrapper`` calling ``compile_fx`` with them."""
+    patches = []
+
+    def compile_fx(gm: Any, _: Any, *, config_patches: dict[str, Any], **__: Any) -> Any:
+        patches.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    gm = capture_program(lambda x: x.t() @ x, x).gm
+    amp_fx(gm, [x], mode="max-autotune-no-cudagraphs", options={"epilogue_fusion": False})
+    assert patches[0]["max_autotune"] is True
+    assert patches[0]["epilogue_fusion"] is False
+
+
+class BrokenError(Exception):
+    pass
+
+
+def break_pass(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
+    def call(self: InsertCasts, gm: torch.fx.GraphModule) -> None:
+        # It has already changed the graph when it fails.
+        for node in list(gm.graph.nodes):
+            if node.op == "call_function":
+                node.args = ()
+        raise BrokenError(f"{message} in {self.name}")
+
+    monkeypatch.setattr(InsertCasts, "call", call)
+
+
+@pytest.mark.parametrize("way", ["bare", "ambient"])
+def test_pass_that_raises_falls_back_to_native_autocast(
+    model: nn.Module,
+    x: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    break_pass(monkeypatch, f"on purpose, {way}")
+
+    def bare(*args: torch.Tensor) -> torch.Tensor:
+        weights = dict(zip(names, args[1:], strict=True))
+        result: torch.Tensor = torch.func.functional_call(model, weights, args[:1])
+        return result
+
+    def restored(*args: torch.Tensor) -> torch.Tensor:
+        return bare(*args).float()
+
+    names = [name for name, _ in model.named_parameters()]
+    args = [x, *model.parameters()]
+    with caplog.at_level(logging.WARNING, "amp_fx"):
+        if way == "bare":
+            actual, expected = run_program(compiled(bare), args), run_program(restored, args, bf16)
+        else:
+            actual, expected = (
+                run_program(compiled(bare), args, bf16),
+                run_program(bare, args, bf16),
+            )
+        torch._dynamo.reset()
+        compiled(bare)(*args)
+    assert_same_bits(actual, expected)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert f"on purpose, {way} in insert_casts" in warnings[0]
+    assert "native autocast" in warnings[0]
+
+
+def test_pass_that_raises_without_fallback(
+    model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_pass(monkeypatch, "no fallback")
+    with pytest.raises(Exception, match=r"pass 'insert_casts' failed after mark_regions: Broken"):
+        compiled(model, fallback=False)(x)
+
+
+def test_option_error_is_a_value_error_of_ours(x: torch.Tensor) -> None:
+    gm = capture_program(lambda x: x + 1, x).gm
+    with pytest.raises(OptionError) as raised:
+        amp_fx(gm, [x], options={"dtype": "int8"})
+    assert isinstance(raised.value, ValueError)
+
+
+def test_policy_decides(model: nn.Module, x: torch.Tensor) -> None:
+    nothing = preset("torch").with_device("cpu", {})
+    assert torch.equal(compiled(model, policy=nothing)(x), model(x))
+
+
+def test_autocast_is_off_while_the_compiled_graph_runs(x: torch.Tensor) -> None:
+    """Under ambient autocast too: what is not cast in the graph must not be cast again."""
+    nothing = preset("torch").with_device("cpu", {})
+    with torch.autocast("cpu", bf16):
+        result = compiled(lambda x: x.t() @ x, policy=nothing)(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert result.dtype == f32

@@ -1,0 +1,109 @@
+"""options: what is taken, what it becomes, and errors that say what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from amp_fx.errors import OptionError, PolicyError
+from amp_fx.options import COMPILERS, Options, check_device_dtype, supported_dtypes
+from amp_fx.policy import preset
+
+
+def test_every_field_can_be_given() -> None:
+    """But ``inductor``, which takes what is left."""
+    other = {
+        "dtype": torch.float16,
+        "policy": preset("ipex"),
+        "compiler": "eager",
+        "output_dtype": "autocast",
+        "weight_cache": False,
+        "verify": True,
+        "fallback": False,
+    }
+    parsed, default = Options.parse(other), Options.parse({})
+    assert {f.name for f in dataclasses.fields(Options)} - {"inductor"} <= set(other)
+    for name, value in other.items():
+        assert getattr(parsed, name) == value
+        assert getattr(default, name) != value
+
+
+def test_none_and_empty_are_the_defaults() -> None:
+    assert Options.parse(None) == Options.parse({}) == Options()
+
+
+@pytest.mark.parametrize("name", ["float16", "torch.float16", torch.float16])
+def test_dtype_and_its_names(name: Any) -> None:
+    assert Options.parse({"dtype": name}).dtype is torch.float16
+
+
+def test_policy_by_name() -> None:
+    assert Options.parse({"policy": "ipex"}).policy == preset("ipex")
+
+
+@pytest.mark.parametrize("value", [torch.float32, torch.int16, torch.float8_e5m2, "load", 16, None])
+def test_what_is_no_low_dtype(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"torch\.bfloat16(,| or) torch\.float16"):
+        Options.parse({"dtype": value})
+
+
+@pytest.mark.parametrize("name", ["weight_cache", "verify", "fallback"])
+def test_switches_are_booleans(name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        Options.parse({name: "yes"})
+
+
+def test_unknown_preset_lists_those_there_are() -> None:
+    with pytest.raises(PolicyError, match="torch, ipex"):
+        Options.parse({"policy": "tensorflow"})
+
+
+def test_policy_of_another_type() -> None:
+    with pytest.raises(OptionError, match="Policy nor the name of a preset"):
+        Options.parse({"policy": {}})
+
+
+def test_options_of_inductor_are_kept_for_it() -> None:
+    """Relies on ``torch._inductor.config.get_config_copy`` naming all of them."""
+    parsed = Options.parse({"max_autotune": True, "epilogue_fusion": False})
+    assert dict(parsed.inductor) == {"max_autotune": True, "epilogue_fusion": False}
+
+
+@pytest.mark.parametrize("compiler", [c for c in COMPILERS if c != "inductor"])
+def test_options_of_inductor_want_inductor(compiler: str) -> None:
+    with pytest.raises(OptionError, match="only compiler='inductor' takes more"):
+        Options.parse({"compiler": compiler, "max_autotune": True})
+
+
+def test_wrong_type_for_inductor_names_the_option() -> None:
+    """Relies on ``torch._TorchCompileInductorWrapper`` checking them."""
+    with pytest.raises(OptionError, match="max_autotune"):
+        Options.parse({"max_autotune": "always"})
+
+
+def test_the_given_mapping_is_not_changed() -> None:
+    given = types.MappingProxyType({"dtype": "bfloat16", "max_autotune": True})
+    Options.parse(given)
+    assert len(given) == 2
+
+
+def test_backend_of_privateuse1_says_itself_what_it_supports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = torch._C._get_privateuse1_backend_name()
+    module = types.SimpleNamespace(get_amp_supported_dtype=lambda: [torch.float16])
+    monkeypatch.setattr(torch, name, module, raising=False)
+    assert supported_dtypes(name) == (torch.float16,)
+    check_device_dtype(name, torch.float16)
+    with pytest.raises(OptionError, match=r"allowed: torch\.float16$"):
+        check_device_dtype(name, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", supported_dtypes("cpu"))
+def test_torch_agrees_on_what_the_cpu_supports(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
+        assert torch.is_autocast_enabled("cpu")

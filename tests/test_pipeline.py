@@ -1,0 +1,158 @@
+"""pipeline: the runner does what no pass does itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+import torch
+
+from amp_fx.errors import BannedOpError, GraphInvariantError, PassError
+from amp_fx.passes.base import PassResult
+from amp_fx.pipeline import CHECK_ENVIRONMENT, default_passes, run_passes
+from amp_fx.values import set_value
+from tests.graphs import site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+    from amp_fx.policy import Policy
+    from tests.graphs import Captured
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    """Makes every relu a sigmoid."""
+
+    name: ClassVar[str] = "rename"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        nodes = gm.graph.find_nodes(op="call_method", target="relu")
+        for node in nodes:
+            node.target = "sigmoid"
+        return PassResult(Counter(renamed=len(nodes), left=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Raise:
+    """Fails."""
+
+    name: ClassVar[str] = "raise"
+    error: Exception
+
+    def call(self, _: fx.GraphModule) -> PassResult:
+        raise self.error
+
+
+@dataclasses.dataclass(frozen=True)
+class MakeStale:
+    """Records a value that is not the node's."""
+
+    name: ClassVar[str] = "make_stale"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        node = gm.graph.find_nodes(op="call_method")[0]
+        node.meta["site"] = site()
+        set_value(node.all_input_nodes[0], torch.ones(4))
+        set_value(node, torch.ones(4, dtype=torch.float64))
+        return PassResult(Counter())
+
+
+@dataclasses.dataclass(frozen=True)
+class BreakOrder:
+    """Leaves a graph that does not lint."""
+
+    name: ClassVar[str] = "break_order"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        first, last = gm.graph.find_nodes(op="call_method")
+        last.append(first)
+        return PassResult(Counter(moved=1))
+
+
+@pytest.fixture
+def captured(capture: Callable[..., Captured], rng: torch.Generator) -> Captured:
+    return capture(lambda x: x.relu().exp(), torch.randn(4, generator=rng))
+
+
+def test_modified_graphs_are_recompiled(captured: Captured, rng: torch.Generator) -> None:
+    x = torch.randn(4, generator=rng)
+    [report] = run_passes(captured.gm, [Rename()])
+    assert torch.equal(captured(x), x.sigmoid().exp())
+    assert report.name == "rename"
+    assert report.counts == {"renamed": 1}
+    assert report.seconds > 0
+
+
+def test_zero_counts_are_dropped_and_modify_nothing() -> None:
+    assert not PassResult(Counter(casts=0)).modified
+    assert PassResult(Counter(casts=0, others=1)).modified
+
+
+def test_errors_name_the_pass_and_what_ran_before(captured: Captured) -> None:
+    cause = ZeroDivisionError("why")
+    with pytest.raises(PassError, match="'raise' failed after rename: ZeroDivisionError: why"):
+        run_passes(captured.gm, [Rename(), Raise(cause)])
+    with pytest.raises(PassError, match="after nothing") as raised:
+        run_passes(captured.gm, [Raise(cause)])
+    assert raised.value.__cause__ is cause
+
+
+def test_graph_that_does_not_lint_is_the_fault_of_its_pass(captured: Captured) -> None:
+    with pytest.raises(PassError, match="'break_order' failed"):
+        run_passes(captured.gm, [BreakOrder()])
+
+
+def test_errors_on_purpose_pass_unwrapped(captured: Captured) -> None:
+    with pytest.raises(BannedOpError, match="as it is"):
+        run_passes(captured.gm, [Raise(BannedOpError("as it is"))])
+
+
+def test_check_by_argument_and_by_environment(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CHECK_ENVIRONMENT, raising=False)
+    run_passes(captured.gm, [MakeStale()])
+    with pytest.raises(GraphInvariantError, match="after make_stale"):
+        run_passes(captured.gm, [MakeStale()], check=True)
+    monkeypatch.setenv(CHECK_ENVIRONMENT, "1")
+    with pytest.raises(GraphInvariantError, match="after make_stale"):
+        run_passes(captured.gm, [MakeStale()])
+    run_passes(captured.gm, [MakeStale()], check=False)
+
+
+def test_a_line_per_pass_and_the_graph_in_detail(
+    captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "amp_fx.passes"):
+        run_passes(captured.gm, [Rename(), Rename()])
+    ours = [record for record in caplog.records if record.name == "amp_fx.passes"]
+    info = [record.getMessage() for record in ours if record.levelno == logging.INFO]
+    debug = [record.getMessage() for record in ours if record.levelno == logging.DEBUG]
+    assert info[0].startswith("rename: 1 renamed in ")
+    assert info[1].startswith("rename: no change in ")
+    assert "call_method[target=sigmoid]" in debug[0]
+
+
+def test_default_passes_in_order(policy: Policy) -> None:
+    names = [p.name for p in default_passes(policy, site(), restores_outputs=True)]
+    assert names == [
+        "mark_regions",
+        "insert_casts",
+        "restore_outputs",
+        "fold_casts",
+        "wrap_islands",
+    ]
+    ambient = [p.name for p in default_passes(policy, site(), restores_outputs=False)]
+    assert set(names) - set(ambient) == {"restore_outputs"}
+
+
+def test_passes_are_values(policy: Policy) -> None:
+    first, second = (default_passes(policy, site(), restores_outputs=True) for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)
