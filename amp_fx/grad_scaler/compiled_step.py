@@ -167,7 +167,8 @@ class CompiledStep:
         """Make the learning rates inputs of the compiled call.
 
         A number is a constant to the compiler: a schedule would compile anew at each change (SGD
-        and RMSprop did). Left alone where torch refuses it: in foreach implementations that are not capturable.
+        and RMSprop did). Left alone where torch refuses it: in foreach implementations that are
+        not capturable.
         """
         groups = [
             group

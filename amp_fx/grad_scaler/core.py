@@ -56,7 +56,8 @@ class ScalerCore(torch.amp.GradScaler):
         """Check gradients without unscaling them; part of torch's contract with optimizers."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         state = self._states.of(optimizer)
-        state.found_inf = unscale.check(self._group(optimizer, allow_fp16=True))
+        inv_scale = self._inv_scale() if self._may_amplify() else None
+        state.found_inf = unscale.check(self._group(optimizer, allow_fp16=True), inv_scale)
         return state.found_inf
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -137,4 +138,4 @@ class ScalerCore(torch.amp.GradScaler):
             scale.fill_(value)
         self._floor = min(self._min_scale, _SMALLEST_SCALE if value is None else value)
         self._host_scale.tell(value)
-        self._ledger.set_scale(scale.clone() if value is None else value)
+        self._ledger.forget_peak(value)

@@ -30,10 +30,14 @@ class Ledger:
         self._has_warned = False
         self.set_scale(scale)
 
-    def set_scale(self, scale: float | Tensor) -> None:
-        """The user chose a scale: what went before says nothing about it."""
-        self._scale = scale
-        self._highest = scale if isinstance(scale, float) else 0.0
+    def set_scale(self, scale: float) -> None:
+        """An iteration starts with a scale that was loaded or configured."""
+        self._scale: float | Tensor = scale
+        self.forget_peak(scale)
+
+    def forget_peak(self, scale: float | None) -> None:
+        """The user chose a scale, None if on the device: what went before tells of no collapse."""
+        self._highest = 0.0 if scale is None else scale
 
     def begin_iteration(self) -> None:
         """Gradients are about to change: let go of those that past reports could still read."""

@@ -425,7 +425,7 @@ class GradScaler(ScalerCore):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, scale and growth; not the names, the history or the last step."""
-        if self._states.is_any_touched():
+        if len(self._states):
             raise ScalerStateError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or "
                 "at the end after scaler.update()."

@@ -56,13 +56,13 @@ class OptimizerStates:
         self._states: list[OptimizerState] = []
         self._by_optimizer: ByOptimizer[OptimizerState] = ByOptimizer()
 
+    def __len__(self) -> int:
+        """How many optimizers an update is due for."""
+        return sum(s.stage is not OptState.READY or bool(s.found_inf) for s in self._states)
+
     def __iter__(self) -> Iterator[OptimizerState]:
         """In the order in which it happened."""
         return iter(self._states)
-
-    def is_any_touched(self) -> bool:
-        """Whether an update is due."""
-        return any(state.stage is not OptState.READY or state.found_inf for state in self._states)
 
     def reports(self) -> tuple[StepReport, ...]:
         """What is known of each optimizer's gradients."""

@@ -6,11 +6,10 @@ import inspect
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
-from amp_fx.grad_scaler import predicated, unscale
+from amp_fx.grad_scaler import predicated
 
 if TYPE_CHECKING:
     from amp_fx.grad_scaler.core import ScalerCore
@@ -46,10 +45,6 @@ def step_fused(
     scale, _ = scaler._check_scale_growth_tracker("step")
     if state.stage is OptState.UNSCALED:
         optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
-    elif scaler._may_amplify():  # the optimizer's own unscaling could overflow unseen
-        groups = scaler._group(optimizer, allow_fp16=True)
-        state.found_inf = unscale.unscale_(groups, scaler._inv_scale(), may_overflow=True)
-        optimizer.grad_scale = torch.ones_like(scale) * getattr(optimizer, "grad_scale", 1)
     else:
         scaler._check_inf_per_device(optimizer)
         optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)

@@ -35,8 +35,12 @@ class OnDevices(dict[torch.device, Tensor]):
         return copy
 
 
-def check(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
+def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torch.device, Tensor]:
     """Look for gradients that are not finite, and change none.
+
+    Args:
+        groups: the gradients.
+        inv_scale: float32, 0-dim. If given, look also for those that multiplying by it overflows.
 
     Returns:
         Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
@@ -44,6 +48,10 @@ def check(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
     found_inf = _no_inf(groups)
     for group in groups:
         _check_(group, found_inf[group.device])
+    if inv_scale is not None:
+        factors = OnDevices(inv_scale)
+        for group in groups:
+            _check_product_(group, factors[group.device], found_inf[group.device])
     return found_inf
 
 
@@ -130,9 +138,15 @@ def _check_(group: GradGroup, found_inf: Tensor) -> None:
     if has_check_and_unscale(group.device, group.dtype):
         check_and_unscale_(group.grads, found_inf, torch.ones((), device=group.device))
         return
+    _check_product_(group, torch.ones((), device=group.device), found_inf)
+
+
+def _check_product_(group: GradGroup, factor: Tensor, found_inf: Tensor) -> None:
+    """Set `found_inf` if the largest gradient times `factor` is not finite in its dtype."""
     largest = _norms(group, math.inf)
     if largest:
-        found_inf.logical_or_(torch.stack(largest).isfinite().all().logical_not())
+        product = (torch.stack(largest) * factor).to(group.dtype.to_real())
+        found_inf.logical_or_(product.isfinite().all().logical_not())
 
 
 def _norms(group: GradGroup, norm_type: float) -> list[Tensor]:

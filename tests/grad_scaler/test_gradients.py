@@ -1,0 +1,218 @@
+"""Gradients of every kind: dtypes, sparse ones, empty ones, missing ones."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amp_fx
+from amp_fx import errors
+from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads
+
+
+def make_scaler(scale: float = 8.0, **settings: Any) -> amp_fx.GradScaler:
+    scaler = amp_fx.GradScaler("cpu", init_scale=scale, **settings)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def sgd(*grads: Tensor | None) -> torch.optim.Optimizer:
+    """An optimizer whose parameters have these gradients."""
+    params = []
+    for grad in grads:
+        shape, dtype = (grad.shape, grad.dtype) if grad is not None else ((2,), torch.float32)
+        params.append(torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+        params[-1].grad = grad
+    return torch.optim.SGD(params, lr=1.0)
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("where", range(4))
+def test_mixed_dtypes_are_unscaled_and_checked_together(bad: float | None, where: int) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    grads = [torch.full((3,), 16.0).to(dtype) for dtype in dtypes]
+    if bad is not None:
+        grads[where][1] = bad
+    scaler, optimizer = make_scaler(), sgd(*grads)
+    scaler.step(optimizer)
+    for grad in grads:
+        assert grad[0] == 2.0
+    stepped = torch.tensor(-2.0 if bad is None else 0.0)
+    assert all(p[0] == stepped for p in optimizer.param_groups[0]["params"])
+
+
+@pytest.mark.parametrize("is_noncontiguous", [False, True])
+def test_missing_empty_and_strided_gradients(is_noncontiguous: bool) -> None:
+    grad = torch.full((3, 4), 16.0)
+    grad = grad.t() if is_noncontiguous else grad
+    scaler = make_scaler()
+    scaler.unscale_(sgd(None, torch.zeros(0), grad, torch.tensor(16.0)))
+    assert (grad == 2.0).all()
+
+
+def sparse(values: list[float], dtype: torch.dtype) -> Tensor:
+    """Index 1 twice: what an embedding that saw a word twice gets."""
+    return torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 3]]), torch.tensor(values, dtype=dtype), (5,), check_invariants=True
+    )
+
+
+def test_sparse_gradients() -> None:
+    scaler, optimizer = make_scaler(), sgd(sparse([8.0, 16.0, 24.0], torch.float32))
+    scaler.step(optimizer)
+    (param,) = optimizer.param_groups[0]["params"]
+    assert param.tolist() == [0.0, -3.0, 0.0, -3.0, 0.0]
+    scaler.update()
+    param.grad = sparse([8.0, math.inf, 24.0], torch.float32)
+    scaler.step(optimizer)
+    assert param.tolist() == [0.0, -3.0, 0.0, -3.0, 0.0]
+    assert scaler.last_step is not None
+    assert [(o.num_inf, o.num_nan) for o in scaler.last_step.overflows] == [(1, 0)]
+
+
+def test_sparse_float16_overflows_where_duplicates_add_up() -> None:
+    scaler = make_scaler(allow_fp16=True)
+    scaler.unscale_(sgd(sparse([40000.0, 40000.0, 1.0], torch.float16)))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_the_norm_of_sparse_gradients_counts_duplicates_once() -> None:
+    scaler = make_scaler()
+    optimizer = sgd(sparse([8.0, 16.0, 32.0], torch.float32), torch.tensor([96.0]))
+    norm = scaler.unscale_and_clip_(optimizer, 1.0)
+    assert norm.item() == 13.0  # 3, 4, 12
+    embedding, other = optimizer.param_groups[0]["params"]
+    torch.testing.assert_close(embedding.grad.to_dense()[[1, 3]], torch.tensor([3.0, 4.0]) / 13.0)
+    torch.testing.assert_close(other.grad, torch.tensor([12.0]) / 13.0)
+
+
+def test_float16_gradients_raise_and_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 8.0)
+    scaler = make_scaler(named_parameters=model.named_parameters())
+    with pytest.raises(ValueError, match=r"FP16 gradients.*1\.weight, 1\.bias\."):
+        scaler.unscale_(optimizer)
+    assert all((p.grad == 8.0).all() for p in model.parameters() if p.grad is not None)
+    with pytest.raises(errors.Float16GradientError):
+        scaler.step(optimizer)
+
+
+def test_float16_gradients_can_be_allowed() -> None:
+    scaler = make_scaler(allow_fp16=True)
+    optimizer = sgd(torch.tensor([8.0, 16.0], dtype=torch.float16))
+    scaler.step(optimizer)
+    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.0, -2.0]
+
+
+def test_gradients_on_meta_raise() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    param.grad = torch.zeros(2, device="meta")
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[0\] are on 'meta'"):
+        make_scaler().unscale_(torch.optim.SGD([param], lr=1.0))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_unscaling_by_a_small_scale_overflows_and_is_noticed(optimizer: str) -> None:
+    params = make_params((2,))
+    stepped = OPTIMIZERS[optimizer](params)
+    before = params[0].detach().clone()
+    scaler = make_scaler(2.0**-10)
+    params[0].grad = torch.tensor([1e36, 1.0])  # finite, but not after unscaling
+    scaler.step(stepped)
+    scaler.update()
+    assert torch.equal(params[0], before)
+    assert scaler.get_scale() == 2.0**-11
+
+
+@pytest.mark.parametrize("by", ["init", "update", "load"])
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "sgd-fused"])
+def test_the_scale_stops_at_a_floor(by: str, optimizer: str) -> None:
+    """After hundreds of overflows a finite step still works. A lower scale may be set by hand."""
+    params = make_params((3,))
+    stepped = OPTIMIZERS[optimizer](params)
+    for floor, start, expected in ((2.0**-20, 1.0, 2.0**-20), (2.0**-20, 2.0**-30, 2.0**-30)):
+        scaler = make_scaler(start if by == "init" else 1.0, min_scale=floor)
+        if by == "update":
+            scaler.update(start)
+        if by == "load":
+            scaler.load_state_dict({**scaler.state_dict(), "scale": start})
+        for _ in range(50):
+            set_scaled_grads(scaler, params, math.inf)
+            scaler.step(stepped)
+            update_though_collapsed(scaler)
+        assert scaler.get_scale() == expected
+        set_scaled_grads(scaler, params, None)
+        expected_grad = params[0].grad.clone() / expected if params[0].grad is not None else None
+        scaler.unscale_(stepped)
+        torch.testing.assert_close(params[0].grad, expected_grad)
+        scaler.step(stepped)
+        assert params[0].isfinite().all()
+
+
+def update_though_collapsed(scaler: amp_fx.GradScaler) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.ScaleCollapseWarning)
+        scaler.update()
+
+
+def test_two_hundred_overflows_leave_a_scale_that_can_be_inverted() -> None:
+    scaler, params = amp_fx.GradScaler("cpu"), make_params((3,))
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    for _ in range(200):
+        set_scaled_grads(scaler, params, math.nan)
+        scaler.step(optimizer)
+        update_though_collapsed(scaler)
+    assert scaler.get_scale() > 0.0
+    assert math.isfinite(1.0 / scaler.get_scale())
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1000.0, 1e-3, 7.3e20, 2.0**16])
+def test_unscaling_rounds_as_torch_does(scale: float) -> None:
+    results = []
+    for scaler_class in (amp_fx.GradScaler, torch.amp.GradScaler):
+        scaler, params = scaler_class("cpu", init_scale=scale), make_params((1000,))
+        set_scaled_grads(scaler, params, None)
+        scaler.unscale_(torch.optim.SGD(params, lr=1.0))
+        results.append(params[0].grad)
+    assert torch.equal(results[0], results[1])  # type: ignore[arg-type]
+
+
+def test_gradients_are_let_go() -> None:
+    """What zero_grad sets free is free: nothing in the scaler holds on to it."""
+    scaler, params = amp_fx.GradScaler("cpu"), make_params((3,))
+    optimizer = torch.optim.AdamW(params, lr=1.0)
+    for bad in (None, math.inf):
+        set_scaled_grads(scaler, params, bad)
+        assert params[0].grad is not None
+        storage = weakref.ref(params[0].grad.untyped_storage())
+        scaler.unscale_and_clip_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        gc.collect()
+        assert storage() is None
+
+
+def test_optimizers_are_held_weakly_and_told_apart() -> None:
+    """One at the address of a dead one starts afresh; what the dead one found still counts."""
+    scaler, params = make_scaler(), make_params((3,))
+    for _ in range(20):
+        set_scaled_grads(scaler, params, math.inf)
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scaler.unscale_(optimizer)
+        alive = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert alive() is None
+    scaler.update()
+    assert scaler.get_scale() == 4.0

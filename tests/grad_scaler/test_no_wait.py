@@ -1,0 +1,157 @@
+"""Nothing waits for the device that does not have to.
+
+On the CPU every value is at hand, so these tests make the scaler treat tensors as if they were on
+a device: it may not peek, and any read through the dispatcher fails.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_fx
+from amp_fx.grad_scaler import core, host_scale, ledger, reports, scaler
+from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
+
+
+class NoReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails when a value is read to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: Tensor) -> None:
+        return None
+
+    for module in (core, host_scale, ledger, reports, scaler):
+        if hasattr(module, "peek"):
+            monkeypatch.setattr(module, "peek", unknown)
+
+
+class Capturable(torch.optim.Adam):
+    """Stands in for an Adam with capturable=True, which the CPU does not run."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["capturable"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["capturable"] = False
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return super().step(closure)
+        finally:
+            self.param_groups[0]["capturable"] = True
+
+
+def make_optimizer(name: str, params: Any) -> torch.optim.Optimizer:
+    return Capturable(params) if name == "capturable" else OPTIMIZERS[name](params)
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+@pytest.mark.parametrize(
+    "optimizer_name", ["adamw-fused", "sgd-fused", "adagrad-fused", "capturable"]
+)
+@pytest.mark.parametrize("call", ["step", "unscale", "clip"])
+def test_training_reads_nothing(optimizer_name: str, call: str) -> None:
+    """And gives the numbers of an ordinary run."""
+    results = []
+    for may_read in (False, True):
+        params = make_params((4, 3), (5,))
+        optimizer = make_optimizer(optimizer_name, params)
+        grad_scaler = amp_fx.GradScaler("cpu", growth_interval=2)
+        for seed, bad in enumerate((None, None, math.inf, None, math.nan, None, None)):
+            set_scaled_grads(grad_scaler, params, bad, seed)
+            if seed == 0 or may_read:  # the first step of a capturable optimizer makes its state
+                one_iteration(grad_scaler, optimizer, call)
+            else:
+                with NoReads():
+                    one_iteration(grad_scaler, optimizer, call)
+        results.append(snapshot(grad_scaler, [p.detach() for p in params], optimizer))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def one_iteration(grad_scaler: amp_fx.GradScaler, optimizer: Any, call: str) -> None:
+    if call == "unscale":
+        grad_scaler.unscale_(optimizer)
+    elif call == "clip":
+        grad_scaler.unscale_and_clip_(optimizer, 0.5)
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+def test_other_optimizers_read_one_value_a_step() -> None:
+    params = make_params((4, 3), (5,))
+    grad_scaler = amp_fx.GradScaler("cpu")
+    set_scaled_grads(grad_scaler, params, None)
+    with pytest.raises(AssertionError, match="a value was read"), NoReads():
+        grad_scaler.step(torch.optim.SGD(params, lr=0.1))
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+def test_reports_are_looked_up_when_asked() -> None:
+    params = make_params((4, 3), (5,))
+    optimizer = OPTIMIZERS["adamw-fused"](params)
+    grad_scaler = amp_fx.GradScaler("cpu")
+    set_scaled_grads(grad_scaler, params, math.inf)
+    with NoReads():
+        grad_scaler.step(optimizer)
+        grad_scaler.update()
+        report = grad_scaler.last_step
+        assert repr(report) == "StepReport(skipped=<on the device>)"
+    assert report is not None
+    assert report.skipped
+    assert [overflow.num_inf for overflow in report.overflows] == [1]
+    (record,) = grad_scaler.history()
+    assert record == reports.UpdateRecord(2.0**16, 2.0**15, True, report.overflows)
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+@pytest.mark.parametrize("how", ["cleared", "next iteration"])
+def test_what_was_not_asked_in_time_is_not_made_up(how: str) -> None:
+    """Gradients that came later are never taken for those of the step."""
+    params = make_params((4, 3), (5,))
+    optimizer = OPTIMIZERS["adamw-fused"](params)
+    grad_scaler = amp_fx.GradScaler("cpu")
+    set_scaled_grads(grad_scaler, params, math.inf)
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
+    report = grad_scaler.last_step
+    assert report is not None
+    if how == "cleared":
+        optimizer.zero_grad()
+    else:
+        set_scaled_grads(grad_scaler, params, math.nan)
+    assert report.skipped
+    assert report.overflows == ()
+    assert "parameters not known" in repr(report)
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+def test_small_scales_are_noticed_without_looking() -> None:
+    """A finite gradient that overflows when unscaled is caught though nobody knows the scale."""
+    params = make_params((2,))
+    optimizer = OPTIMIZERS["adamw-fused"](params)
+    grad_scaler = amp_fx.GradScaler("cpu", init_scale=4.0, backoff_factor=0.1)
+    before = params[0].detach().clone()
+    for grad in (math.inf, math.inf, math.inf, math.inf, 1e37):  # 4e-4, and 1e37 / 4e-4 overflows
+        grad_scaler.scale(torch.ones(()))
+        params[0].grad = torch.tensor([grad, 1.0])
+        with NoReads():
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+    assert torch.equal(params[0], before)
+    assert grad_scaler.get_scale() == pytest.approx(4e-5)
