@@ -383,6 +383,33 @@ def activation_checkpoint() -> Subject:
 
 
 @case()
+def checkpoint_shares_a_weight_with_its_surroundings() -> Subject:
+    model = mlp()
+
+    def forward(x: Tensor) -> Any:
+        return model(checkpoint(model, model(x), use_reentrant=False))
+
+    return Subject(forward, (leaf(4, 16),), module=model)
+
+
+@case()
+def autograd_function_shares_a_weight_with_its_surroundings() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        y = NotItsDerivative.apply(x @ w, w)  # type: ignore[no-untyped-call]
+        return y @ w
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def vmap_of_shared_weight_only() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        return torch.vmap(lambda row: torch.relu(row @ w) @ w)(x)
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
 def vmap() -> Subject:
     def forward(x: Tensor, w: Tensor) -> Any:
         return torch.vmap(lambda row: torch.mv(w, torch.relu(w @ row)))(x), torch.mm(x, w)

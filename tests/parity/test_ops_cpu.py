@@ -1,7 +1,8 @@
 """Op by op on the CPU: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
 
 Every op of torch's own autocast lists and of ``op_db`` that eager autocast can run, forward and
-backward, in both low dtypes. All calls of one op go through Dynamo as one program, which is what
+backward, in both low dtypes: a few calls of each in the ``QUICK`` combinations, and in the slow
+run every sample in all of them. Calls of one op go through Dynamo as one program, which is what
 makes the whole list affordable; a program that differs or that Dynamo breaks up is taken call by
 call, so that a failure names the call. Where Dynamo alone already differs from eager, the graphs
 it captured, run in eager autocast, are the oracle (see ``oracle.py``).
@@ -10,6 +11,7 @@ it captured, run in eager autocast, are the oracle (see ``oracle.py``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,12 +24,16 @@ from tests.parity.calls import OPS, Call, op_calls
 from tests.parity.oracle import LOW_DTYPES, Subject, Way, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CALLS_PER_PROGRAM = 8
+
+ALL = tuple(itertools.product(Way, LOW_DTYPES))
+QUICK = ((Way.AMBIENT, torch.bfloat16), (Way.BARE, torch.float16))
+"""Both ways in and both dtypes, in half the time of all four combinations."""
 
 
 def listed_calls() -> Iterator[Call]:
@@ -100,30 +106,29 @@ def check_calls(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> None:
     assert together is None, f"only all calls together differ: {together}"
 
 
-def cases(names: Sequence[str]) -> list[Any]:
+def cases(names: Sequence[str], combinations: Iterable[tuple[Way, torch.dtype]]) -> list[Any]:
     return [
         exceptions.param(
             exceptions.CPU_OPS, name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}"
         )
         for name in names
-        for way in Way
-        for dtype in LOW_DTYPES
+        for way, dtype in combinations
     ]
 
 
-@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS)))
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS), QUICK))
 def test_op(name: str, way: Way, dtype: torch.dtype) -> None:
     check_calls(list(op_calls(OPS[name], dtype, exhaustive=False)), way, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS)))
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(OPS), ALL))
 def test_op_on_all_samples(name: str, way: Way, dtype: torch.dtype) -> None:
     calls = list(op_calls(OPS[name], dtype, exhaustive=True))
     for start in range(0, max(len(calls), 1), CALLS_PER_PROGRAM):
         check_calls(calls[start : start + CALLS_PER_PROGRAM], way, dtype)
 
 
-@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(LISTED)))
+@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(LISTED), ALL))
 def test_listed_op(name: str, way: Way, dtype: torch.dtype) -> None:
     check_calls([LISTED[name]], way, dtype)
