@@ -57,7 +57,7 @@ def amp_fx(
         OptionError: An option is unknown or has a value that is not allowed.
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
-    parsed = Options.parse(options)
+    parsed = Options.parse(options, mode)
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
     site = Site(state, torch.is_grad_enabled())
@@ -72,7 +72,7 @@ def amp_fx(
         )
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
         added = example_copies(rewritten, example_inputs)
-        compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed, mode)
+        compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed)
     if plan is not None:
         compiled = plan.wrap(compiled)
     return _without_autocast(compiled) if ambient.enabled else compiled
@@ -120,11 +120,11 @@ def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx
 
 
 def _compile_or_run_eagerly(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
     """Hands a rewritten graph to the inner compiler; if that fails, runs it op by op."""
     try:
-        return compile_inner(gm, example_inputs, options, mode)
+        return compile_inner(gm, example_inputs, options)
     except (TensorifyScalarRestartAnalysis, ShortenTraceback, SkipFrame):
         raise  # Dynamo's own way of asking for another try
     except Exception as error:

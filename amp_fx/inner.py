@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def compile_inner(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None
-) -> Compiled:
+def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """Compiles a rewritten graph; call it with autocast off."""
     if options.compiler == "eager":
         return gm.forward
     if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
         return _aot_eager(gm, example_inputs)
-    wrapper = torch._TorchCompileInductorWrapper(mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     with _region_markers_cacheable():
         return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
 

@@ -33,6 +33,8 @@ class Options:
         verify: Whether every call compares kept casts with fresh ones.
         fallback: Whether a graph that cannot be rewritten runs under native autocast
             instead of raising.
+        mode: A mode of inductor. ``torch.compile`` takes ``mode=`` or ``options=``, not both;
+            with options of ours, it goes here.
         inductor: Everything else, handed to inductor.
     """
 
@@ -43,16 +45,19 @@ class Options:
     weight_cache: bool = True
     verify: bool = False
     fallback: bool = True
+    mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+    def parse(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
         """Checks and converts what the user gave.
 
         Raises:
             OptionError: An option is unknown or has a value that is not allowed.
         """
         given = dict(options or {})
+        if mode is not None:
+            given.setdefault("mode", mode)
         parsed: dict[str, Any] = {}
         for name, convert in _CONVERT.items():
             if name in given:
@@ -62,6 +67,10 @@ class Options:
             raise OptionError(
                 f"unknown option {next(iter(given))!r} for compiler={compiler!r}; amp_fx takes "
                 f"{', '.join(_CONVERT)}, and only compiler='inductor' takes more: its own options"
+            )
+        if parsed.get("mode") is not None and compiler != "inductor":
+            raise OptionError(
+                f"mode={parsed['mode']!r} is inductor's; compiler={compiler!r} has none"
             )
         _check_inductor_options(given)
         return cls(**parsed, inductor=tuple(given.items()))
@@ -90,11 +99,23 @@ def _to_policy(name: str, value: Any) -> Policy:
     raise OptionError(f"{name}={value!r} is neither an amp_fx.Policy nor the name of a preset")
 
 
+_CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES}
+
+
 def _to_choice(name: str, value: Any) -> str:
-    allowed = COMPILERS if name == "compiler" else OUTPUT_DTYPES
+    allowed = _CHOICES[name]
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
     return value
+
+
+def _to_mode(name: str, value: Any) -> str:
+    from torch._inductor import list_mode_options
+
+    allowed = tuple(list_mode_options())
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+    return str(value)
 
 
 def _to_bool(name: str, value: Any) -> bool:
@@ -111,6 +132,7 @@ _CONVERT = {
     "weight_cache": _to_bool,
     "verify": _to_bool,
     "fallback": _to_bool,
+    "mode": _to_mode,
 }
 
 

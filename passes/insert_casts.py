@@ -30,6 +30,7 @@ from amp_fx.capture import NotPlainError, Opener, Site
 from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast, version_of
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
+from amp_fx.mixtures import MixtureProbe
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.values import (
@@ -91,6 +92,7 @@ class _Rewriter:
         self.gm = gm
         self.graph = gm.graph
         self.opener = opener
+        self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -147,6 +149,9 @@ class _Rewriter:
         is_changed = _inputs_changed(node)
         if is_changed:
             clamp_fill_value(node)
+            if not self.probe.takes(node):
+                self._restore_inputs(node)
+                is_changed = False
         try:
             with self._analysis(node):
                 set_value(node, evaluate(node))
