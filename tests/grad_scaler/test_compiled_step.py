@@ -1,0 +1,217 @@
+"""`compile_step`: the numbers of the eager way, in one graph, without waiting."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import amp_fx
+from amp_fx.grad_scaler import core, host_scale, ledger, reports, scaler
+from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
+
+BAD = (None, None, math.inf, None, math.nan, None, None)
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="inductor needs a C++ compiler"
+)
+
+
+def train(
+    optimizer_name: str,
+    *,
+    is_compiled: bool,
+    max_norm: float | None = None,
+    has_schedule: bool = False,
+    **options: Any,
+) -> list[list[torch.Tensor]]:
+    """All numbers after each iteration."""
+    params = make_params((4, 3), (5,))
+    optimizer = OPTIMIZERS[optimizer_name](params)
+    grad_scaler = amp_fx.GradScaler("cpu", growth_interval=2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = grad_scaler.compile_step(optimizer, max_norm=max_norm, **options)
+    numbers = []
+    for seed, bad in enumerate(BAD):
+        optimizer.zero_grad()
+        set_scaled_grads(grad_scaler, params, bad, seed)
+        if not is_compiled:
+            if max_norm is not None:
+                grad_scaler.unscale_and_clip_(optimizer, max_norm)
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        else:
+            step()
+        if has_schedule:
+            scheduler.step()
+        for param in params:
+            if bad is not None:  # gradients of skipped steps are nobody's business
+                param.grad = None
+        numbers.append(snapshot(grad_scaler, params, optimizer))
+    return numbers
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    "optimizer_name", ["adamw", "adamw-foreach", "adamw-fused", "sgd-momentum", "rmsprop"]
+)
+def test_same_numbers_in_one_graph(optimizer_name: str, max_norm: float | None) -> None:
+    """Traced, but not lowered: so the graph itself is what is compared with the eager way."""
+    counter = CompileCounterWithBackend("eager")
+    has_schedule = optimizer_name != "adamw-foreach"
+    settings: dict[str, Any] = {"max_norm": max_norm, "has_schedule": has_schedule}
+    expected = train(optimizer_name, is_compiled=False, **settings)
+    actual = train(optimizer_name, is_compiled=True, backend=counter, **settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+    assert counter.frame_count == (0 if optimizer_name == "adamw-fused" else 1)
+
+
+@needs_compiler
+def test_same_numbers_through_inductor() -> None:
+    expected = train("adamw", is_compiled=False, max_norm=0.5)
+    actual = train("adamw", is_compiled=True, max_norm=0.5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd-momentum"])
+def test_reads_nothing(
+    optimizer_name: str, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if on a device. The graph itself reads nothing either: a read would break it in two."""
+    reads = []
+
+    def count(value: torch.Tensor) -> float:
+        reads.append(value)
+        return float(value.item())
+
+    for module in (core, host_scale, ledger, reports, scaler):
+        if hasattr(module, "peek"):
+            monkeypatch.setattr(module, "peek", lambda _: None)
+    monkeypatch.setattr(reports, "wait_for", count)
+    counter = CompileCounterWithBackend("eager")
+    train(optimizer_name, max_norm=max_norm, is_compiled=True, backend=counter)
+    assert len(reads) == 1  # in the first step, which makes the optimizer's state
+    assert counter.frame_count == 1
+
+
+def make_case(**settings: Any) -> tuple[Any, ...]:
+    params = make_params((4, 3), (5,))
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    grad_scaler = amp_fx.GradScaler("cpu", growth_interval=1, **settings)
+    return grad_scaler, optimizer, params
+
+
+def test_an_update_too_many_does_nothing() -> None:
+    grad_scaler, optimizer, params = make_case(init_scale=2.0)
+    step = grad_scaler.compile_step(optimizer, backend="eager")
+    for expected in (4.0, 8.0, 16.0):
+        set_scaled_grads(grad_scaler, params, None)
+        step()
+        grad_scaler.update()
+        assert grad_scaler.get_scale() == expected
+    with pytest.raises(RuntimeError, match="No inf checks were recorded"):
+        grad_scaler.update()
+
+
+def test_scalers_can_be_shared() -> None:
+    grad_scaler, optimizer, params = make_case(init_scale=8.0)
+    other_params = make_params((2,))
+    other = torch.optim.SGD(other_params, lr=0.1)
+    step = grad_scaler.compile_step(optimizer, update_scale=False, backend="eager")
+    for bad, expected in ((None, 16.0), (None, 32.0), (math.inf, 16.0)):
+        set_scaled_grads(grad_scaler, params, bad)
+        set_scaled_grads(grad_scaler, other_params, None)
+        step()
+        grad_scaler.step(other)
+        grad_scaler.update()
+        assert grad_scaler.get_scale() == expected
+
+
+def test_the_norm_is_there_to_log() -> None:
+    grad_scaler, optimizer, params = make_case()
+    step = grad_scaler.compile_step(optimizer, max_norm=1.0, backend="eager")
+    for _ in range(3):
+        set_scaled_grads(grad_scaler, params, None)
+        expected = torch.cat([p.grad.flatten() for p in params]).norm() / grad_scaler.get_scale()
+        step()
+        torch.testing.assert_close(step.norm, expected)
+
+
+def test_overflows_are_reported_as_they_were() -> None:
+    grad_scaler, optimizer, params = make_case()
+    step = grad_scaler.compile_step(optimizer, max_norm=1.0, backend="eager")
+    for bad in (None, None, math.nan):
+        set_scaled_grads(grad_scaler, params, bad)
+        step()
+    assert [(o.num_inf, o.num_nan) for o in grad_scaler.last_step.overflows] == [(0, 1)]
+    assert grad_scaler.history()[-1].skipped
+
+
+def test_parameters_that_join_later() -> None:
+    grad_scaler, optimizer, params = make_case()
+    step = grad_scaler.compile_step(optimizer, backend="eager")
+    for grads in (params[:1], params[:1], params, params):
+        optimizer.zero_grad()
+        set_scaled_grads(grad_scaler, grads, None)
+        step()
+    (twin_scaler, twin, twin_params) = make_case()
+    for grads in (twin_params[:1], twin_params[:1], twin_params, twin_params):
+        twin.zero_grad()
+        set_scaled_grads(twin_scaler, grads, None)
+        twin_scaler.step(twin)
+        twin_scaler.update()
+    expected = snapshot(twin_scaler, twin_params, twin)
+    torch.testing.assert_close(snapshot(grad_scaler, params, optimizer), expected)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a number, which nothing on a device can put back."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_optimizers_that_count_in_numbers_run_eagerly_and_say_so() -> None:
+    grad_scaler, _, params = make_case()
+    optimizer = Counting(params, lr=0.1)
+    step = grad_scaler.compile_step(optimizer, backend="eager")
+    set_scaled_grads(grad_scaler, params, None)
+    with pytest.warns(UserWarning, match="Counting run eagerly, for its step counts in numbers"):
+        step()
+    for bad in (None, math.inf, None):
+        set_scaled_grads(grad_scaler, params, bad)
+        step()
+    assert optimizer.param_groups[0]["k"] == 3
+
+
+def test_sparse_gradients_run_eagerly_and_say_so() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    before = embedding.weight.detach().clone()
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    grad_scaler = amp_fx.GradScaler("cpu")
+    step = grad_scaler.compile_step(optimizer, backend="eager")
+    for i in range(3):
+        optimizer.zero_grad()
+        grad_scaler.scale(embedding(torch.tensor([1, 1])).sum()).backward()
+        if i == 0:
+            with pytest.warns(UserWarning, match="its gradients are sparse"):
+                step()
+        else:
+            step()
+    before[1] -= 6.0
+    torch.testing.assert_close(embedding.weight.detach(), before)
+
+
+def test_a_disabled_scaler_just_steps() -> None:
+    grad_scaler, optimizer, params = make_case(enabled=False)
+    step = grad_scaler.compile_step(optimizer, max_norm=1.0)
+    params[0].grad = torch.full((4, 3), 2.0)
+    before = params[0].detach().clone()
+    step()
+    torch.testing.assert_close(params[0].detach(), before - 0.1 / math.sqrt(12))

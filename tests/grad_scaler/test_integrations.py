@@ -1,0 +1,93 @@
+"""Trainers take the scaler as they take torch's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import amp_fx
+
+
+def train(scaler: Any, trainer: Any) -> list[torch.Tensor]:
+    """Five steps of which the second overflows; parameters and scale at the end."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trainer(scaler, model, optimizer)
+    return [*(p.detach().clone() for p in model.parameters()), torch.tensor(scaler.get_scale())]
+
+
+def batch(i: int) -> torch.Tensor:
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(i))
+    return inputs * float("inf") if i == 1 else inputs
+
+
+def with_fabric(scaler: Any, model: Any, optimizer: Any) -> None:
+    fabric_module = pytest.importorskip("lightning.fabric")
+    precision = pytest.importorskip("lightning.fabric.plugins.precision.amp")
+    plugin = precision.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    fabric = fabric_module.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model, optimizer = fabric.setup(model, optimizer)
+    for i in range(5):
+        optimizer.zero_grad()
+        fabric.backward(model(batch(i)).square().mean())
+        if i != 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+
+
+def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
+    lightning = pytest.importorskip("lightning")
+    plugins = pytest.importorskip("lightning.pytorch.plugins")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, numbers: list[torch.Tensor]) -> torch.Tensor:
+            return self.model(batch(int(numbers[0]))).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        plugins=[plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    numbers = torch.utils.data.TensorDataset(torch.arange(5))
+    trainer.fit(Module(), torch.utils.data.DataLoader(numbers, batch_size=None))
+
+
+def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    model, optimizer = accelerator.prepare(model, optimizer)
+    skipped = []
+    for i in range(5):
+        optimizer.zero_grad()
+        accelerator.backward(model(batch(i)).square().mean())
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("trainer", [with_fabric, with_trainer, with_accelerate])
+def test_trainers_take_the_scaler(trainer: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainers' own, which differ by version
+        ours = train(amp_fx.GradScaler("cpu"), trainer)
+        theirs = train(torch.amp.GradScaler("cpu"), trainer)
+    assert ours[-1].item() < 2.0**16
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
