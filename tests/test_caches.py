@@ -1,0 +1,78 @@
+"""On-disk caches: a second process compiles nothing again, other options do not hit.
+
+Relies on ``torch._dynamo.utils.counters`` counting hits and misses of AOTAutograd's cache and
+of inductor's, and on both keys holding the graph that we hand over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from amp_fx.inner import has_cpp_compiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="no C++ compiler")
+
+PROGRAM = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+linear = torch.nn.Linear(4, 4)
+
+def plain(x):
+    return linear(x).relu()
+
+def island(x):
+    return torch.func.vmap(linear)(x).relu()
+
+found = {}
+x = torch.randn(3, 4)
+for name in json.loads(sys.argv[1]):
+    program, dtype = name.split()
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"dtype": dtype, "fallback": False}
+    result = torch.compile(globals()[program], backend="amp_fx", options=options)(x)
+    result.sum().backward()
+    found[name] = [
+        counters["aot_autograd"]["autograd_cache_hit"],
+        counters["aot_autograd"]["autograd_cache_miss"],
+        counters["aot_autograd"]["autograd_cache_bypass"],
+        counters["inductor"]["fxgraph_cache_bypass"],
+    ]
+print(json.dumps(found))
+"""
+
+HIT, MISS = [1, 0, 0, 0], [0, 1, 0, 0]
+
+
+def run(folder: Path, *names: str) -> dict[str, list[int]]:
+    """Runs programs in a process of their own: what the caches said to each."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return counts
+
+
+def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
+    first = run(tmp_path, "plain bfloat16", "island bfloat16")
+    assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}
+    second = run(tmp_path, "plain bfloat16", "plain float16", "island bfloat16", "island float16")
+    assert second == {
+        "plain bfloat16": HIT,
+        "plain float16": MISS,
+        "island bfloat16": HIT,
+        "island float16": MISS,
+    }

@@ -1,0 +1,123 @@
+"""inner: which compiler gets the graph, and what is relied on of inductor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.cpp_builder import get_cpp_compiler
+
+from amp_fx import inner
+from tests.graphs import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.graphs import Program
+
+
+@pytest.fixture
+def x(rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 4, generator=rng)
+
+
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(inner, "has_cpp_compiler", lambda: False)
+    inner._warn_no_compiler.cache_clear()
+    yield
+    inner._warn_no_compiler.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_without_a_compiler_one_line_and_aot_eager(
+    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("inductor was called")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", refuse)
+    programs: list[Program] = [lambda x: x @ x, lambda x: (x @ x).relu()]
+    with caplog.at_level(logging.WARNING, "amp_fx"):
+        for program in programs:
+            result = compiled(program, compiler="inductor")(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = program(x).float()
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "no C++ compiler" in lines[0]
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_graphs_without_cpu_tensors_need_no_compiler() -> None:
+    assert inner._can_use_inductor([torch.empty(2, device="meta"), 3])
+    assert not inner._can_use_inductor([torch.empty(2)])
+
+
+NO_COMPILER = """
+from amp_fx.inner import has_cpp_compiler
+assert not has_cpp_compiler()
+"""
+
+
+def test_missing_compiler_is_noticed(tmp_path: Path) -> None:
+    """Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising."""
+    env = os.environ | {"CXX": str(tmp_path / "none"), "PATH": str(tmp_path)}
+    command = [sys.executable, "-c", NO_COMPILER]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiler_that_is_there_is_found() -> None:
+    try:
+        get_cpp_compiler()
+    except Exception:  # noqa: BLE001, whatever it is, there is none
+        pytest.skip("no C++ compiler")
+    inner.has_cpp_compiler.cache_clear()
+    assert inner.has_cpp_compiler()
+
+
+def test_region_markers_are_cacheable_while_compiling_only() -> None:
+    """Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``."""
+    before = dict(config.unsafe_marked_cacheable_functions)
+    with inner._region_markers_cacheable():
+        marked = dict(config.unsafe_marked_cacheable_functions)
+    assert dict(config.unsafe_marked_cacheable_functions) == before
+    added = set(marked) - set(before)
+    # The names under which AOTAutograd's cache looks functions up.
+    for name in added:
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(sys.modules[module], function))
+    assert {name.rpartition(".")[2] for name in added} == {"_enter_autocast", "_exit_autocast"}
+
+
+def test_errors_while_compiling_come_out() -> None:
+    with pytest.raises(ZeroDivisionError), inner._region_markers_cacheable():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compilers_agree_with_eager_autocast(x: torch.Tensor, compiler: str) -> None:
+    """Within what the low dtype resolves: inductor may keep intermediates in float32."""
+    weight = x.flip(0).clone().requires_grad_()
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, w).softmax(-1)
+
+    result = compiled(program, compiler=compiler)(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = program(x, weight).float()
+    tolerance = 2 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    [grad] = torch.autograd.grad(result.square().sum(), [weight])
+    [wanted] = torch.autograd.grad(expected.square().sum(), [weight])
+    assert grad.dtype == torch.float32
+    torch.testing.assert_close(grad, wanted, rtol=0.05, atol=0.05)
