@@ -124,7 +124,6 @@ def test_model_in_half_precision(x: torch.Tensor) -> None:
     assert torch.equal(result, eager(model, x.half()).half())
 
 
-@pytest.mark.xfail(strict=True, reason="fake layer_norm takes a mixture that the kernel refuses")
 def test_norm_in_half_precision(model: nn.Module, x: torch.Tensor) -> None:
     """The bare way must run what the uncompiled program runs."""
     assert compiled(model.half())(x.half()).dtype == f16

@@ -15,7 +15,7 @@ from amp_fx.policy import preset
 
 
 def test_every_field_can_be_given() -> None:
-    """But ``inductor``, which takes what is left."""
+    """But ``inductor``, which takes what is left, and ``mode``, which is inductor's."""
     other = {
         "dtype": torch.float16,
         "policy": preset("ipex"),
@@ -26,7 +26,7 @@ def test_every_field_can_be_given() -> None:
         "fallback": False,
     }
     parsed, default = Options.parse(other), Options.parse({})
-    assert {f.name for f in dataclasses.fields(Options)} - {"inductor"} <= set(other)
+    assert {f.name for f in dataclasses.fields(Options)} - {"inductor", "mode"} <= set(other)
     for name, value in other.items():
         assert getattr(parsed, name) == value
         assert getattr(default, name) != value
@@ -77,6 +77,16 @@ def test_options_of_inductor_are_kept_for_it() -> None:
 def test_options_of_inductor_want_inductor(compiler: str) -> None:
     with pytest.raises(OptionError, match="only compiler='inductor' takes more"):
         Options.parse({"compiler": compiler, "max_autotune": True})
+
+
+def test_mode_as_an_option_and_as_an_argument() -> None:
+    """Relies on ``torch._inductor.list_mode_options`` naming all modes."""
+    assert Options.parse({"mode": "reduce-overhead"}) == Options.parse({}, "reduce-overhead")
+    assert Options.parse({}, "reduce-overhead").mode == "reduce-overhead"
+    with pytest.raises(OptionError, match="reduce-overhead"):
+        Options.parse({"mode": "fastest"})
+    with pytest.raises(OptionError, match="mode='reduce-overhead' is inductor's"):
+        Options.parse({"mode": "reduce-overhead", "compiler": "eager"})
 
 
 def test_wrong_type_for_inductor_names_the_option() -> None:

@@ -1,0 +1,111 @@
+"""keep_weight_casts: casts of weights leave the graph and come back as inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_fx.passes.keep_weight_casts import KeepWeightCasts, KeptInput
+from amp_fx.pipeline import default_passes, run_passes
+from tests.graphs import Captured, assert_same_bits, run_program, site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_fx.policy import Policy
+    from tests.graphs import Program, Run
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w) @ w
+
+
+def matrices(rng: torch.Generator, *, is_frozen: bool = False) -> list[torch.Tensor]:
+    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(2)]
+
+
+def keep(captured: Captured, policy: Policy, *, cache_enabled: bool = True) -> dict[str, int]:
+    """Runs the pipeline with the input ``w`` as the only weight; checks the graph."""
+    name = captured.node("w").name
+    passes = default_passes(
+        policy,
+        site(cache_enabled=cache_enabled),
+        restores_outputs=False,
+        kept_weights=((name, (name,)),),
+    )
+    reports = run_passes(captured.gm, passes, check=True)
+    [report] = [report for report in reports if report.name == KeepWeightCasts.name]
+    return dict(report.counts)
+
+
+def run_with_copy(captured: Captured, args: list[torch.Tensor]) -> Run:
+    """Runs the graph with the copy that the cache would pass as its last input."""
+
+    def call(*leaves: torch.Tensor) -> torch.Tensor:
+        ordered = [leaves[i] for i in captured.order]
+        result: torch.Tensor = captured.gm(*ordered, leaves[1].detach().bfloat16())[0]
+        return result
+
+    return run_program(call, args)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_numbers_and_the_added_input(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, is_frozen: bool
+) -> None:
+    args = matrices(rng, is_frozen=is_frozen)
+    captured = capture(linear, *args)
+    assert keep(captured, policy) == {"weight_casts_kept": 1}
+    placeholders = captured.gm.graph.find_nodes(op="placeholder")
+    index = captured.order.index(1)
+    assert placeholders[-1].meta["kept_input"] == KeptInput(index, torch.bfloat16, is_read=False)
+    assert "_to_copy.default(w" not in captured.text()
+    assert_same_bits(run_with_copy(captured, args), run_program(linear, args, torch.bfloat16))
+
+
+def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    w.mul_(2)
+    return x @ w
+
+
+UNTOUCHED = {
+    "weight that is written": written,
+    "weight that is not cast": lambda x, w: x + w,
+}
+
+
+@pytest.mark.parametrize("program", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_non_matches_are_untouched(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
+) -> None:
+    captured = capture(program, *matrices(rng, is_frozen=True))
+    assert not keep(captured, policy)
+    assert len(captured.gm.graph.find_nodes(op="placeholder")) == 2
+
+
+def test_cache_disabled_keeps_nothing(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(linear, *matrices(rng))
+    assert not keep(captured, policy, cache_enabled=False)
+
+
+def test_other_inputs_are_not_weights(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(linear, *matrices(rng))
+    keep(captured, policy)
+    assert "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)" in captured.text()
+
+
+def test_second_run_changes_nothing(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(linear, *matrices(rng))
+    assert keep(captured, policy)
+    before = captured.text()
+    name = captured.node("w").name
+    assert not KeepWeightCasts(((name, (name,)),)).call(captured.gm).modified
+    assert captured.text() == before
