@@ -1,9 +1,9 @@
 """``python -m amp_fx.bench.scaler``: what loss scaling adds to an optimizer's step.
 
 Times ``step`` and ``update`` of `amp_fx.GradScaler` and of `torch.amp.GradScaler` beside the bare
-``optimizer.step()``. All three take turns within one process, in an order that changes from round to
-round, each with an optimizer, parameters and fresh gradients of its own. What a scaler costs is the
-difference to the bare step of the same round; the medians of that over all rounds are compared.
+``optimizer.step()``. All three take turns within one process, in an order that changes from round
+to round, each with an optimizer, parameters and fresh gradients of its own. What a scaler costs is
+the difference to the bare step of the same round; the medians of that over all rounds are compared.
 """
 
 from __future__ import annotations

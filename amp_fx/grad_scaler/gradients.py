@@ -47,28 +47,32 @@ def group_gradients(
         ScalerValueError: a gradient is on the meta device and so has no values.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    if not grads:
-        return []
-    grouped = group_by_device_and_dtype(grads)
+    # One pass over the Python objects: thousands of them do not stay in the cache for a second.
+    strided = torch.strided
+    grads = [g for param in params if (g := param.grad) is not None and g.layout is strided]
+    others: list[Tensor] = []
+    if len(grads) < len(params):
+        others = [p for p in params if p.grad is not None and p.grad.layout is not strided]
+    grouped = group_by_device_and_dtype([*grads, *(_grad(param) for param in others)])
     for device, dtype in grouped:
         if dtype is torch.float16 and not allow_fp16:
             raise _float16_error(optimizer, names)
         if device.type == "meta":
             raise _meta_error(optimizer, names)
-    if any(grad.layout is not torch.strided for grad in grads):
-        grouped = group_by_device_and_dtype(
-            [_dense(param, coalesce=coalesce) for param in params if param.grad is not None]
-        )
+    if others:
+        values = [_values(param, coalesce=coalesce) for param in others]
+        grouped = group_by_device_and_dtype([*grads, *values])
     return [GradGroup(device, dtype, grads) for (device, dtype), grads in grouped.items()]
 
 
-def _dense(param: Tensor, *, coalesce: bool) -> Tensor:
-    """The gradient, or the values of a sparse one, which `param.grad` shares."""
-    grad = param.grad
-    assert grad is not None
-    if grad.layout is torch.strided:
-        return grad
+def _grad(param: Tensor) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
+def _values(param: Tensor, *, coalesce: bool) -> Tensor:
+    """The values of a gradient that is not dense, which `param.grad` shares."""
+    grad = _grad(param)
     if grad.layout is not torch.sparse_coo:
         return grad.values()
     if not grad.is_coalesced() and (coalesce or grad.dtype is torch.float16):

@@ -60,7 +60,9 @@ def group_by_device_and_dtype(
     tensors: list[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Group tensors in one C++ call: 0.1 us a tensor, against 1 us for a loop in Python."""
-    grouped = torch._C._group_tensors_by_device_and_dtype([[*tensors]], False)
+    if not tensors:
+        return {}
+    grouped = torch._C._group_tensors_by_device_and_dtype([tensors], False)  # type: ignore[list-item]
     return {key: cast("list[Tensor]", lists[0]) for key, (lists, _) in grouped.items()}
 
 

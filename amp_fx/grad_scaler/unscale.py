@@ -85,7 +85,7 @@ def unscale_(
 
 def combine(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
     """One flag out of several, on a device: not 0 if any is not 0."""
-    flags = [OnDevices(flag)[device] for flag in found_infs]
+    flags = [flag if flag.device == device else OnDevices(flag)[device] for flag in found_infs]
     if not flags:
         return torch.zeros((), device=device)
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
