@@ -119,6 +119,15 @@ def test_non_matches_are_untouched(
     assert len(after) == len(before)
 
 
+def test_leaf_that_is_a_view_is_not_shared(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    """Eager autocast caches no casts of views, even of those that are leaves."""
+    storage = torch.randn(4, 8, generator=rng)
+    captured = capture(twice, matrices(rng)[0], storage[:, :4].requires_grad_())
+    assert not fold(captured, policy)
+
+
 def test_without_gradients_everything_equal_is_shared(
     capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
 ) -> None:
