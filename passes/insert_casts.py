@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import operator
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,12 +26,14 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from amp_fx.capture import NotPlainError, Opener, Site
-from amp_fx.casts import add_cast, cast_name, is_cast_call, mark_cast, version_of
+from amp_fx.casts import add_cast, version_of
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.splice import is_getitem, spell_out_tuples, splice
 from amp_fx.values import (
     analysis,
     argument_values,
@@ -49,12 +50,9 @@ from amp_fx.values import (
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.capture import Opened
     from amp_fx.policy import Policy
 
 log = logging.getLogger(__name__)
-
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "site")
 
 _hop = torch.ops.higher_order
 # Higher-order ops whose bodies are plain graphs called on their operands: where the bodies
@@ -124,7 +122,7 @@ class _Rewriter:
         if not site.state.enabled or not _may_need_casts(node):
             self._keep(node)
             return
-        self._spell_out_tuples(node)
+        spell_out_tuples(node)
         try:
             opened, inputs = self.opener.open(node, site)
         except NotPlainError as error:
@@ -135,7 +133,8 @@ class _Rewriter:
         if opened.graph is None:
             self._keep(node)
         else:
-            self._splice(node, opened, inputs)
+            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate)
+            self.counts["nodes_opened"] += 1
 
     # Plain nodes.
 
@@ -153,13 +152,11 @@ class _Rewriter:
                 self._restore_inputs(node)
                 is_changed = False
         try:
-            with self._analysis(node):
-                set_value(node, evaluate(node))
+            self._evaluate(node)
         except Exception as error:
             if is_changed:
                 self._restore_inputs(node)
-                with self._analysis(node):
-                    set_value(node, evaluate(node))
+                self._evaluate(node)
             elif captured is not None:
                 log.debug("keeping the captured value of %s: %s", node, error)
                 set_value(node, captured)
@@ -174,84 +171,9 @@ class _Rewriter:
                 with self.graph.inserting_before(node):
                     restored = add_cast(self.graph, source, captured.dtype, "captured dtype")
                 restored.meta["site"] = node.meta["site"]
-                with self._analysis(node):
-                    set_value(restored, evaluate(restored))
+                self._evaluate(restored)
                 node.replace_input_with(source, restored)
                 self.counts["inputs_restored"] += 1
-
-    def _spell_out_tuples(self, node: fx.Node) -> None:
-        """Replaces an input that is a tuple of tensors by its items, which can be cast."""
-        for source in node.all_input_nodes:
-            value = value_of(source)
-            if isinstance(value, (tuple, list)) and tensors_in(value):
-                items = tuple(self._item(source, index, node) for index in range(len(value)))
-                node.args = _substitute(node.args, source, items)
-                node.kwargs = _substitute(node.kwargs, source, items)
-
-    def _item(self, source: fx.Node, index: int, node: fx.Node) -> fx.Node:
-        with self.graph.inserting_before(node):
-            item = self.graph.call_function(operator.getitem, (source, index))
-        item.meta = {k: node.meta[k] for k in _PROVENANCE if k in node.meta}
-        captured = captured_value(source)
-        item.meta["captured"] = captured[index] if captured is not None else None
-        set_value(item, value_of(source)[index])
-        return item
-
-    def _splice(self, node: fx.Node, opened: Opened, inputs: list[fx.Node]) -> None:
-        """Puts an opened node's ops in its place."""
-        assert opened.graph is not None
-        placeholders = opened.graph.find_nodes(op="placeholder")
-        env: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
-        result: Any = None
-        for op in opened.graph.nodes:
-            if op.op == "output":
-                result = map_aggregate(
-                    op.args[0], lambda a: env[a] if isinstance(a, fx.Node) else a
-                )
-            elif op.op != "placeholder":
-                env[op] = self._copy_op(op, env, node)
-        self._replace(node, result)
-
-    def _copy_op(self, op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-        with self.graph.inserting_before(node):
-            new = self.graph.node_copy(op, env.__getitem__)
-        new.meta = {k: node.meta[k] for k in _PROVENANCE if k in node.meta}
-        if is_cast_call(new):
-            mark_cast(new, str(node.target))
-            new._rename(cast_name(new.all_input_nodes[0], new.meta["cast"].dtype))
-            self.counts["casts_inserted"] += 1
-        with self._analysis(node):
-            set_value(new, evaluate(new))
-        return new
-
-    def _replace(self, node: fx.Node, result: Any) -> None:
-        """Makes a node's users use ``result``: a node, or a tuple of them."""
-        if isinstance(result, fx.Node):
-            result.meta["captured"] = captured_value(node)
-            result.meta["decisions"] = node.meta["decisions"]
-            node.replace_all_uses_with(result)
-            is_fresh = result.op == "call_function"
-        else:
-            is_fresh = False
-            self._replace_items(node, result)
-        name = node.name
-        self.graph.erase_node(node)
-        if is_fresh:
-            result._rename(name)
-        self.counts["nodes_opened"] += 1
-
-    def _replace_items(self, node: fx.Node, result: Any) -> None:
-        captured = captured_value(node)
-        for user in list(node.users):
-            if not _is_getitem(user):
-                raise NotPlainError(f"{node} gives a tuple that {user} takes whole")
-            index = user.args[1]
-            item = result[index]
-            if isinstance(item, fx.Node):
-                item.meta["captured"] = captured[index]
-                item.meta["decisions"] = node.meta["decisions"]
-            user.replace_all_uses_with(item)
-            self.graph.erase_node(user)
 
     # Islands.
 
@@ -263,26 +185,29 @@ class _Rewriter:
         evaluate_island(node, self.fake_mode)
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
-        """Rewrites the graphs that a higher-order op runs; False if they are not plain."""
+        """Rewrites the graphs that a higher-order op runs; False if others run them too."""
         body_positions, operand_position = _BODIES[node.target]
+        body_nodes = [node.args[position] for position in body_positions]
+        if any(len(body_node.users) > 1 for body_node in body_nodes):  # type: ignore[union-attr]
+            return False
         operands = node.args[operand_position]
         values = [_value_if_node(operand) for operand in operands]  # type: ignore[union-attr]
-        site: Site = node.meta["site"]
-        results = []
-        for position in body_positions:
-            body_node = node.args[position]
-            assert isinstance(body_node, fx.Node)
-            body = getattr(self.gm, str(body_node.target))
-            if len(body_node.users) > 1:
-                return False
-            remember_captured(body.graph)
-            MarkRegions(site).call(body)
-            rewriter = _Rewriter(body, self.opener)
-            results.append(rewriter.run(values))
-            self.counts.update(rewriter.counts)
+        bodies = [getattr(self.gm, str(n.target)) for n in body_nodes]  # type: ignore[union-attr]
+        results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
+        if any(dtypes_differ(results[0], other) for other in results[1:]):
+            results = [_restored_results(body) for body in bodies]
+        for body in bodies:
             body.recompile()
         set_value(node, results[0])
         return True
+
+    def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
+        remember_captured(body.graph)
+        MarkRegions(site).call(body)
+        rewriter = _Rewriter(body, self.opener)
+        result = rewriter.run(values)
+        self.counts.update(rewriter.counts)
+        return result
 
     def _attribute_value(self, node: fx.Node) -> Any:
         value: Any = self.gm
@@ -292,15 +217,16 @@ class _Rewriter:
             return self.fake_mode.from_tensor(value, static_shapes=True)
         return value
 
-    def _analysis(self, node: fx.Node) -> Any:
-        return analysis(self.fake_mode, is_grad_enabled=node.meta["site"].is_grad_enabled)
+    def _evaluate(self, node: fx.Node) -> None:
+        with analysis(self.fake_mode, is_grad_enabled=node.meta["site"].is_grad_enabled):
+            set_value(node, evaluate(node))
 
 
 def _may_need_casts(node: fx.Node) -> bool:
     """False for what autocast never touches: no floating tensor, or an in-place method."""
     if node.op == "call_method" and _is_in_place_name(str(node.target)):
         return False
-    if _is_getitem(node) and isinstance(value_of(node.all_input_nodes[0]), (tuple, list)):
+    if is_getitem(node) and isinstance(value_of(node.all_input_nodes[0]), (tuple, list)):
         return False
     args, kwargs = argument_values(node)
     return any(t.is_floating_point() for t in tensors_in(args, kwargs))
@@ -314,13 +240,11 @@ def _inputs_changed(node: fx.Node) -> bool:
     return any(dtypes_differ(captured_value(n), value_of(n)) for n in node.all_input_nodes)
 
 
+def _restored_results(body: fx.GraphModule) -> Any:
+    """The results of a branch in the dtypes of capture, in which all branches agree."""
+    RestoreOutputs().call(body)
+    return map_aggregate(body.graph.output_node().args[0], _value_if_node)
+
+
 def _value_if_node(arg: Any) -> Any:
     return value_of(arg) if isinstance(arg, fx.Node) else arg
-
-
-def _substitute(args: Any, source: fx.Node, items: tuple[fx.Node, ...]) -> Any:
-    return map_aggregate(args, lambda a: items if a is source else a)
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[1], int)

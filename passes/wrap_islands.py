@@ -81,14 +81,10 @@ def _needs_autocast(node: fx.Node) -> bool:
 
 def _wrap(graph: fx.Graph, run: list[fx.Node]) -> None:
     site = run[0].meta["site"]
-    state = site.state
-    enters = []
     with graph.inserting_before(run[0]):
-        for device in reversed(state.enabled):
-            args = (device, state.low_dtype(device), True, state.cache_enabled)
-            enters.append(graph.call_function(_enter_autocast, args))
+        enters = [graph.call_function(_enter_autocast, m) for m in site.state.markers()]
     with graph.inserting_after(run[-1]):
-        exits = [graph.call_function(_exit_autocast, (enter,)) for enter in enters]
+        exits = [graph.call_function(_exit_autocast, (enter,)) for enter in reversed(enters)]
     for node in (*enters, *exits):
         node.meta["site"] = site
     for node in run:
