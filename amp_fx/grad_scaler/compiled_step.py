@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler.predicated import state_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
-from amp_fx.grad_scaler.unscale import clip_factor
+from amp_fx.grad_scaler.unscale import OnDevices, clip_factor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,7 +151,7 @@ class CompiledStep:
         if self._compiled is None:
             self._compiled = torch.compile(self._function(), **self._compile_options)
         params = self._params()
-        inv_scale = scaler._inv_scale().to(groups[0].device, non_blocking=True)
+        inv_scale = OnDevices(scaler._inv_scale())[groups[0].device]
         with self._learning_rates_as_tensors():
             result, found_inf, self.norm = self._compiled(
                 params, state_tensors(optimizer, params), _grads(params), inv_scale
@@ -178,7 +178,7 @@ class CompiledStep:
         ]
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+            group["lr"] = torch.tensor(group["lr"])
         try:
             yield
         finally:

@@ -442,6 +442,6 @@ class GradScaler(ScalerCore):
 
 
 def _clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
-    norm = unscale.total_norm(groups, norm_type)
+    norm = unscale.total_norm(groups, norm_type).to(unscale.norm_dtype(groups))
     unscale.multiply_(groups, unscale.clip_factor(norm, max_norm))
-    return norm.to(unscale.norm_dtype(groups))
+    return norm

@@ -97,7 +97,8 @@ def can_clip_scaled(groups: list[GradGroup], norm_type: float) -> bool:
     On CUDA it is taken in float64, which no scaled float32 gradient overflows. On the CPU, where
     float64 is slow, it can overflow, but looking whether it did is free.
     """
-    return norm_type in _HOMOGENEOUS_NORMS and all(g.device.type in ("cpu", "cuda") for g in groups)
+    device_types = {group.device.type for group in groups}
+    return norm_type in _HOMOGENEOUS_NORMS and device_types in ({"cpu"}, {"cuda"})
 
 
 def total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
