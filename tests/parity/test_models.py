@@ -1130,7 +1130,7 @@ INDUCTOR_CASES = (
     "resnet_and_its_running_stats",
     "autograd_function",
     "unet",
-    "nested_disabled_region",
+    "lstm_cell",
 )
 
 
