@@ -30,10 +30,10 @@ torch.manual_seed(0)
 linear = torch.nn.Linear(4, 4)
 
 def plain(x):
-    return linear(x).relu()
+    return linear(x)
 
 def island(x):
-    return torch.func.vmap(linear)(x).relu()
+    return torch.func.vmap(linear)(x)
 
 found = {}
 x = torch.randn(3, 4)
@@ -69,10 +69,9 @@ def run(folder: Path, *names: str) -> dict[str, list[int]]:
 def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     first = run(tmp_path, "plain bfloat16", "island bfloat16")
     assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}
-    second = run(tmp_path, "plain bfloat16", "plain float16", "island bfloat16", "island float16")
+    second = run(tmp_path, "plain bfloat16", "plain float16", "island bfloat16")
     assert second == {
         "plain bfloat16": HIT,
         "plain float16": MISS,
         "island bfloat16": HIT,
-        "island float16": MISS,
     }

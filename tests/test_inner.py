@@ -85,10 +85,16 @@ def test_compiler_that_is_there_is_found() -> None:
     assert inner.has_cpp_compiler()
 
 
+def empty_graph() -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(())
+    return torch.fx.GraphModule({}, graph)
+
+
 def test_region_markers_are_cacheable_while_compiling_only() -> None:
     """Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``."""
     before = dict(config.unsafe_marked_cacheable_functions)
-    with inner._region_markers_cacheable():
+    with inner._region_markers_cacheable(empty_graph()):
         marked = dict(config.unsafe_marked_cacheable_functions)
     assert dict(config.unsafe_marked_cacheable_functions) == before
     added = set(marked) - set(before)
@@ -100,7 +106,7 @@ def test_region_markers_are_cacheable_while_compiling_only() -> None:
 
 
 def test_errors_while_compiling_come_out() -> None:
-    with pytest.raises(ZeroDivisionError), inner._region_markers_cacheable():
+    with pytest.raises(ZeroDivisionError), inner._region_markers_cacheable(empty_graph()):
         raise ZeroDivisionError
 
 

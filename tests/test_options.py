@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "output_dtype": "autocast",
         "weight_cache": False,
         "verify": True,
+        "bare_region": False,
         "fallback": False,
     }
     parsed, default = Options.parse(other), Options.parse({})
@@ -51,7 +52,7 @@ def test_what_is_no_low_dtype(value: Any) -> None:
         Options.parse({"dtype": value})
 
 
-@pytest.mark.parametrize("name", ["weight_cache", "verify", "fallback"])
+@pytest.mark.parametrize("name", ["weight_cache", "verify", "bare_region", "fallback"])
 def test_switches_are_booleans(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         Options.parse({name: "yes"})
