@@ -1,0 +1,122 @@
+"""Kept copies on CUDA: the fused kernels, streams, CUDA graphs of inductor and of the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.weight_cache.nets import Net, assert_same, make_net, random
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def net_and_twin() -> tuple[Net, Net]:
+    return make_net().cuda(), make_net().cuda()
+
+
+def batch() -> torch.Tensor:
+    return random(3, 4).cuda()
+
+
+def compiled_of(model: Any, mode: str | None = None, **options: Any) -> Any:
+    return torch.compile(
+        model, backend="amp_fx", mode=mode, options=options or {"compiler": "eager"}, dynamic=False
+    )
+
+
+def autocast(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        out: torch.Tensor = model(x).float()
+        return out
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused", "capturable"])
+def test_optimizers(way: str) -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **{way: True}) for m in (net, twin)]  # type: ignore[arg-type]
+    for _ in range(3):
+        out, expected = compiled(batch()), autocast(twin, batch())
+        assert_same(out, expected)
+        out.sum().backward()
+        expected.sum().backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            assert_same(compiled(batch()), autocast(twin, batch()))
+
+
+def test_cuda_graphs_of_inductor_read_refreshed_copies() -> None:
+    """``mode="reduce-overhead"``: the copies are static inputs, recorded once."""
+    net, twin = net_and_twin()
+    compiled = torch.compile(
+        net, backend="amp_fx", options={"dtype": "bfloat16", "triton.cudagraphs": True}
+    )
+    with torch.no_grad():
+        for _ in range(6):
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            out = compiled(batch()).clone()
+            torch.testing.assert_close(out, autocast(twin, batch()), rtol=2e-2, atol=2e-2)
+            for model in (net, twin):
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.3)
+
+
+def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
+    """A replay writes weights and asks PyTorch for no pointer."""
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, mode="reduce-overhead")
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        compiled(batch()).sum().backward()
+        step()
+        twin.load_state_dict(net.state_dict())
+        with torch.no_grad():
+            assert_same(compiled(batch()), autocast(twin, batch()))
+
+
+@torch.no_grad()
+def test_a_graph_that_the_user_captures_casts_anew() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    x = batch()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        compiled(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(x)
+    for _ in range(3):
+        graph.replay()
+        assert_same(out, autocast(twin, x))
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.5)
+
+
+@torch.no_grad()
+def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    x = batch()
+    compiled(x)
+    for model in (net, twin):
+        model.a.weight.data.mul_(1.5)
+    expected = autocast(twin, x)
+    torch.cuda.synchronize()
+    first, second = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        compiled(x)
+    with torch.cuda.stream(second):
+        out = compiled(x)
+    torch.cuda.synchronize()
+    assert_same(out, expected)
