@@ -1,0 +1,172 @@
+"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.bench import report as reports
+from amp_fx.bench.cases import CASES
+from amp_fx.bench.contenders import CONTENDERS, NAMES
+from amp_fx.bench.machine import machine, versions
+from amp_fx.bench.settings import Settings
+from amp_fx.errors import AmpFxError, OptionError
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.options import COMPILERS, check_device_dtype
+from amp_fx.regions import autocast_device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark.
+
+    Args:
+        argv: The arguments; those of the process if None.
+
+    Returns:
+        The exit code: 0; 1 if something has no figures because it failed; 2 for an
+        argument that is not usable.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parsed = _parser().parse_args(arguments)
+    try:
+        cases = _parse_cases(parsed.cases)
+        settings = _parse_settings(parsed)
+        if parsed.json:
+            _check_folder("--json", parsed.json)
+        if parsed.plot:
+            _check_folder("--plot", parsed.plot)
+            reports.load_pyplot()
+    except AmpFxError as error:
+        sys.stderr.write(f"amp_fx.bench: {error}\n")
+        return 2
+    command = shlex.join(["python", "-m", "amp_fx.bench", *arguments])
+    report = reports.Report(settings, command, machine(settings.device), versions())
+    run(cases, report, reports.make_console(), parsed.json)
+    try:
+        if parsed.plot:
+            reports.write_plot(parsed.plot, report)
+    except AmpFxError as error:
+        sys.stderr.write(f"amp_fx.bench: {error}\n")
+        return 1
+    return 1 if report.has_failures else 0
+
+
+def run(
+    cases: Sequence[str], report: reports.Report, console: Console, json_path: Path | None = None
+) -> None:
+    """Runs cases, prints what comes out as it comes, and keeps it in the report."""
+    reports.print_header(console, report)
+    with reports.progress(console) as watch:
+        for case in cases:
+            try:
+                for outcome in CASES[case].run(report.settings, watch):
+                    report.outcomes.append((case, outcome))
+                    reports.print_outcome(console, case, outcome)
+            except Exception as error:
+                log.debug("%s failed", case, exc_info=True)
+                report.failures[case] = f"{type(error).__name__}: {error}"
+            if json_path is not None:
+                reports.write_json(json_path, report)
+    reports.print_footer(console, report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    cases = "\n".join(f"  {name:<16} {case.about}" for name, case in CASES.items())
+    contenders = "\n".join(f"  {c.name:<16} {c.about}" for c in CONTENDERS)
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_fx.bench",
+        description="Times amp_fx beside what users have today, in turns in one process.",
+        epilog=f"cases:\n{cases}\n\ncontenders:\n{contenders}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = Settings()
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
+    parser.add_argument("--dtype", default=DTYPES[0], help=", ".join(DTYPES))
+    parser.add_argument("--contenders", help="comma-separated; default: all")
+    parser.add_argument("--compiler", default=default.compiler, help=", ".join(COMPILERS))
+    parser.add_argument(
+        "--repeats", default=str(default.repeats), help="rounds; default: %(default)s"
+    )
+    parser.add_argument("--steps", help="calls in a timed block; default: as many as fill 50 ms")
+    parser.add_argument("--layers", help="layers of the Transformers")
+    parser.add_argument("--tiny", action="store_true", help="tiny models: a trial, no figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars there (matplotlib)")
+    return parser
+
+
+def _parse_cases(names: list[str]) -> list[str]:
+    for name in names:
+        _choose("case", name, tuple(CASES))
+    return names or list(CASES)
+
+
+def _parse_settings(parsed: argparse.Namespace) -> Settings:
+    device = _parse_device(parsed.device)
+    dtype = getattr(torch, _choose("--dtype", parsed.dtype, DTYPES))
+    check_device_dtype(device.type, dtype)
+    contenders = parsed.contenders.split(",") if parsed.contenders else None
+    for name in contenders or ():
+        _choose("--contenders", name, NAMES)
+    compiler = _choose("--compiler", parsed.compiler, COMPILERS)
+    if compiler == "inductor" and device.type == "cpu" and not has_cpp_compiler():
+        raise OptionError("inductor finds no C++ compiler, which it needs on a CPU")
+    return Settings(
+        device,
+        dtype,
+        compiler,
+        None if contenders is None else tuple(contenders),
+        repeats=_parse_count("--repeats", parsed.repeats),
+        steps=_parse_count("--steps", parsed.steps) if parsed.steps else None,
+        layers=_parse_count("--layers", parsed.layers) if parsed.layers else None,
+        tiny=parsed.tiny,
+    )
+
+
+def _parse_device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
+    if device.type not in autocast_device_types():
+        raise OptionError(f"--device {text}: not one of {', '.join(autocast_device_types())}")
+    return device
+
+
+def _parse_count(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionError(f"{option} {text}: give a number from 1 up")
+    return int(text)
+
+
+def _choose(option: str, text: str, allowed: Sequence[str]) -> str:
+    if text not in allowed:
+        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
+    return text
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Says before a long run, not after it, that its result has nowhere to go."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise OptionError(f"{option} {path}: not a file in a folder that exists")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

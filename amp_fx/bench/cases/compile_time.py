@@ -1,0 +1,99 @@
+"""How long compilation takes, each time in a process and with caches of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amp_fx.bench.compare import NATIVE, Comparison, Figure, Measured
+from amp_fx.bench.timing import Timing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.bench.compare import Watch
+    from amp_fx.bench.settings import Settings
+
+WORKER = "amp_fx.bench.compile_worker"
+LAYERS = 12
+MAX_REPEATS = 3
+"""A cold compilation takes tens of seconds: more rounds than these are no use."""
+COMPILED = (NATIVE, "amp_fx")
+
+
+def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
+    """Cold and warm compilation, then how amp_fx's own part grows with the model."""
+    layers = settings.num_layers(LAYERS)
+    cold: dict[str, list[float]] = {}
+    warm: dict[str, list[float]] = {}
+    names = [name for name in COMPILED if settings.takes_part(name)]
+    repeats = min(settings.repeats, MAX_REPEATS)
+    for repeat in range(repeats):
+        for index, name in enumerate(names):
+            watch(
+                f"compiling {layers} layers: {name}",
+                repeat * len(names) + index,
+                repeats * len(names),
+            )
+            with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
+                for seconds in (cold, warm):
+                    measured = _measure(name, layers, settings, settings.compiler, Path(cache))
+                    seconds.setdefault(name, []).append(measured["seconds"])
+    yield _comparison(f"{layers} layers, cold", cold)
+    yield _comparison(f"{layers} layers, warm", warm)
+    if "amp_fx" in names:
+        yield from _own_share(settings, layers, min(cold["amp_fx"]), watch)
+
+
+def _own_share(
+    settings: Settings, layers: int, total: float, watch: Watch
+) -> Iterator[Comparison | Figure]:
+    """amp_fx's own seconds, without those of the compiler that it hands graphs to."""
+    sizes = sorted({max(1, layers // 4), layers, 4 * layers})
+    own = {}
+    for index, size in enumerate(sizes):
+        watch(f"amp_fx's own part, {size} layers", index, len(sizes))
+        with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
+            own[size] = _measure("amp_fx", size, settings, "eager", Path(cache))["own_seconds"]
+        yield Figure(f"amp_fx's own part, {size} layers", own[size], "s")
+    for small, large in itertools.pairwise(sizes):
+        per_layer = 1e3 * (own[large] - own[small]) / (large - small)
+        yield Figure(f"... for each layer from {small} to {large}", per_layer, "ms")
+    yield Figure(f"... of a cold compilation of {layers} layers", 100 * own[layers] / total, "%")
+
+
+def _comparison(workload: str, seconds: dict[str, list[float]]) -> Comparison:
+    measured = tuple(Measured(name, Timing(tuple(samples))) for name, samples in seconds.items())
+    return Comparison(workload, measured)
+
+
+def _measure(
+    contender: str, layers: int, settings: Settings, compiler: str, cache: Path
+) -> dict[str, float]:
+    given = {
+        "contender": contender,
+        "layers": layers,
+        "compiler": compiler,
+        "device": str(settings.device),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "tiny": settings.tiny,
+    }
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    done = subprocess.run(
+        [sys.executable, "-m", WORKER, json.dumps(given)],
+        env=os.environ | caches,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"compiling {layers} layers with {contender}: {last_line}")
+    measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return measured

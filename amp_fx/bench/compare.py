@@ -1,0 +1,189 @@
+"""One workload, all contenders: what each took, and whether the comparison was fair."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+
+from amp_fx.bench.contenders import compiling, contenders_of, prepare
+from amp_fx.bench.memory import MemoryMeter
+from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_fx.bench.contenders import Contender, Run, Workload
+    from amp_fx.bench.settings import Settings
+
+    Watch = Callable[[str, int, int], None]
+    """Told of progress: what is being done, how much of it is done, how much there is."""
+
+log = logging.getLogger(__name__)
+
+NATIVE, LIMIT = "native", "limit"
+CASTS = "casts"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What one contender took.
+
+    Attributes:
+        name: The contender.
+        timing: Seconds per call or per update of the weights.
+        peak_bytes: Its memory, see ``amp_fx.bench.memory``; None if not measured.
+        first_call: Seconds of the first call, which compiles; a later contender may find
+            kernels of an earlier one. None if not measured.
+        num_graphs: Graphs that were compiled for it; None if not counted.
+    """
+
+    name: str
+    timing: Timing
+    peak_bytes: int | None = None
+    first_call: float | None = None
+    num_graphs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What all contenders took for one workload.
+
+    Attributes:
+        workload: Its name.
+        measured: One for each contender.
+        failures: Why others have no figures, by contender.
+        num_recompiled: Graphs that were compiled while timing: more than none spoils it.
+    """
+
+    workload: str
+    measured: tuple[Measured, ...]
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    num_recompiled: int = 0
+
+    def ratio(self, name: str, reference: str) -> float | None:
+        """Time of one contender by that of another; None if one of them is missing."""
+        medians = {measured.name: measured.timing.median for measured in self.measured}
+        if name not in medians or reference not in medians:
+            return None
+        return medians[name] / medians[reference]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One number that is no contender's time.
+
+    Attributes:
+        name: What it is.
+        value: How much.
+        unit: Of what.
+    """
+
+    name: str
+    value: float
+    unit: str
+
+
+def compare(
+    workload: Workload, settings: Settings, watch: Watch
+) -> tuple[Comparison, list[Figure]]:
+    """Builds, warms up and times all contenders of a workload.
+
+    One that fails is left out and named, so that it costs the others nothing.
+    """
+    contenders = contenders_of(workload, settings)
+    total = len(contenders) + settings.repeats
+    runs: dict[str, Run] = {}
+    built: dict[str, _Built] = {}
+    failures: dict[str, str] = {}
+    for number, contender in enumerate(contenders):
+        watch(f"{workload.name}: building {contender.name}", number, total)
+        try:
+            built[contender.name] = _build(contender, workload, settings)
+        except Exception as error:
+            log.debug("%s failed", contender.name, exc_info=True)
+            first_line = str(error).strip().partition("\n")[0]
+            failures[contender.name] = f"{type(error).__name__}: {first_line}"
+        else:
+            runs[contender.name] = built[contender.name].run
+    if workload.micro_batches:
+        runs[CASTS] = _casting(workload, settings)
+    num_graphs = _num_graphs()
+    timings = time_in_turns(
+        runs,
+        repeats=settings.repeats,
+        steps=settings.steps,
+        device=settings.device,
+        on_round=lambda n: watch(f"{workload.name}: timing", len(contenders) + n, total),
+    )
+    num_recompiled = _num_graphs() - num_graphs
+    casts = timings.pop(CASTS, None)
+    measured = tuple(built[name].measured(timing) for name, timing in timings.items())
+    comparison = Comparison(workload.name, measured, failures, num_recompiled)
+    torch._dynamo.reset()
+    return comparison, _cast_figures(workload, comparison, casts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """A contender that is ready to be timed."""
+
+    name: str
+    run: Run
+    first_call: float
+    peak_bytes: int
+    num_graphs: int
+
+    def measured(self, timing: Timing) -> Measured:
+        return Measured(self.name, timing, self.peak_bytes, self.first_call, self.num_graphs)
+
+
+def _build(contender: Contender, workload: Workload, settings: Settings) -> _Built:
+    num_graphs = _num_graphs()
+    meter = MemoryMeter(settings.device)
+    run = prepare(contender, workload, settings)
+    with compiling(contender):
+        start = time.perf_counter()
+        run()
+        wait_for(settings.device)
+        first_call = time.perf_counter() - start
+    for _ in range(WARM_UP_CALLS):
+        run()
+    peak = meter.peak(run)
+    return _Built(contender.name, run, first_call, peak, _num_graphs() - num_graphs)
+
+
+def _num_graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _casting(workload: Workload, settings: Settings) -> Run:
+    """Casts every weight of a model once, as a step under autocast has to."""
+    with settings.device:
+        weights = list(workload.build().parameters())
+
+    @torch.no_grad()
+    def run() -> None:
+        for weight in weights:
+            weight.to(settings.dtype)
+
+    return run
+
+
+def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:
+    if casts is None:
+        return []
+    figures = [Figure(f"{workload.name}: casting every weight once", 1e3 * casts.median, "ms")]
+    for measured in comparison.measured:
+        if measured.name == NATIVE:
+            share = 100 * casts.median / measured.timing.median
+            what = f"{workload.name}: {{}} of a native step"
+            figures.append(Figure(what.format("that share"), share, "%"))
+            if workload.micro_batches > 1:
+                times = f"{workload.micro_batches} times that, as it does, share"
+                figures.append(Figure(what.format(times), workload.micro_batches * share, "%"))
+    return figures

@@ -1,0 +1,199 @@
+"""Who is timed: the ways in which a user can run a float32 model, ours among them.
+
+Contenders of one workload are kept apart. Each has its own copy of the weights, because a
+kernel that reads a weight through a mutable pointer makes kept casts of it look stale; and a
+``forward`` with a code object of its own, because Dynamo keeps what it compiled by code object
+and would hand one contender what it compiled for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from amp_fx.bench.settings import Settings
+
+    Run = Callable[[], None]
+
+SEED = 0
+LEARNING_RATE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A model and what to do with it.
+
+    Attributes:
+        name: What the table calls it.
+        build: Makes the model, in float32, on the default device.
+        inputs: Its arguments; floating-point ones are float32.
+        micro_batches: Backward passes for each update of the weights; 0 for inference.
+        has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
+            left, such as a key-value cache, and so are stored low.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[torch.Tensor, ...]
+    micro_batches: int = 0
+    has_low_inputs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A way to run a model.
+
+    Attributes:
+        name: What the table calls it.
+        about: What it is, in a line.
+        is_compiled: Whether it is compiled; else it is eager.
+        is_autocast: Whether it runs under ``torch.autocast``.
+        is_stored_low: Whether its weights and inputs are stored in the low dtype.
+        is_frozen: Whether inductor takes its weights for constants (inference only).
+        is_amp_fx: Whether amp_fx compiles it.
+    """
+
+    name: str
+    about: str
+    is_compiled: bool = False
+    is_autocast: bool = False
+    is_stored_low: bool = False
+    is_frozen: bool = False
+    is_amp_fx: bool = False
+
+    @property
+    def is_low(self) -> bool:
+        """Whether anything of it runs in the low dtype."""
+        return self.is_autocast or self.is_stored_low or self.is_amp_fx
+
+
+CONTENDERS = (
+    Contender("float32", "eager float32"),
+    Contender("autocast", "eager torch.autocast", is_autocast=True),
+    Contender("native", "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
+    Contender(
+        "native-freezing",
+        "native, with inductor's freezing of weights (inference only)",
+        is_compiled=True,
+        is_autocast=True,
+        is_frozen=True,
+    ),
+    Contender("amp_fx", 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
+    Contender(
+        "limit", "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True
+    ),
+)
+NAMES = tuple(contender.name for contender in CONTENDERS)
+
+
+def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
+    """Who takes part: freezing is inductor's and knows no backward."""
+    can_freeze = workload.micro_batches == 0 and settings.compiler == "inductor"
+    return [
+        contender
+        for contender in CONTENDERS
+        if settings.takes_part(contender.name) and (can_freeze or not contender.is_frozen)
+    ]
+
+
+def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run:
+    """A function that runs one unit of work: a call, or an update of the weights.
+
+    Its first call compiles.
+    """
+    torch.manual_seed(SEED)
+    with settings.device:
+        model = workload.build()
+    with_own_code(model, contender.name)
+    model.train(workload.micro_batches > 0)
+    if contender.is_stored_low:
+        model.to(settings.dtype)
+    is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
+    inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
+    call = _compiled(contender, model, settings)
+    region = _region(contender, settings)
+    if workload.micro_batches == 0:
+        return _inference(call, inputs, region)
+    return _training(call, inputs, region, model, workload.micro_batches)
+
+
+def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
+    """What the first call of a contender, which compiles, has to run in."""
+    if not contender.is_frozen:
+        return contextlib.nullcontext()
+    from torch._inductor import config
+
+    patch: contextlib.AbstractContextManager[Any] = config.patch(freezing=True)
+    return patch
+
+
+def with_own_code(model: nn.Module, name: str) -> None:
+    """Gives a model a ``forward`` whose code object is shared with no other model."""
+    forward = type(model).forward
+    code = forward.__code__.replace(co_name=f"forward_{name.replace('-', '_')}")
+    own = types.FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
+
+
+def _compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+    if not contender.is_compiled:
+        return model
+    if not contender.is_amp_fx:
+        return torch.compile(model, backend=settings.compiler)
+    options: dict[str, Any] = {"dtype": settings.dtype, "compiler": settings.compiler}
+    return torch.compile(model, backend="amp_fx", options=options)
+
+
+def _region(
+    contender: Contender, settings: Settings
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    if not contender.is_autocast:
+        return contextlib.nullcontext
+    return lambda: torch.autocast(settings.device.type, settings.dtype)
+
+
+def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _inference(
+    call: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Run:
+    def run() -> None:
+        with torch.no_grad(), region():
+            call(*inputs)
+
+    return run
+
+
+def _training(
+    call: Callable[..., Any],
+    inputs: tuple[torch.Tensor, ...],
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+    model: nn.Module,
+    micro_batches: int,
+) -> Run:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+    def run() -> None:
+        for _ in range(micro_batches):
+            with region():
+                loss = call(*inputs)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run

@@ -1,0 +1,49 @@
+"""What a run was measured on, and with which versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def machine(device: torch.device) -> dict[str, str | int | float]:
+    """The device's name, cores, threads, and how busy the machine was."""
+    facts: dict[str, str | int | float] = {"processor": processor_name()}
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    facts["cores"] = _num_cores()
+    facts["threads"] = torch.get_num_threads()
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 2)
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "amp_fx": importlib.metadata.version("amp_fx"),
+    }
+
+
+def processor_name() -> str:
+    """The processor's name, as Linux or the platform tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,259 @@
+"""What comes out of a run: tables while it goes on, a JSON file, a picture with bars."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from amp_fx.bench.compare import LIMIT, NATIVE, Comparison, Figure
+from amp_fx.bench.memory import how_measured
+from amp_fx.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from amp_fx.bench.compare import Measured, Watch
+    from amp_fx.bench.settings import Settings
+
+PIPED_WIDTH = 100
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything that a run found.
+
+    Attributes:
+        settings: What was asked for.
+        command: The line that asks for the same again.
+        machine: What it ran on.
+        versions: Of Python, torch and amp_fx.
+        outcomes: What was measured, with its case, in order.
+        failures: Cases that broke off, and why.
+    """
+
+    settings: Settings
+    command: str
+    machine: dict[str, str | int | float]
+    versions: dict[str, str]
+    outcomes: list[tuple[str, Comparison | Figure]] = dataclasses.field(default_factory=list)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def comparisons(self) -> list[tuple[str, Comparison]]:
+        """The comparisons among the outcomes."""
+        return [(case, o) for case, o in self.outcomes if isinstance(o, Comparison)]
+
+    @property
+    def figures(self) -> list[tuple[str, Figure]]:
+        """The single figures among the outcomes."""
+        return [(case, o) for case, o in self.outcomes if isinstance(o, Figure)]
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a case or a contender has no figures, for an error."""
+        return bool(self.failures) or any(c.failures for _, c in self.comparisons)
+
+
+def make_console() -> Console:
+    """A console; one that no terminal reads is wide enough for every column."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
+@contextlib.contextmanager
+def progress(console: Console) -> Iterator[Watch]:
+    """A progress bar on a terminal, nothing elsewhere; gives what to tell it."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def watch(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield watch
+
+
+def print_header(console: Console, report: Report) -> None:
+    """What was asked for, and of which machine."""
+    for facts in (report.machine, report.versions):
+        console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False)
+    console.print(report.command, markup=False, soft_wrap=True)
+
+
+def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> None:
+    """One table or one line."""
+    if isinstance(outcome, Figure):
+        console.print(
+            f"{case}: {outcome.name}: {three_digits(outcome.value)} {outcome.unit}", markup=False
+        )
+        return
+    console.print(comparison_table(case, outcome))
+    for name, why in outcome.failures.items():
+        console.print(f"{name} failed: {why}", markup=False, soft_wrap=True)
+    if outcome.num_recompiled:
+        console.print(
+            f"{outcome.num_recompiled} graphs were compiled while timing: do not trust this"
+        )
+
+
+def print_footer(console: Console, report: Report) -> None:
+    """What the columns mean, and what has no figures."""
+    console.print("Speed-up: native's median by the contender's. To limit: its median by limit's.")
+    if any(m.peak_bytes is not None for _, c in report.comparisons for m in c.measured):
+        how = how_measured(report.settings.device)
+        console.print(f"Memory: {how}.", soft_wrap=True)
+    for case, why in report.failures.items():
+        console.print(f"{case} failed: {why}", markup=False, soft_wrap=True)
+
+
+def comparison_table(case: str, comparison: Comparison) -> Table:
+    """A row for each contender."""
+    table = Table(title=f"{case}: {comparison.workload}", title_justify="left")
+    table.add_column("contender")
+    for column in ("median", "IQR", "speed-up", "to limit", "memory"):
+        table.add_column(column, justify="right")
+    for measured in comparison.measured:
+        inverse = comparison.ratio(NATIVE, measured.name)
+        table.add_row(
+            measured.name,
+            _seconds(measured.timing.median),
+            _seconds(measured.timing.iqr),
+            _ratio(inverse),
+            _ratio(comparison.ratio(measured.name, LIMIT)),
+            _bytes(measured.peak_bytes),
+        )
+    return table
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    """Three figures and a unit."""
+    return _scaled(seconds, ((1, "s"), (1e-3, "ms"), (1e-6, "µs")))
+
+
+def _bytes(number: int | None) -> str:
+    if number is None:
+        return "-"
+    return _scaled(number, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit that there is at least one of, else in the smallest."""
+    size, unit = next((u for u in units if value >= u[0]), units[-1])
+    return f"{three_digits(value / size)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """At least three digits, and never an exponent of ten."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
+def write_json(path: Path, report: Report) -> None:
+    """Writes all samples and what the tables show; written again after each case."""
+    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """A report as JSON takes it; times in seconds, memory in bytes."""
+    settings = dataclasses.asdict(report.settings)
+    settings["device"] = str(report.settings.device)
+    settings["dtype"] = str(report.settings.dtype).removeprefix("torch.")
+    return {
+        "command": report.command,
+        "machine": report.machine,
+        "versions": report.versions,
+        "settings": settings,
+        "memory": how_measured(report.settings.device),
+        "comparisons": [_comparison_as_json(case, c) for case, c in report.comparisons],
+        "figures": [{"case": case, **dataclasses.asdict(f)} for case, f in report.figures],
+        "failures": report.failures,
+    }
+
+
+def _comparison_as_json(case: str, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "case": case,
+        "workload": comparison.workload,
+        "contenders": [_measured_as_json(comparison, m) for m in comparison.measured],
+        "failures": comparison.failures,
+        "recompiled_graphs": comparison.num_recompiled,
+    }
+
+
+def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, Any]:
+    timing = measured.timing
+    return {
+        "name": measured.name,
+        "median": timing.median,
+        "iqr": timing.iqr,
+        "quartiles": timing.quartiles,
+        "seconds": timing.seconds,
+        "steps": timing.steps,
+        "speedup_over_native": comparison.ratio(NATIVE, measured.name),
+        "time_to_limit": comparison.ratio(measured.name, LIMIT),
+        "peak_bytes": measured.peak_bytes,
+        "first_call": measured.first_call,
+        "graphs": measured.num_graphs,
+    }
+
+
+def load_pyplot() -> Any:
+    """The plotting functions of matplotlib, drawing to files.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        matplotlib.use("agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise OptionError("--plot needs matplotlib: pip install 'amp_fx[bench]'") from None
+
+
+def write_plot(path: Path, report: Report) -> None:
+    """Draws a bar for each contender of each comparison, with its quartiles.
+
+    Raises:
+        OptionError: matplotlib is not installed, or cannot write such a file.
+    """
+    pyplot = load_pyplot()
+    comparisons = report.comparisons
+    if not comparisons:
+        return
+    figure, axes = pyplot.subplots(
+        len(comparisons),
+        1,
+        figsize=(8, 2.2 * len(comparisons)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax, (case, comparison) in zip(axes[:, 0], comparisons, strict=True):
+        _draw_bars(ax, case, comparison)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--plot {path}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_bars(ax: Any, case: str, comparison: Comparison) -> None:
+    names = [measured.name for measured in comparison.measured]
+    timings = [measured.timing for measured in comparison.measured]
+    below = [1e3 * (t.median - t.quartiles[0]) for t in timings]
+    above = [1e3 * (t.quartiles[1] - t.median) for t in timings]
+    ax.barh(names, [1e3 * t.median for t in timings], xerr=[below, above])
+    ax.invert_yaxis()
+    ax.set_title(f"{case}: {comparison.workload}", loc="left", fontsize="medium")
+    ax.set_xlabel("ms, median and quartiles")

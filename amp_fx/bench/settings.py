@@ -1,0 +1,48 @@
+"""What a run of the benchmark was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to measure, where and how often.
+
+    Attributes:
+        device: Where models run.
+        dtype: The low dtype.
+        compiler: Who builds kernels: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+        contenders: Names of who takes part; None for all.
+        repeats: Rounds; each contender has one timed block in each of them.
+        steps: Calls in a block; None for as many as fill ``timing.BLOCK_SECONDS``.
+        layers: Layers of the Transformers; None for as many as the case says.
+        tiny: Whether models shrink to next to nothing, to try the benchmark itself.
+    """
+
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.bfloat16
+    compiler: str = "inductor"
+    contenders: tuple[str, ...] | None = None
+    repeats: int = 10
+    steps: int | None = None
+    layers: int | None = None
+    tiny: bool = False
+
+    def pick(self, *, tiny: int, cpu: int, accelerator: int | None = None) -> int:
+        """A size for this run; accelerators get the CPU's if they have none of their own."""
+        if self.tiny:
+            return tiny
+        if self.device.type == "cpu" or accelerator is None:
+            return cpu
+        return accelerator
+
+    def num_layers(self, usual: int) -> int:
+        """How many layers a Transformer has that usually has so many."""
+        return self.layers or (min(usual, 2) if self.tiny else usual)
+
+    def takes_part(self, contender: str) -> bool:
+        """Whether a contender was asked for."""
+        return self.contenders is None or contender in self.contenders

@@ -1,0 +1,344 @@
+"""The benchmark measures what it says, for every contender; no test looks at how fast any is."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from amp_fx import weight_cache
+from amp_fx.bench import compare as comparing
+from amp_fx.bench import compile_worker
+from amp_fx.bench import report as reports
+from amp_fx.bench.__main__ import main
+from amp_fx.bench.cases import CASES, compile_time, gpt, mlp
+from amp_fx.bench.compare import Comparison, Measured, compare
+from amp_fx.bench.contenders import CONTENDERS, NAMES, contenders_of, prepare, with_own_code
+from amp_fx.bench.memory import MemoryMeter
+from amp_fx.bench.models import MLP
+from amp_fx.bench.settings import Settings
+from amp_fx.bench.timing import Timing, time_in_turns
+from amp_fx.inner import has_cpp_compiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from amp_fx.bench.contenders import Workload
+
+CPU = torch.device("cpu")
+QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
+TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
+# Freezing is inductor's.
+WITHOUT_INDUCTOR = [name for name in NAMES if name != "native-freezing"]
+MODELS = ("mlp", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
+
+
+def ignore(*_: object) -> None:
+    """Nobody watches."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a piped run of one inference and one training case prints, and its JSON."""
+    torch._dynamo.reset()
+    path = tmp_path_factory.mktemp("bench") / "result.json"
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", printed)
+        assert main(["gpt-decode", "gpt-train", *QUICK, "--json", str(path)]) == 0
+    return printed.getvalue(), json.loads(path.read_text())
+
+
+def test_json_has_every_contender(run: tuple[str, dict[str, Any]]) -> None:
+    _, result = run
+    assert [c["case"] for c in result["comparisons"]] == ["gpt-decode"] + ["gpt-train"] * 3
+    for comparison in result["comparisons"]:
+        assert [c["name"] for c in comparison["contenders"]] == WITHOUT_INDUCTOR
+        assert comparison["failures"] == {}
+        for contender in comparison["contenders"]:
+            assert len(contender["seconds"]) == 3
+            assert all(seconds > 0 for seconds in contender["seconds"])
+            assert min(contender["seconds"]) <= contender["median"] <= max(contender["seconds"])
+            assert contender["peak_bytes"] > 0
+    assert result["settings"]["dtype"] == "bfloat16"
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["machine"]["cores"] >= 1
+
+
+def test_ratios_are_those_of_the_medians(run: tuple[str, dict[str, Any]]) -> None:
+    _, result = run
+    for comparison in result["comparisons"]:
+        medians = {c["name"]: c["median"] for c in comparison["contenders"]}
+        for c in comparison["contenders"]:
+            speedup, to_limit = c["speedup_over_native"], c["time_to_limit"]
+            assert speedup == pytest.approx(medians["native"] / c["median"])
+            assert to_limit == pytest.approx(c["median"] / medians["limit"])
+
+
+def test_each_compiled_contender_compiles_once_and_before_the_timing(
+    run: tuple[str, dict[str, Any]],
+) -> None:
+    _, result = run
+    is_compiled = {contender.name: contender.is_compiled for contender in CONTENDERS}
+    for comparison in result["comparisons"]:
+        assert comparison["recompiled_graphs"] == 0
+        for contender in comparison["contenders"]:
+            assert contender["graphs"] == is_compiled[contender["name"]]
+
+
+def test_tables_have_every_contender_and_no_progress(run: tuple[str, dict[str, Any]]) -> None:
+    printed, result = run
+    rows = [line.split("│") for line in printed.splitlines() if line.startswith("│")]
+    names = [c["name"] for comparison in result["comparisons"] for c in comparison["contenders"]]
+    assert [row[1].strip() for row in rows] == names
+    assert "timing" not in printed
+    assert "\x1b" not in printed
+    assert result["machine"]["processor"] in printed
+    assert result["command"] in printed
+
+
+def test_casts_have_a_share_of_each_training_step(run: tuple[str, dict[str, Any]]) -> None:
+    _, result = run
+    shares = [figure["value"] for figure in result["figures"] if figure["unit"] == "%"]
+    assert len(shares) == 5  # one of the step with one micro-batch, two of those with more
+    assert shares[2] == pytest.approx(4 * shares[1])
+    assert shares[4] == pytest.approx(16 * shares[3])
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_every_model_runs_with_amp_fx(case: str) -> None:
+    settings = Settings(compiler="eager", contenders=("amp_fx",), repeats=1, steps=1, tiny=True)
+    for outcome in CASES[case].run(settings, ignore):
+        if isinstance(outcome, Comparison):
+            assert outcome.failures == {}
+            [measured] = outcome.measured
+            assert measured.num_graphs == 1
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+def test_inductor_freezes(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    arguments = ("--tiny", "--repeats", "1", "--contenders", "native-freezing")
+    assert main(["overhead", *arguments, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    [[contender]] = [c["contenders"] for c in result["comparisons"]]
+    assert (contender["name"], contender["graphs"]) == ("native-freezing", 1)
+    assert contender["speedup_over_native"] is None
+    [look] = result["figures"]
+    assert look["value"] > 0
+
+
+def test_compilation_is_timed_in_processes_with_caches_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    caches: list[str] = []
+    done: list[subprocess.CompletedProcess[str]] = []
+    run_process = subprocess.run
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        caches.append(kwargs["env"]["TORCHINDUCTOR_CACHE_DIR"])
+        if len(caches) == 1:
+            done.append(run_process(*args, **kwargs))
+        return done[0]  # one process will do: each takes seconds to import torch
+
+    monkeypatch.setattr(subprocess, "run", spy)
+    path = tmp_path / "result.json"
+    arguments = ("--repeats", "1", "--layers", "1", "--contenders", "amp_fx")
+    assert main(["compile-time", *QUICK, *arguments, "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [c["workload"] for c in result["comparisons"]] == ["1 layers, cold", "1 layers, warm"]
+    for comparison in result["comparisons"]:
+        assert [c["name"] for c in comparison["contenders"]] == ["amp_fx"]
+    own = {f["name"]: f["value"] for f in result["figures"] if f["unit"] == "s"}
+    assert own.keys() == {"amp_fx's own part, 1 layers", "amp_fx's own part, 4 layers"}
+    assert all(seconds > 0 for seconds in own.values())
+    assert caches[0] == caches[1]  # warm is what finds the cache of the cold one before it
+    assert len(set(caches)) == 3
+
+
+def test_scalers_take_part() -> None:
+    num_threads = torch.get_num_threads()
+    outcomes = list(CASES["scaler"].run(TINY, ignore))
+    comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
+    assert len(comparisons) == 8
+    assert len(outcomes) == 3 * len(comparisons)  # and two figures for each
+    for comparison in comparisons:
+        assert [measured.name for measured in comparison.measured] == ["bare", "torch", "amp_fx"]
+    assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.parametrize("contender", compile_time.COMPILED)
+def test_compilation_has_a_part_of_our_own(contender: str) -> None:
+    given = {"layers": 1, "compiler": "eager", "device": "cpu", "dtype": "float16", "tiny": True}
+    measured = compile_worker.main({"contender": contender, **given})
+    assert measured["seconds"] > measured["own_seconds"]
+    assert (measured["own_seconds"] > 0) == (contender == "amp_fx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("nothing",), list(CASES)),
+        (("--device", "nowhere"), ["no such device"]),
+        (("--device", "meta"), ["cpu", "cuda"]),
+        (("--dtype", "float64"), ["bfloat16", "float16"]),
+        (("--contenders", "native,mine"), list(NAMES)),
+        (("--compiler", "gcc"), ["inductor", "aot_eager", "eager"]),
+        (("--repeats", "0"), ["from 1 up"]),
+        (("--steps", "many"), ["from 1 up"]),
+        (("--json", "no/such/folder/file"), ["folder"]),
+    ],
+)
+def test_bad_arguments_give_one_line(
+    arguments: tuple[str, ...], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert all(name in captured.err for name in names)
+    assert arguments[-1].rpartition(",")[2] in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_missing_cuda_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mlp", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_plot_without_matplotlib_gives_one_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # import raises ImportError
+    assert main(["mlp", *QUICK, "--plot", str(tmp_path / "bars.png")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "amp_fx[bench]" in captured.err
+
+
+def test_plot_draws_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = reports.Report(TINY, "", {}, {}, [("mlp", comparison_of(native=2.0, amp_fx=1.0))])
+    reports.write_plot(tmp_path / "bars.svg", report)
+    assert "native" in (tmp_path / "bars.svg").read_text()
+
+
+def comparison_of(**medians: float) -> Comparison:
+    """A comparison with one sample for each contender."""
+    measured = tuple(Measured(name, Timing((seconds,))) for name, seconds in medians.items())
+    return Comparison("w", measured)
+
+
+def test_a_contender_that_fails_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(contender: Any, workload: Workload, settings: Settings) -> Any:
+        if contender.name == "amp_fx":
+            raise RuntimeError("out of luck\nand more")
+        return prepare(contender, workload, settings)
+
+    monkeypatch.setattr(comparing, "prepare", fail)
+    assert main(["lstm-cell", *QUICK, "--contenders", "float32,amp_fx"]) == 1
+    printed = capsys.readouterr().out
+    assert "amp_fx failed: RuntimeError: out of luck\n" in printed
+    assert "float32 " in printed
+
+
+def test_a_case_that_fails_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(compile_time, "_measure", fail)
+    assert main(["compile-time", "lstm-cell", *QUICK, "--contenders", "float32,native"]) == 1
+    printed = capsys.readouterr().out
+    assert "compile-time failed: RuntimeError: out of luck\n" in printed
+    assert "float32 " in printed
+
+
+def test_contenders_share_no_code_and_no_weights() -> None:
+    models = [MLP(4, 1), MLP(4, 1)]
+    for model, name in zip(models, ("a", "b-c"), strict=True):
+        with_own_code(model, name)
+    first, second = (type(model).forward.__code__ for model in models)
+    assert first != second
+    x = torch.randn(2, 4)
+    assert torch.equal(models[0](x), torch.relu(models[0].layers[0](x)))
+    assert type(models[0]).__name__ == "MLP"
+
+
+def test_amp_fx_keeps_casts_fresh_through_training() -> None:
+    """The contender trains, and keeps one copy for each weight that it casts."""
+    [workload, *_] = gpt.train_workloads(TINY)
+    [contender] = [c for c in contenders_of(workload, TINY) if c.is_amp_fx]
+    step = prepare(contender, workload, TINY)
+    weight_cache.clear()
+    step()
+    before = weight_cache.stats()
+    step()
+    after = weight_cache.stats()
+    assert before.entries == after.entries > 0
+    assert after.refreshes == 2 * before.refreshes
+
+
+def test_recompilation_while_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = iter(range(100))
+    monkeypatch.setattr(comparing, "_num_graphs", lambda: next(counted))
+    [workload, *_] = mlp.workloads(TINY)
+    comparison, _ = compare(workload, TINY, ignore)
+    assert comparison.num_recompiled == 1
+    console = Console(file=io.StringIO(), record=True)
+    reports.print_outcome(console, "mlp", comparison)
+    assert "do not trust" in console.export_text()
+
+
+def test_turns_are_one_block_each_per_round() -> None:
+    calls: list[str] = []
+    runs = {name: lambda name=name: calls.append(name) for name in ("a", "b", "c")}
+    rounds: list[int] = []
+    timings = time_in_turns(runs, repeats=5, steps=1, device=CPU, on_round=rounds.append)
+    assert rounds == [1, 2, 3, 4, 5]
+    turns = [calls[start : start + 3] for start in range(0, 15, 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(map(tuple, turns))) > 1
+    assert all(len(timing.seconds) == 5 for timing in timings.values())
+
+
+def test_spread_is_the_interquartile_range() -> None:
+    timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
+    assert (timing.median, timing.quartiles, timing.iqr) == (3.0, (2.0, 4.0), 2.0)
+    assert Timing((2.0,)).iqr == 0.0
+
+
+def test_memory_counts_what_is_kept_and_what_a_call_needs() -> None:
+    meter = MemoryMeter(CPU)
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    view = weight.detach()[:10]
+
+    def call() -> None:
+        weight.detach() + 1 + 1  # two results alive at once
+
+    assert meter.peak(call) == pytest.approx(3 * 4000, abs=500)
+    assert torch.equal(view, torch.zeros(10))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"),
+    [
+        (2.0, "2 s"),
+        (0.01234, "12.3 ms"),
+        (0.9999, "1000 ms"),
+        (3.2e-6, "3.2 µs"),
+        (4e-8, "0.04 µs"),
+    ],
+)
+def test_times_are_printed_in_their_unit(seconds: float, printed: str) -> None:
+    assert reports._seconds(seconds) == printed
