@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.values import value_of
+from amp_fx.values import value_of, version_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -39,7 +39,7 @@ class Cast:
 
     source_dtype: torch.dtype
     dtype: torch.dtype
-    source_version: int | None
+    source_version: tuple[int, int] | None
     reason: str
 
 
@@ -74,11 +74,6 @@ def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) 
 def cast_name(source: fx.Node, dtype: torch.dtype) -> str:
     """A readable name: the source's and the dtype's, ``weight_bfloat16``."""
     return f"{source.name}_{str(dtype).removeprefix('torch.')}"
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """A tensor's version counter; None for inference tensors, which have none."""
-    return None if tensor.is_inference() else tensor._version
 
 
 _LOSSLESS = {

@@ -19,6 +19,7 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule) and hasattr(copy, name):
             setattr(copy, name, copy_graph_module(child))
+    copy.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
     return copy

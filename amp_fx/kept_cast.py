@@ -20,7 +20,7 @@ class _KeptCast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         ctx.weight_dtype = weight.dtype
-        return low.view_as(low)
+        return low.detach()  # no view of ``low``: autograd tells a later write as of any input
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -30,6 +30,8 @@ def keepable_weights(
     Returns:
         For each, its name and the names of all inputs that share its storage.
     """
+    if _may_be_sharded():
+        return ()
     placeholders = gm.graph.find_nodes(op="placeholder")
     pairs = list(zip(placeholders, example_inputs, strict=True))
     sharing: defaultdict[int, list[str]] = defaultdict(list)
@@ -41,6 +43,16 @@ def keepable_weights(
         for node, example in pairs
         if _is_weight(node, example)
     )
+
+
+def _may_be_sharded() -> bool:
+    """Whether FSDP may be at work, which frees and allocates the storages of weights.
+
+    Resizing a storage that was made copy-on-write fails in torch, so that no weight of a
+    distributed program is watched.
+    """
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _is_weight(node: fx.Node, example: Any) -> bool:

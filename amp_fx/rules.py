@@ -141,7 +141,9 @@ def _cast_inputs(call: Call, device_type: str, dtype: torch.dtype, cast: CastFn)
 
     changed = False
     bound = _bind(op, args, kwargs)
-    for name in _castable_arguments(op):
+    # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left;
+    # where one tensor feeds two arguments, their order is that of the gradients' sum.
+    for name in reversed(_castable_arguments(op)):
         value = bound.get(name)
         new = [cast_one(v) for v in value] if isinstance(value, (list, tuple)) else cast_one(value)
         if _differs(value, new):

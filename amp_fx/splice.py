@@ -77,7 +77,7 @@ def _replace(node: fx.Node, result: Any, opened: Opened, fresh: set[fx.Node]) ->
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
         if result in fresh:
-            result._rename(name)
+            result.name = name  # free again: ``_rename`` would number it
         return
     captured = captured_value(node)
     for user in list(node.users):

@@ -58,8 +58,9 @@ class StorageWatch:
     """Generation numbers of storages, held weakly.
 
     Attributes:
-        epoch: Raised when a storage is watched for the first time. While it stands, an
-            armed storage at a known address is the storage that was known there.
+        epoch: Raised before a storage is armed for the first time, or again after a write.
+            While it stands, an armed storage at a known address is the one that was known
+            there, with the bytes that it had: no other user of it consumed a write.
     """
 
     def __init__(self) -> None:
@@ -76,14 +77,15 @@ class StorageWatch:
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         if known is None or _is_expired(known):
+            self.epoch += 1
             if not arm(tensor):
                 return None
             self._forget_expired()
             known = _Storage(_weak(storage), next(self._generations))
             self._storages[storage._cdata] = known
-            self.epoch += 1
         elif not is_armed(tensor):
             known.generation = next(self._generations)
+            self.epoch += 1
             if not arm(tensor):
                 del self._storages[storage._cdata]
                 return None

@@ -8,19 +8,24 @@ nodes, and in graph order, so that in-place ops raise the version of what they w
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.regions import no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -37,12 +42,14 @@ def remember_captured(graph: fx.Graph) -> None:
 
 
 def set_value(node: fx.Node, value: Any) -> None:
-    """Records what a node produces.
+    """Records what a node produces, and the version that it has there (``version_of``).
 
     ``example_value`` is kept equal: AOTAutograd's cache takes a method call on a node
     for one on a tensor only where that key is present.
     """
     node.meta["val"] = value
+    if isinstance(value, torch.Tensor):
+        node.meta["version"] = version_of(value)
     if value is not None:
         node.meta["example_value"] = value
 
@@ -96,17 +103,84 @@ def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 @contextlib.contextmanager
-def analysis(fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool) -> Iterator[None]:
+def analysis(
+    fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool, records_writes: bool = False
+) -> Iterator[None]:
     """Where nodes are evaluated: fake tensors, autocast off, the program's grad mode."""
     with contextlib.ExitStack() as stack:
         if fake_mode is not None:
             stack.enter_context(fake_mode)
             if fake_mode.shape_env is not None:
                 stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+            if records_writes:
+                stack.enter_context(_WriteRecorder(fake_mode))
+        stack.enter_context(_without_warnings())
         stack.enter_context(no_autocast())
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
         yield
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The user's program warns when it runs; evaluating its nodes must not repeat that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
+
+
+class _WriteRecorder(TorchDispatchMode):
+    """Counts writes per storage, those through ``.data`` and detached aliases included."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._counts = _num_writes.setdefault(fake_mode, Counter())
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._count(argument, value)
+            for argument in func._schema.arguments:
+                self._count(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _count(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in tensors_in(value):
+                self._counts[storage_id(tensor)] += 1
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors share their memory; each sparse tensor is alone."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Changes whenever a tensor is written to; None for inference tensors.
+
+    The version counter does not see writes to ``.data``, the recorder of ``analysis`` does.
+    """
+    if tensor.is_inference():
+        return None
+    fake_mode: FakeTensorMode | None = getattr(tensor, "fake_mode", None)
+    if fake_mode is None:
+        return tensor._version, 0
+    return tensor._version, _num_writes.get(fake_mode, _NO_WRITES)[storage_id(tensor)]
+
+
+_NO_WRITES: Counter[int] = Counter()
 
 
 def evaluate(node: fx.Node) -> Any:

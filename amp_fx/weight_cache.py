@@ -67,6 +67,11 @@ class _Copy:
         self.refreshes = 0
 
     @property
+    def num_uses(self) -> int:
+        """Times that a call found the copy fresh."""
+        return self.hits + sum(plan.num_hits for plan in self.plans)
+
+    @property
     def num_bytes(self) -> int:
         return self.low.numel() * self.low.element_size()
 
@@ -114,11 +119,12 @@ class Plan:
         """The copies for one call, fresh."""
         sources = self._select(args)
         snapshot = self._snapshot
+        # The epoch comes last: a thread that notices a write raises it before it arms.
         if (
             snapshot is not None
-            and snapshot[0] == _cache.watch.epoch
             and all(map(is_armed, sources))
             and tuple(map(address_of, sources)) == snapshot[1]
+            and snapshot[0] == _cache.watch.epoch
         ):
             self.num_hits += 1
             lows = snapshot[2]
@@ -166,15 +172,17 @@ class _WeightCache:
         with self.lock, torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
             stale: list[tuple[_Copy, torch.Tensor, Any]] = []
             lows = []
+            used: set[_Copy] = set()
             is_kept = True
             for slot, source in zip(plan.slots, sources, strict=True):
                 seen = self._seen(source)
-                copy = None if seen is None else self._copy(plan, slot, source)
+                copy = None if seen is None else self._copy(plan, slot, source, used)
                 if copy is None:
                     # Nobody can tell when such a weight is written: cast it every time.
                     lows.append(source.detach().to(slot.dtype, copy=True))
                     is_kept = False
                     continue
+                used.add(copy)
                 if copy.seen != seen:
                     stale.append((copy, source, seen))
                 else:
@@ -195,20 +203,23 @@ class _WeightCache:
             return None
         return generation, source.storage_offset(), source.size(), source.stride()
 
-    def _copy(self, plan: Plan, slot: Slot, source: torch.Tensor) -> _Copy | None:
+    def _copy(self, plan: Plan, slot: Slot, source: torch.Tensor, used: set[_Copy]) -> _Copy | None:
         key = (id(source), slot.dtype)
         copy = self.copies.get(key)
         if copy is None or copy.source() is not source or not _fits(copy.low, source):
-            copy = self._new_copy(plan, slot, source)
+            copy = self._new_copy(plan, slot, source, used)
         if copy is not None:
             copy.plans.add(plan)
         return copy
 
-    def _new_copy(self, plan: Plan, slot: Slot, source: torch.Tensor) -> _Copy | None:
+    def _new_copy(
+        self, plan: Plan, slot: Slot, source: torch.Tensor, used: set[_Copy]
+    ) -> _Copy | None:
         key = (id(source), slot.dtype)
         self.copies.pop(key, None)
         num_bytes = source.numel() * slot.dtype.itemsize
-        if not self.make_room(num_bytes):
+        unused = [c for c in self.copies.values() if c not in used and c.num_uses == 0]
+        if not self.make_room(num_bytes, unused):
             return None
         low = torch.empty_like(source, dtype=slot.dtype, requires_grad=False)
         copy = _Copy(source, low, plan.owner)
@@ -228,20 +239,18 @@ class _WeightCache:
                 arm(source)
         self.streams.record(accelerator_devices(c.low for c, _, _ in stale))
 
-    def make_room(self, num_bytes: int) -> bool:
-        """Drops the least useful copies until so many bytes fit; False if they cannot."""
+    def make_room(self, num_bytes: int, candidates: Iterable[_Copy]) -> bool:
+        """Drops the least used candidates until so many bytes fit; False if they cannot."""
         if self.limit is None:
             return True
-        if num_bytes > self.limit:
-            return False
-        copies = sorted(self.copies.items(), key=lambda item: item[1].hits)
-        used = sum(copy.num_bytes for _, copy in copies)
-        for key, copy in copies:
-            if used + num_bytes <= self.limit:
+        held = sum(copy.num_bytes for copy in self.copies.values())
+        by_key = {copy: key for key, copy in self.copies.items()}
+        for copy in sorted(candidates, key=lambda copy: copy.num_uses):
+            if held + num_bytes <= self.limit:
                 break
-            used -= copy.num_bytes
-            _drop(weakref.ref(copy), key)
-        return True
+            held -= copy.num_bytes
+            _drop(weakref.ref(copy), by_key[copy])
+        return held + num_bytes <= self.limit
 
 
 def _drop(ref: weakref.ref[_Copy], key: tuple[int, torch.dtype]) -> None:
@@ -271,8 +280,12 @@ def _is_pending_and_equal(item: tuple[_Copy, torch.Tensor, Any]) -> bool:
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether anyone but the cache holds a tensor's storage, such as a saved backward.
 
-    Relies on ``torch._C._storage_Use_Count`` counting the storage object made here too.
+    Relies on ``Tensor._use_count``, which a saved tensor raises, and on
+    ``torch._C._storage_Use_Count``, which a view raises, counting the storage object that
+    is made here too.
     """
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]
+        return True
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > _UNSHARED_USE_COUNT
 
@@ -281,8 +294,12 @@ _UNSHARED_USE_COUNT = 2
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of a 2-byte dtype hold the same bits (NaN included)."""
-    return bool(torch.equal(left.view(torch.int16), right.view(torch.int16)))
+    """Whether two tensors of one dtype hold the same bits (NaN included)."""
+    bits = _BITS[left.dtype.itemsize]
+    return bool(torch.equal(left.view(bits), right.view(bits)))
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fits(low: torch.Tensor, source: torch.Tensor) -> bool:
@@ -317,7 +334,7 @@ class Stats:
     Attributes:
         entries: Number of copies.
         bytes: Bytes that they take.
-        hits: Times that a copy was found fresh while weights were looked at one by one.
+        hits: Times that a call found a copy fresh.
         refreshes: Times that a copy was made or made again.
         by_model: The same, by the function (and file) whose graph asked first.
     """
@@ -343,7 +360,7 @@ def _count(copies: Iterable[_Copy]) -> Stats:
     return Stats(
         entries=len(copies),
         bytes=sum(copy.num_bytes for copy in copies),
-        hits=sum(copy.hits + sum(plan.num_hits for plan in copy.plans) for copy in copies),
+        hits=sum(copy.num_uses for copy in copies),
         refreshes=sum(copy.refreshes for copy in copies),
     )
 
@@ -388,7 +405,8 @@ def set_limit(num_bytes: int | None) -> None:
     """Bounds the bytes that copies take together; past it, weights are cast per call.
 
     Args:
-        num_bytes: The bound; None for none. Copies with the fewest hits go first.
+        num_bytes: The bound; None for none. Copies with the fewest hits go first; a newcomer
+            takes the place of copies that were never hit, or is not kept.
 
     Raises:
         ValueError: The bound is negative.
@@ -397,4 +415,4 @@ def set_limit(num_bytes: int | None) -> None:
         raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
     with _cache.lock:
         _cache.limit = num_bytes
-        _cache.make_room(0)
+        _cache.make_room(0, list(_cache.copies.values()))

@@ -29,7 +29,7 @@ import torch
 from amp_fx.casts import Cast, inserted_cast, is_widening
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.wrap_islands import rewritten_bodies
-from amp_fx.values import tensors_in, value_of
+from amp_fx.values import storage_id, tensors_in, value_of, version_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -92,14 +92,10 @@ def has_gradient(node: fx.Node) -> bool:
 
 def is_aliased(node: fx.Node) -> bool:
     """Whether an op gives out a view of the cast, through which it could be written."""
-    storage = _storage_id(value_of(node))
+    storage = storage_id(value_of(node))
     return any(
-        _storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
+        storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
     )
-
-
-def _storage_id(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def _remove_round_trips(graph: fx.Graph) -> int:
@@ -131,7 +127,8 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
         return False
     is_lossless = value.dtype == cast.dtype and is_widening(value.dtype, cast.source_dtype)
     same_device = value.device == value_of(node).device
-    if not (is_lossless and same_device) or is_aliased(node) or cast.source_version != 0:
+    is_fresh = cast.source_version is not None and cast.source_version == widened.meta["version"]
+    if not (is_lossless and same_device and is_fresh) or is_aliased(node):
         return False
     # With other users, the sum of gradients would be rounded at another place.
     is_only_path = len(origin.users) == 1 and len(widened.users) == 1
@@ -139,9 +136,7 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
 
 
 def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
-    """Whether nothing can have been written to the origin since it was widened."""
+    """Whether nothing in the graph writes to the origin once it is widened."""
     cast = inserted_cast(widened)
-    version = value_of(origin)._version if not value_of(origin).is_inference() else None
-    if cast is None:
-        return version == 0
-    return cast.source_version is not None and cast.source_version == version
+    version = cast.source_version if cast is not None else origin.meta["version"]
+    return version is not None and version == version_of(value_of(origin))

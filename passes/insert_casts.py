@@ -26,7 +26,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from amp_fx.capture import NotPlainError, Opener, Site
-from amp_fx.casts import add_cast, version_of
+from amp_fx.casts import add_cast
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
@@ -103,8 +103,6 @@ class _Rewriter:
         values = operands or [captured_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
             set_value(node, value)
-            if isinstance(value, torch.Tensor):
-                node.meta["entry_version"] = version_of(value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
                 evaluate_together(nodes, self.fake_mode)
@@ -126,8 +124,7 @@ class _Rewriter:
         try:
             opened, inputs = self.opener.open(node, site)
         except NotPlainError as error:
-            node.meta["island"] = str(error)
-            self._visit_island(node)
+            self._visit_refused(node, str(error))
             return
         node.meta["decisions"] = opened.decisions
         if opened.graph is None:
@@ -135,6 +132,15 @@ class _Rewriter:
         else:
             self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate)
             self.counts["nodes_opened"] += 1
+
+    def _visit_refused(self, node: fx.Node, reason: str) -> None:
+        """A node that cannot be opened: for the dtypes that it gets, or for what it is."""
+        if _inputs_changed(node) and not self.probe.takes(node):
+            self._restore_inputs(node)
+            self._visit(node)
+            return
+        node.meta["island"] = reason
+        self._visit_island(node)
 
     # Plain nodes.
 
@@ -218,7 +224,8 @@ class _Rewriter:
         return value
 
     def _evaluate(self, node: fx.Node) -> None:
-        with analysis(self.fake_mode, is_grad_enabled=node.meta["site"].is_grad_enabled):
+        is_grad_enabled = node.meta["site"].is_grad_enabled
+        with analysis(self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True):
             set_value(node, evaluate(node))
 
 

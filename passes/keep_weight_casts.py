@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from amp_fx.casts import inserted_cast, version_of
+from amp_fx.casts import inserted_cast
 from amp_fx.kept_cast import kept_cast
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
-from amp_fx.values import analysis, detect_fake_mode, set_value, value_of
+from amp_fx.values import analysis, detect_fake_mode, set_value, value_of, version_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -106,7 +106,7 @@ def is_written(placeholder: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     version = version_of(value)
-    return version is None or version != placeholder.meta["entry_version"]
+    return version is None or version != placeholder.meta["version"]
 
 
 def _add_placeholder(
@@ -118,7 +118,6 @@ def _add_placeholder(
     with analysis(fake_mode, is_grad_enabled=False):
         set_value(node, torch.empty_like(value_of(source), dtype=dtype, requires_grad=False))
     node.meta["captured"] = value_of(node)
-    node.meta["entry_version"] = version_of(value_of(node))
     node.meta["site"] = source.meta["site"]
     # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

@@ -78,7 +78,8 @@ class MarkRegions:
                 is_grad_enabled = node.args[0]
             name = getattr(node.target, "__name__", "")
             level += name in _LEVEL_UP
-            node.meta["site"] = Site(states[-1], is_grad_enabled)
+            # A second run finds no markers any more: what is known stands.
+            node.meta.setdefault("site", Site(states[-1], is_grad_enabled))
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
                 node.meta["island"] = reason
