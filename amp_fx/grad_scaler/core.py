@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
-from amp_fx.grad_scaler import arguments, unscale
+from amp_fx.grad_scaler import arguments, host_scale, unscale
 from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
-from amp_fx.grad_scaler.host_scale import HostScale, peek
+from amp_fx.grad_scaler.host_scale import HostScale
 from amp_fx.grad_scaler.ledger import Ledger, any_skipped
 from amp_fx.grad_scaler.names import ParameterNames
 from amp_fx.grad_scaler.reports import StepReport, count_overflows
@@ -132,7 +132,7 @@ class ScalerCore(torch.amp.GradScaler):
         if isinstance(new_scale, Tensor):
             tensor = arguments.new_scale_tensor(new_scale, self._device)
             scale.copy_(tensor)
-            value = peek(tensor)
+            value = host_scale.peek(tensor)
         else:
             value = arguments.positive_float(new_scale, "new_scale")
             scale.fill_(value)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import ScalerStateError
-from amp_fx.grad_scaler.host_scale import peek
+from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.reports import PendingRecord, StepReport, UpdateRecord, describe
 from amp_fx.grad_scaler.states import ByOptimizer
 
@@ -66,7 +66,7 @@ class Ledger:
 
     def end_iteration(self, scale: Tensor, reports: tuple[StepReport, ...]) -> None:
         """The scale was updated; kept as a copy where only the device knows it."""
-        known = peek(scale)
+        known = host_scale.peek(scale)
         new_scale: float | Tensor = scale.clone() if known is None else known
         self._updates.append(PendingRecord(self._scale, new_scale, reports))
         self._scale = new_scale

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from amp_fx.grad_scaler.host_scale import peek, wait_for
+from amp_fx.grad_scaler import host_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +87,7 @@ class StepReport:
         """Whether the optimizer was kept from stepping; may wait for the device."""
         if self._skipped is None:
             assert self._found_inf is not None
-            self._skipped = wait_for(self._found_inf) != 0.0
+            self._skipped = host_scale.wait_for(self._found_inf) != 0.0
         return self._skipped
 
     @property
@@ -103,7 +103,7 @@ class StepReport:
     def peek_skipped(self) -> bool | None:
         """`skipped` where that is known without waiting, else None."""
         if self._skipped is None and self._found_inf is not None:
-            found_inf = peek(self._found_inf)
+            found_inf = host_scale.peek(self._found_inf)
             self._skipped = None if found_inf is None else found_inf != 0.0
         return self._skipped
 

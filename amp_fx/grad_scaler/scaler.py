@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,16 +10,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScaleCollapseWarning, ScalerStateError, ScalerTypeError
-from amp_fx.grad_scaler import arguments, unscale
+from amp_fx.grad_scaler import arguments, host_scale, unscale
 from amp_fx.grad_scaler.compiled_step import CompiledStep
 from amp_fx.grad_scaler.core import ScalerCore
-from amp_fx.grad_scaler.host_scale import peek, wait_for
 from amp_fx.grad_scaler.outputs import map_nested, widen
 from amp_fx.grad_scaler.states import OptimizerStates
 from amp_fx.grad_scaler.stepping import refuse_closure, step_checked, step_fused
 
 if TYPE_CHECKING:
-    from amp_fx.grad_scaler.gradients import GradGroup
     from amp_fx.grad_scaler.names import NamedParameters
     from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
 
@@ -152,7 +149,7 @@ class GradScaler(ScalerCore):
         """Return the scale, 1.0 if disabled; waits for the device."""
         if not self._enabled:
             return 1.0
-        return self._init_scale if self._scale is None else wait_for(self._scale)
+        return self._init_scale if self._scale is None else host_scale.wait_for(self._scale)
 
     # Unscaling and stepping ----------------------------------------------------------------------
 
@@ -208,25 +205,19 @@ class GradScaler(ScalerCore):
         max_norm, norm_type = arguments.max_norm(max_norm), arguments.norm_type(norm_type)
         if not self._enabled:
             groups = self._group(arguments.optimizer(optimizer), allow_fp16=True, coalesce=True)
-            return _clip_(groups, max_norm, norm_type)
+            return unscale.clip_(groups, max_norm, norm_type)
         state = self._begin_unscale("unscale_and_clip_", optimizer)
         groups = self._group(optimizer, coalesce=True)
-        inv_scale = self._inv_scale()
-        if not self._may_amplify() and unscale.can_clip_scaled(groups, norm_type):
-            scaled_norm = unscale.total_norm(groups, norm_type)
-            known = peek(scaled_norm)
-            if known is None or math.isfinite(known):
-                norm = scaled_norm * inv_scale.to(scaled_norm.device)
-                factor = unscale.clip_factor(norm, max_norm)
-                if known is None:
-                    factor = torch.where(norm.isfinite(), factor, 1.0)
-                factor = factor.to(torch.float32) * inv_scale.to(factor.device)
-                state.found_inf = unscale.unscale_(groups, factor)
+        inv_scale, may_amplify = self._inv_scale(), self._may_amplify()
+        if not may_amplify:
+            done = unscale.unscale_and_clip_(groups, inv_scale, max_norm, norm_type)
+            if done is not None:
+                state.found_inf, norm = done
                 self._unscaled(optimizer, state)
-                return norm.to(unscale.norm_dtype(groups))
-        state.found_inf = unscale.unscale_(groups, inv_scale, may_overflow=self._may_amplify())
-        self._unscaled(optimizer, state)
-        return _clip_(groups, max_norm, norm_type)
+                return norm
+        state.found_inf = unscale.unscale_(groups, inv_scale, may_overflow=may_amplify)
+        self._unscaled(optimizer, state)  # counts overflows before clipping spreads them
+        return unscale.clip_(groups, max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; unscales them first if need be.
@@ -439,9 +430,3 @@ class GradScaler(ScalerCore):
         """Go on from the saved scale and growth, on whatever device asks first."""
         super().__setstate__(state)
         self._start(state.get("_init_scale", 1.0))
-
-
-def _clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
-    norm = unscale.total_norm(groups, norm_type).to(unscale.norm_dtype(groups))
-    unscale.multiply_(groups, unscale.clip_factor(norm, max_norm))
-    return norm

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.torch_private import check_and_unscale_, has_check_and_unscale
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class OnDevices(dict[torch.device, Tensor]):
         return copy
 
 
+@torch.no_grad()
 def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torch.device, Tensor]:
     """Look for gradients that are not finite, and change none.
 
@@ -55,6 +57,7 @@ def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torc
     return found_inf
 
 
+@torch.no_grad()
 def unscale_(
     groups: list[GradGroup], inv_scale: Tensor, *, may_overflow: bool = False
 ) -> dict[torch.device, Tensor]:
@@ -91,17 +94,57 @@ def combine(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
 
-def can_clip_scaled(groups: list[GradGroup], norm_type: float) -> bool:
-    """Whether the norm of the scaled gradients says what the norm of the unscaled ones is.
+@torch.no_grad()
+def unscale_and_clip_(
+    groups: list[GradGroup], inv_scale: Tensor, max_norm: float, norm_type: float
+) -> tuple[dict[torch.device, Tensor], Tensor] | None:
+    """Check, unscale and clip in one pass, after one for the norm of the scaled gradients.
 
-    On CUDA it is taken in float64, which no scaled float32 gradient overflows. On the CPU, where
-    float64 is slow, it can overflow, but looking whether it did is free.
+    On CUDA that norm is taken in float64, which no scaled float32 gradient overflows. On the CPU,
+    where float64 is slow, it may overflow, but there looking whether it did is free.
+
+    Args:
+        groups: the gradients.
+        inv_scale: float32, 0-dim, at most 1.
+        max_norm: the largest norm that gradients keep.
+        norm_type: the order of the norm.
+
+    Returns:
+        What `unscale_` returns, and the norm of the unscaled gradients. None, with nothing done, if
+        the norm of the scaled gradients does not tell.
     """
     device_types = {group.device.type for group in groups}
-    return norm_type in _HOMOGENEOUS_NORMS and device_types in ({"cpu"}, {"cuda"})
+    if norm_type not in _HOMOGENEOUS_NORMS or device_types not in ({"cpu"}, {"cuda"}):
+        return None
+    scaled_norm = _total_norm(groups, norm_type)
+    known = host_scale.peek(scaled_norm)
+    if known is not None and not math.isfinite(known):
+        return None
+    inv_scale = OnDevices(inv_scale)[scaled_norm.device]
+    norm = scaled_norm * inv_scale
+    factor = clip_factor(norm, max_norm)
+    if known is None:  # keeps infinities and NaNs where they are, for reports to count
+        factor = torch.where(norm.isfinite(), factor, 1.0)
+    found_inf = unscale_(groups, factor.to(torch.float32) * inv_scale)
+    return found_inf, norm.to(_norm_dtype(groups))
 
 
-def total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
+@torch.no_grad()
+def clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
+    """Clip unscaled gradients by their norm, and return it."""
+    norm = _total_norm(groups, norm_type).to(_norm_dtype(groups))
+    factors = OnDevices(clip_factor(norm, max_norm))
+    for group in groups:
+        torch._foreach_mul_(group.grads, factors[group.device])
+    return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients of this norm by; torch.nn.utils.clip_grad_norm_'s formula."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, on the device of the first; 0 if there are none."""
     norms = [norm for group in groups for norm in _norms(group, norm_type)]
     if not norms:
@@ -111,19 +154,7 @@ def total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
     return norm
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients of this norm by; torch.nn.utils.clip_grad_norm_'s formula."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def multiply_(groups: list[GradGroup], factor: Tensor) -> None:
-    """Multiply all gradients by a 0-dim tensor."""
-    factors = OnDevices(factor)
-    for group in groups:
-        torch._foreach_mul_(group.grads, factors[group.device])
-
-
-def norm_dtype(groups: list[GradGroup]) -> torch.dtype:
+def _norm_dtype(groups: list[GradGroup]) -> torch.dtype:
     """The dtype in which a norm is handed out: the gradients' own, float32 at least."""
     dtype = torch.float32
     for group in groups:

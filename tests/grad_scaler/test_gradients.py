@@ -48,6 +48,16 @@ def test_mixed_dtypes_are_unscaled_and_checked_together(bad: float | None, where
     assert all(p[0] == stepped for p in optimizer.param_groups[0]["params"])
 
 
+@pytest.mark.parametrize("where", range(2))
+def test_one_bad_gradient_of_a_dtype_without_kernel_is_enough(where: int) -> None:
+    grads = [torch.ones(3, dtype=torch.complex64) for _ in range(2)]
+    grads[where][1] = complex(0.0, math.inf)
+    scaler = make_scaler()
+    scaler.unscale_(sgd(*grads))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 @pytest.mark.parametrize("is_noncontiguous", [False, True])
 def test_missing_empty_and_strided_gradients(is_noncontiguous: bool) -> None:
     grad = torch.full((3, 4), 16.0)
@@ -185,6 +195,22 @@ def test_unscaling_rounds_as_torch_does(scale: float) -> None:
         scaler.unscale_(torch.optim.SGD(params, lr=1.0))
         results.append(params[0].grad)
     assert torch.equal(results[0], results[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
+def test_differentiable_gradients(call: str) -> None:
+    """Those of a penalty on gradients; unscaling is no part of their history."""
+    x = torch.nn.Parameter(torch.tensor(3.0))
+    scaler = make_scaler()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, once a process, of cycles that this test breaks
+        scaler.scale(x**2).backward(create_graph=True)
+    optimizer = torch.optim.SGD([x], lr=1.0)
+    getattr(scaler, call)(optimizer, *([math.inf] if call == "unscale_and_clip_" else []))
+    assert x.grad is not None
+    assert x.grad.item() == 6.0
+    assert "Foreach" not in type(x.grad.grad_fn).__name__
+    x.grad = None
 
 
 def test_gradients_are_let_go() -> None:
