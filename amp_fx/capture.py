@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx.node import map_aggregate
 
 from amp_fx.casts import make_cast
 from amp_fx.errors import BannedOpError
+from amp_fx.policy_state import policy_of
 from amp_fx.rules import apply_policy, qualified_name, reaches_autocast
 from amp_fx.values import analysis, call_target, value_of
 
@@ -109,7 +111,7 @@ class Opener:
 
     def _trace(self, node: fx.Node, inputs: list[fx.Node], site: Site) -> Opened:
         self.num_traced += 1
-        table = _PolicyTable(self.policy, site.state)
+        table = _PolicyTable(policy_of(site.state) or self.policy, site.state)
 
         def call(*values: Any) -> Any:
             env = dict(zip(inputs, values, strict=True))
@@ -189,12 +191,18 @@ def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Whether a kernel is registered on the autocast key of a device type.
+    """Whether a kernel is registered on the autocast key of a device type."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        qualified_name(op), autocast_key(device_type)
+    )
+
+
+def autocast_key(device_type: str) -> str:
+    """The autocast dispatch key of a device type.
 
     Relies on dispatch keys being named ``Autocast`` plus the device's name.
     """
-    key = _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key)
+    return _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
 
 
 _AUTOCAST_KEYS = {
@@ -275,6 +283,21 @@ def _value_key(value: Any) -> Any:
     return type(value), str(value)
 
 
+@contextlib.contextmanager
+def _without_meta_errors() -> Iterator[None]:
+    """Keeps torch from logging a traceback for a call that is only tried out."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_refuse_record)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_refuse_record)
+
+
+def _refuse_record(record: logging.LogRecord) -> bool:  # noqa: ARG001
+    return False
+
+
 def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
     """Traces one call to ops as the autocast keys of the dispatcher would see them.
 
@@ -297,7 +320,8 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     tracer.decomposition_table = table  # type: ignore[assignment]
     table.tracer = tracer
     try:
-        return tracer.trace(fn, *values).graph
+        with _without_meta_errors():
+            return tracer.trace(fn, *values).graph
     except (NotPlainError, BannedOpError):
         raise
     except Exception as error:

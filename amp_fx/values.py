@@ -132,11 +132,11 @@ def _without_warnings() -> Iterator[None]:
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
 
 
-class _WriteRecorder(TorchDispatchMode):
+class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts writes per storage, those through ``.data`` and detached aliases included."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counts = _num_writes.setdefault(fake_mode, Counter())
 
     def __torch_dispatch__(

@@ -44,7 +44,6 @@ def test_nested_regions_are_followed(regions: list[dict[str, Any]]) -> None:
     assert AutocastState.ambient() == before
 
 
-@pytest.mark.xfail(strict=True, reason="asked under applied(), which keeps the cache off")
 @given(regions=st.lists(REGIONS, max_size=4))
 @settings(max_examples=50, deadline=None)
 def test_region_without_cache_setting_keeps_the_outer_one(regions: list[dict[str, Any]]) -> None:

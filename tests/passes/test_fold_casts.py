@@ -42,16 +42,16 @@ def test_golden_casts_of_a_leaf_are_shared(
     captured = capture(twice, *matrices(rng))
     run_passes(captured.gm, (MarkRegions(site()), InsertCasts(policy)))
     assert captured.text().splitlines()[1:-1] == [
-        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "matmul: bf16 = aten.matmul.default(x_bf16, w_bf16)",
         "w_bf16_1: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
         "matmul_1: bf16 = aten.matmul.default(matmul, w_bf16_1)",
     ]
     assert run_passes(captured.gm, (FoldCasts(),), check=True)[0].counts == {"casts_shared": 1}
     assert captured.text().splitlines()[1:-1] == [
-        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "matmul: bf16 = aten.matmul.default(x_bf16, w_bf16)",
         "matmul_1: bf16 = aten.matmul.default(matmul, w_bf16)",
     ]
@@ -63,8 +63,8 @@ def test_golden_round_trip_is_removed(
     captured = capture(lambda x, w: (x @ w).float() @ x, *matrices(rng))
     assert fold(captured, policy)["round_trips_removed"] == 1
     assert captured.text().splitlines()[1:-1] == [
-        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)",
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)",
         "matmul: bf16 = aten.matmul.default(x_bf16, w_bf16)",
         "matmul_1: bf16 = aten.matmul.default(matmul, x_bf16)",
     ]

@@ -185,7 +185,6 @@ def test_graph_without_regions_is_not_modified(
     assert captured.text() == before
 
 
-@pytest.mark.xfail(strict=True, reason="the markers are gone: a second run takes all for outer")
 def test_second_run_changes_nothing(capture: Callable[..., Captured], rng: torch.Generator) -> None:
     captured = capture(nested, *matrices(rng))
     assert MarkRegions(site()).call(captured.gm).modified
@@ -204,7 +203,6 @@ def test_numbers(
     assert_same_bits(run_program(captured, args), run_program(nested, args, dtype))
 
 
-@pytest.mark.xfail(strict=True, reason="AutocastState.enter loses cache_enabled")
 def test_inner_region_shares_casts_as_eager_does(
     capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
 ) -> None:

@@ -151,11 +151,8 @@ def test_a_change_before_the_backward_gives_the_gradient_of_the_forward(
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("other_graph", [False, True])
 def test_a_change_and_another_forward_refuse_the_first_backward(
-    compiler: str, is_frozen: bool, other_graph: bool, request: pytest.FixtureRequest
+    compiler: str, is_frozen: bool, other_graph: bool
 ) -> None:
-    if compiler == "eager" and not is_frozen:
-        reason = "autograd refuses for another reason: the copy is the base of a view"
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason))
     net = make_net().requires_grad_(not is_frozen)
     compiled = compile_amp_fx(net, compiler=compiler)
     out = compiled(inputs(requires_grad=True))
@@ -173,7 +170,6 @@ def test_a_false_alarm_refuses_no_backward(compiler: str, is_frozen: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a tensor saved as it is looks unused")
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_false_alarm_refuses_no_backward_of_inductor(is_frozen: bool) -> None:
     check_false_alarm("inductor", is_frozen)

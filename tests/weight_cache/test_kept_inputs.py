@@ -69,8 +69,8 @@ def test_where_gradients_flow(keep: Callable[..., Any]) -> None:
     assert result.counts == {"weight_casts_kept": 1}
     assert graph_text(captured.gm) == (
         "graph(x: f32, weight: f32, weight__bfloat16_kept: bf16)\n"
-        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)\n"
         "kept_cast: bf16 = amp_fx.kept_cast.default(weight, weight__bfloat16_kept)\n"
+        "x_bf16: bf16 = aten._to_copy.default(x, dtype=torch.bfloat16)\n"
         "linear: bf16 = aten.linear.default(x_bf16, kept_cast)\n"
         "return (linear,)"
     )
@@ -92,7 +92,6 @@ def kept_inputs(captured: Captured) -> list[Any]:
     return [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
 
 
-@pytest.mark.xfail(strict=True, reason="a region written in the model turns cache_enabled off")
 def test_one_input_for_each_dtype(keep: Callable[..., Any]) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.autocast("cpu", torch.float16):

@@ -218,7 +218,6 @@ def test_limit(limit: int) -> None:
             model.a.weight.data.mul_(1.5)
 
 
-@pytest.mark.xfail(strict=True, reason="a plan's snapshot holds copies that were evicted")
 @torch.no_grad()
 def test_no_evicted_copy_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -44,7 +43,6 @@ actions = st.one_of(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="a graph trusts weights that another graph armed")
 @settings(
     max_examples=15,
     deadline=None,

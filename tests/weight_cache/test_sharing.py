@@ -127,7 +127,6 @@ class TwoDtypes(nn.Module):
         return y.float() + z.float() + w
 
 
-@pytest.mark.xfail(strict=True, reason="a region written in the model turns cache_enabled off")
 def test_two_dtypes_in_one_graph() -> None:
     """Eager's own cache would hand the bfloat16 cast to the float16 region: off for once."""
     model, twin = TwoDtypes(), TwoDtypes()
@@ -242,14 +241,8 @@ class WritesView(Writes):
 @pytest.mark.parametrize("has_cache", [True, False])
 @torch.no_grad()
 def test_weights_that_the_graph_writes(
-    kind: type[Writes], reads_before: bool, has_cache: bool, request: pytest.FixtureRequest
+    kind: type[Writes], reads_before: bool, has_cache: bool
 ) -> None:
-    if reads_before and kind in (WritesBuffer, WritesData):
-        reason = "a cast is shared across a write that raises no version of the fake weight"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
-    if has_cache and not reads_before and kind is WritesData:
-        reason = "a write through .data raises no version of the fake weight"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     model, twin = kind(reads_before=reads_before), kind(reads_before=reads_before)
     compiled = compile_amp_fx(model, weight_cache=has_cache)
     reader = compile_amp_fx(weight_of(model), weight_cache=has_cache)
@@ -277,7 +270,6 @@ class StoredLow(nn.Module):
         return x * torch.prod(self.scale) * torch.prod(self.strided)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="same_bits views 4 bytes as 2")
 @pytest.mark.parametrize("verify", [False, True])
 def test_copies_in_float32(verify: bool) -> None:
     model, twin = StoredLow(), StoredLow()

@@ -40,7 +40,6 @@ def test_added_placeholders_are_marked_static(monkeypatch: pytest.MonkeyPatch) -
         assert all(isinstance(size, int) for size in example.size())
 
 
-@pytest.mark.xfail(strict=True, reason="the copied graph lost meta['dynamo_compile_id']")
 @pytest.mark.parametrize("is_grad_enabled", [True, False])
 def test_aotautograd_takes_them_for_static(
     monkeypatch: pytest.MonkeyPatch, is_grad_enabled: bool
