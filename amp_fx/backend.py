@@ -13,6 +13,7 @@ from torch._dynamo.exc import (
     TensorifyScalarRestartAnalysis,
 )
 
+from amp_fx.autocast_region import skip_in_dynamo
 from amp_fx.capture import Site
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from amp_fx.passes.base import Pass
 
 log = logging.getLogger(__name__)
+
+skip_in_dynamo()
 
 
 def amp_fx(
@@ -87,7 +90,7 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for.
     """
-    device_type = graph_device_type(gm)
+    device_type = graph_device_type(gm) if options.bare_region else None
     if device_type is None:
         return ambient
     dtype = options.dtype or ambient.low_dtype(device_type)

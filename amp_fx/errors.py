@@ -23,6 +23,17 @@ class StaleWeightError(AmpFxError, RuntimeError):
     """A kept copy of a weight differs from the weight (found by the ``verify`` option)."""
 
 
+class RegionError(AmpFxError, RuntimeError, ValueError):
+    """An autocast region cannot be entered, or is left where it is not the innermost one.
+
+    torch.autocast raises RuntimeError or ValueError for the former.
+    """
+
+
+class CompileTargetError(AmpFxError, TypeError):
+    """What should be compiled is neither a module nor a function."""
+
+
 class GraphInvariantError(AmpFxError):
     """A graph broke a rule that every pass must keep; names the node and the rule."""
 

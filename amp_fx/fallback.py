@@ -33,12 +33,7 @@ def as_native_region(
     output = graph.output_node()
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        enters = [
-            graph.call_function(
-                _enter_autocast, (device, state.low_dtype(device), True, state.cache_enabled)
-            )
-            for device in reversed(state.enabled)
-        ]
+        enters = [graph.call_function(_enter_autocast, marker) for marker in state.markers()]
     with graph.inserting_before(output):
         for enter in reversed(enters):
             graph.call_function(_exit_autocast, (enter,))

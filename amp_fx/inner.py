@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast
+
+from amp_fx.regions import CARRIERS
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Sequence
 
     from torch import fx
@@ -28,20 +31,25 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
         return _aot_eager(gm, example_inputs)
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    with _region_markers_cacheable():
+    with _region_markers_cacheable(gm):
         return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
 
 
-def _region_markers_cacheable() -> contextlib.AbstractContextManager[None]:
+def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
     """Lets AOTAutograd's on-disk cache take graphs with islands in them.
 
     It passes over ``_enter_autocast`` because the ambient state is not in its key; ours
-    spell out device and dtype as constant arguments, which are.
+    spell out device and dtype as constant arguments, which are. Those that carry a policy
+    mean another one in another process, and keep the graph out of the cache.
 
     Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``.
     """
     from torch._inductor import config
 
+    graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
+    regions = [g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs]
+    if any(node.args[0] in CARRIERS for nodes in regions for node in nodes):
+        return contextlib.nullcontext()
     marked = dict(config.unsafe_marked_cacheable_functions)
     for name in ("_enter_autocast", "_exit_autocast"):
         marked[f"torch.amp.autocast_mode.{name}"] = "amp_fx"

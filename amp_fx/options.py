@@ -31,6 +31,8 @@ class Options:
             are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
         verify: Whether every call compares kept casts with fresh ones.
+        bare_region: Whether a graph under no enabled autocast region is a region of its own.
+            ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether a graph that cannot be rewritten runs under native autocast
             instead of raising.
         mode: A mode of inductor. ``torch.compile`` takes ``mode=`` or ``options=``, not both;
@@ -44,6 +46,7 @@ class Options:
     output_dtype: str = "original"
     weight_cache: bool = True
     verify: bool = False
+    bare_region: bool = True
     fallback: bool = True
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
@@ -131,6 +134,7 @@ _CONVERT = {
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
     "verify": _to_bool,
+    "bare_region": _to_bool,
     "fallback": _to_bool,
     "mode": _to_mode,
 }

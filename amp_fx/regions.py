@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 # Highest dispatch key first: with two devices enabled, this is the order in which the
 # dispatcher reaches their autocast kernels (c10/core/DispatchKey.h).
 _PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
+
+# Device types that no tensor is ever on: their autocast dtypes carry the number of a policy
+# (``policy_state``). Whether they are enabled says nothing. No package has ever offered "ipu"
+# to this torch; "hpu" is Habana's.
+_HAS_HPU = importlib.util.find_spec("habana_frameworks") is not None
+CARRIERS = ("ipu", "xla" if _HAS_HPU else "hpu")
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether a carrier's dtype is (part of) the number of a policy."""
+    return not (dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def autocast_device_types() -> tuple[str, ...]:
@@ -52,13 +64,30 @@ class AutocastState:
         devices = autocast_device_types()
         return cls(
             low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
-            enabled=tuple(device for device in devices if torch.is_autocast_enabled(device)),
+            enabled=tuple(
+                device
+                for device in devices
+                if device not in CARRIERS and torch.is_autocast_enabled(device)
+            ),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
         """The dtype that ``lower_precision_fp`` ops take on a device type."""
         return dict(self.low_dtypes)[device_type]
+
+    def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
+        carried = [
+            (device, low, False, self.cache_enabled)
+            for device, low in self.low_dtypes
+            if device in CARRIERS and is_code(low)
+        ]
+        enabled = [
+            (device, self.low_dtype(device), True, self.cache_enabled)
+            for device in reversed(self.enabled)
+        ]
+        return carried + enabled
 
     def turned(
         self,
@@ -93,6 +122,8 @@ class AutocastState:
         ``torch.autocast`` itself decides what an unsupported dtype or a missing device
         does (it warns and turns the region off), so that it is asked here.
         """
+        # ``applied`` keeps the cache off, which is not what the region shall inherit.
+        cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
         with self.applied():
             region = torch.autocast(
                 device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
@@ -123,7 +154,8 @@ class AutocastState:
 def _set_flags(state: AutocastState) -> None:
     for device_type, dtype in state.low_dtypes:
         torch.set_autocast_dtype(device_type, dtype)
-        torch.set_autocast_enabled(device_type, device_type in state.enabled)
+        if device_type not in CARRIERS:
+            torch.set_autocast_enabled(device_type, device_type in state.enabled)
     torch.set_autocast_cache_enabled(state.cache_enabled)
 
 

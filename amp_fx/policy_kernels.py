@@ -1,0 +1,128 @@
+"""Makes a policy of the user's own hold in eager code.
+
+``torch.autocast`` is a kernel per op on the Autocast dispatch keys. Where a policy treats an
+op otherwise than PyTorch, a Python kernel takes that place: it asks which policy holds in the
+calling thread, and does what ``rules.apply_policy`` says, or, where none holds, calls the
+kernel that was there before. So composite ops, subclasses, autograd and nested regions see it
+exactly as they see ``torch.autocast``. Ops that all policies treat as PyTorch does keep their
+own kernels; a kernel once replaced stays replaced, because the dispatcher's tables must not
+change while other threads use them.
+
+Left alone on purpose: in-place and ``out=`` ops. The casts made here are not cached.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.capture import autocast_key
+from amp_fx.casts import make_cast
+from amp_fx.policy import preset
+from amp_fx.policy_state import ambient_policy
+from amp_fx.rules import apply_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._ops import OpOverload
+
+    from amp_fx.policy import Policy
+
+_lock = threading.Lock()
+_prepared: set[int] = set()
+_replaced: dict[tuple[str, str], Any] = {}
+"""Per device type and op: what keeps the registration alive."""
+_keep_alive: list[Policy] = []
+
+
+def prepare(policy: Policy) -> None:
+    """Sees to it that eager regions with this policy run by it, in any thread."""
+    if id(policy) in _prepared:
+        return
+    with _lock:
+        for device_type, name in _differences(policy):
+            op = _find_op(name)
+            if op is not None and (device_type, name) not in _replaced:
+                _replaced[device_type, name] = _replace(op, device_type)
+        _keep_alive.append(policy)
+        _prepared.add(id(policy))
+
+
+def _differences(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Where a policy treats an op otherwise than the installed torch does."""
+    default = preset("torch").tables
+    for device_type in {*policy.tables, *default}:
+        ours, theirs = policy.tables.get(device_type, {}), default.get(device_type, {})
+        for name in sorted({*ours, *theirs}):
+            if ours.get(name) is not theirs.get(name):
+                yield device_type, name
+
+
+def _find_op(name: str) -> OpOverload | None:
+    """A registered functional op by its qualified overload name, or None."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, packet = qualified.partition("::")
+    try:
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        return None
+    return None if op._schema.is_mutable else op
+
+
+def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
+    key = autocast_key(device_type)
+    before = _kernel_before(op, key)
+    library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+        library.impl(op, _make_kernel(op, device_type, key, before), key, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _kernel_before(op: OpOverload, key: str) -> Any:
+    """The kernel of an op on an autocast key, or None; it outlives its replacement."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        return None
+    return torch.library.get_kernel(name, key)
+
+
+def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Callable[..., Any]:
+    dispatch_key = getattr(torch._C.DispatchKey, key)
+    own_key = torch._C.DispatchKeySet(dispatch_key)
+    keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
+    default = preset("torch").rule(op, device_type)
+    is_composite = op._can_decompose()
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        policy = ambient_policy()
+        rule = default if policy is None else policy.rule(op, device_type)
+        if rule is default and before is not None and not _has_number(op, args):
+            return before.call_boxed(keyset, *args, **kwargs)
+        if rule is None and is_composite:
+            # As if no kernel were here: the ops inside are still autocast.
+            args = tuple(_numbers_as_tensors(op, args))
+            return op.redispatch(keyset & keys_below, *args, **kwargs)
+        call = (op, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(own_key):
+            if rule is not None:
+                low_dtype = torch.get_autocast_dtype(device_type)
+                call = apply_policy(rule, call, device_type, low_dtype, make_cast)
+            return call[0](*call[1], **call[2])
+
+    return kernel
+
+
+def _has_number(op: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a number stands for a tensor, as in ``2 * x``: boxed calls do not take it."""
+    return any(a is not b for a, b in zip(args, _numbers_as_tensors(op, args), strict=True))
+
+
+def _numbers_as_tensors(op: OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        is_number = isinstance(value, (int, float, complex)) and "Tensor" in str(argument.type)
+        yield torch.tensor(value) if is_number else value

@@ -1,0 +1,93 @@
+"""Which policy holds at a place of a program, carried by autocast's own state.
+
+A region with a policy of the user's own must hold wherever a region of ``torch.autocast``
+does: in eager code, in what Dynamo captures, in its guards, per thread, after exceptions.
+All of that exists for the state of autocast, so the policy travels in it: two device types
+that no tensor is ever on (``regions.CARRIERS``) keep an autocast dtype each, and an unusual
+pair of dtypes there is the number of a policy. Then
+
+- a captured region is an ordinary ``_enter_autocast`` node, for a carrier,
+- Dynamo's guard on the state of autocast recompiles when the policy changes,
+- the state is thread-local, and autograd's threads inherit it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from amp_fx.errors import PolicyError
+from amp_fx.policy import Policy, preset
+from amp_fx.regions import CARRIERS, AutocastState, is_code
+
+_lock = threading.Lock()
+_numbers: dict[int, int] = {}
+"""Number of a policy by ``id``; ``_policies`` keeps them alive."""
+_policies: list[Policy] = []
+_distinct: dict[Policy, int] = {}
+
+
+def as_policy(policy: Policy | str) -> Policy:
+    """The policy that somebody means.
+
+    Raises:
+        PolicyError: It is neither a policy nor the name of a preset.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return preset(policy)
+    raise PolicyError(
+        f"policy={policy!r} is neither an amp_fx.Policy nor the name of a preset; "
+        "amp_fx.preset(name) makes one"
+    )
+
+
+def codes_of(policy: Policy) -> tuple[torch.dtype, ...]:
+    """The dtypes of the carriers that stand for a policy; equal policies share them.
+
+    Raises:
+        PolicyError: More policies are in use than there are codes (some 1,600).
+    """
+    number = _numbers.get(id(policy))
+    if number is None:
+        number = _register(policy)
+    quotient, remainder = divmod(number, len(_CODES))
+    return _CODES[quotient], _CODES[remainder]
+
+
+def policy_of(state: AutocastState) -> Policy | None:
+    """The policy of the innermost region that names one; None if none does."""
+    low_dtypes = dict(state.low_dtypes)
+    return _policy_of_codes(tuple(low_dtypes.get(carrier) for carrier in CARRIERS))
+
+
+def ambient_policy() -> Policy | None:
+    """The same for the calling thread."""
+    return _policy_of_codes(tuple(torch.get_autocast_dtype(carrier) for carrier in CARRIERS))
+
+
+def _policy_of_codes(codes: tuple[torch.dtype | None, ...]) -> Policy | None:
+    if codes[0] not in _INDEX or codes[1] not in _INDEX:
+        return None
+    return _policies[_INDEX[codes[0]] * len(_CODES) + _INDEX[codes[1]]]
+
+
+def _register(policy: Policy) -> int:
+    with _lock:
+        if policy not in _distinct:
+            if len(_distinct) == len(_CODES) ** len(CARRIERS):
+                raise PolicyError(f"more than {len(_distinct)} policies in one process")
+            _distinct[policy] = len(_policies)
+            _policies.append(policy)
+        number = _distinct[policy]
+        if _policies[number] is policy:
+            _numbers[id(policy)] = number
+        return number
+
+
+_CODES = tuple(
+    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype) and is_code(d)}, key=str)
+)
+_INDEX = {code: index for index, code in enumerate(_CODES)}
