@@ -61,6 +61,7 @@ class StorageWatch:
         epoch: Raised before a storage is armed for the first time, or again after a write.
             While it stands, an armed storage at a known address is the one that was known
             there, with the bytes that it had: no other user of it consumed a write.
+            Whoever derives something from watched bytes raises it when that changes.
     """
 
     def __init__(self) -> None:

@@ -231,6 +231,8 @@ class _WeightCache:
         stale = [item for item in stale if not _is_pending_and_equal(item)]
         if not stale:
             return
+        # Another plan may know a copy as that of an address to which the weight comes back.
+        self.watch.epoch += 1
         torch._foreach_copy_([c.low for c, _, _ in stale], [s.detach() for _, s, _ in stale])
         for copy, source, seen in stale:
             copy.seen = seen
