@@ -7,11 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.exc import (
-    ShortenTraceback,
-    SkipFrame,
-    TensorifyScalarRestartAnalysis,
-)
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from amp_fx.autocast_region import skip_in_dynamo
 from amp_fx.capture import Site
@@ -116,7 +112,7 @@ def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
-        warn_fallback(error)
+        warn_fallback(error, gm.graph)
         return None
     record_graph(reports)
     return rewritten
@@ -126,16 +122,17 @@ def _compile_or_run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
     """Hands a rewritten graph to the inner compiler; if that fails, runs it op by op."""
+    if not options.fallback or options.compiler == "eager":
+        return compile_inner(gm, example_inputs, options)
+    ours = copy_graph_module(gm)  # inner compilers edit the graph they get
     try:
         return compile_inner(gm, example_inputs, options)
-    except (TensorifyScalarRestartAnalysis, ShortenTraceback, SkipFrame):
+    except (RestartAnalysis, SkipFrame):
         raise  # Dynamo's own way of asking for another try
     except Exception as error:
-        if not options.fallback:
-            raise
         log.debug("falling back", exc_info=True)
-        warn_eager(error, options.compiler)
-        return gm.forward
+        warn_eager(error, options.compiler, ours.graph)
+        return ours.forward
 
 
 def _without_autocast(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.values import captured_value, remember_captured
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from amp_fx.regions import AutocastState
 
 log = logging.getLogger(__name__)
@@ -52,30 +53,98 @@ def _restore_outputs(graph: fx.Graph, output: fx.Node) -> None:
             output.replace_input_with(node, restored)
 
 
-def warn_fallback(error: Exception) -> None:
-    """Says once per cause that a graph was not rewritten, and how to see more."""
-    _warn_once(f"a graph runs under native autocast because it could not be rewritten: {error}")
+def warn_fallback(error: Exception, graph: fx.Graph) -> None:
+    """Says once per cause that a graph was not rewritten, where, and how to see more."""
+    head = "a graph runs under native autocast because it could not be rewritten"
+    _warn_once(head, str(error), error, graph)
 
 
-def warn_eager(error: Exception, compiler: str) -> None:
-    """Says once per cause that a rewritten graph was not compiled, and how to see more."""
-    reason = f"{type(error).__name__}: {_first_line(error)}"
-    _warn_once(f"a graph runs op by op, with its casts, because {compiler!r} failed: {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
-
-
-def _warn_once(message: str) -> None:
-    if message in _seen:
-        return
-    _seen.add(message)
-    log.warning(
-        '%s (TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
-        message,
+def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
+    """Says once per cause that a rewritten graph was not compiled, where, and how to see more."""
+    reason = f"{type(error).__name__}: {_first_lines(error)}"
+    _warn_once(
+        f"a {what} runs op by op, with its casts, because {compiler!r} failed", reason, error, graph
     )
 
 
-_seen: set[str] = set()
+def _first_lines(error: Exception) -> str:
+    """The first line of a message, and the op that inductor names on the second."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    named = [line for line in lines[1:2] if line.startswith("target:")]
+    return ", ".join([*lines[:1], *named]) or "no message"
+
+
+def _warn_once(head: str, reason: str, error: Exception, graph: fx.Graph) -> None:
+    if (head, reason) in _seen:
+        return
+    _seen.add((head, reason))
+    log.warning(
+        '%s: %s%s (TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
+        head,
+        reason,
+        describe_place(error, graph),
+    )
+
+
+_seen: set[tuple[str, str]] = set()
+
+
+def describe_place(error: BaseException, graph: fx.Graph) -> str:
+    """Where in the user's program an error arose: op, module path, source line.
+
+    That is the node that was worked on when it did, or one that the message names; failing
+    that, the first op of the graph.
+    """
+    calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    node = _node_at_work(error) or _named_node(str(error), calls)
+    if node is not None:
+        return f"; at {_op_name(node)}{_place(node)}"
+    placed = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
+    return (
+        f"; in the graph that begins at {_op_name(placed[0])}{_place(placed[0])}" if placed else ""
+    )
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return "cast" in node.meta or str(node.target).startswith("amp_fx.")
+
+
+def _node_at_work(error: BaseException) -> fx.Node | None:
+    """The node that the innermost function on the error's way was called with."""
+    found = None
+    current: BaseException | None = error
+    while current is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
+        nodes = [frame.f_locals.get("node") for frame in frames]
+        nodes = [n for n in nodes if isinstance(n, fx.Node) and n.meta.get("stack_trace")]
+        found = nodes[-1] if nodes else found
+        current = current.__cause__
+    return found
+
+
+def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:
+    ops = [node for node in calls if isinstance(node.target, torch._ops.OpOverload)]
+    return next((node for node in ops if str(node.target) in message), None)
+
+
+def _op_name(node: fx.Node) -> str:
+    if isinstance(node.target, (str, torch._ops.OpOverload)):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _place(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values() if str(entry[0])]
+    module = f" in {_module_path(paths[-1])}" if paths else ""
+    lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
+    return module + (f" ({lines[-1][0]}:{lines[-1][1]})" if lines else "")
+
+
+def _module_path(name: str) -> str:
+    """``layers.0`` for Dynamo's ``L['self']._modules['layers']._modules['0']``."""
+    plain = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", r".\1\2", name)
+    return re.sub(r"^L\.?(self|fn|mod)?\.?", "", plain) or name
+
+
+_SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')

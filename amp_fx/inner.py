@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.amp.autocast_mode import _enter_autocast
 
+from amp_fx.fallback import warn_eager
 from amp_fx.regions import CARRIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import fx
 
     from amp_fx.options import Options
 
@@ -30,9 +31,44 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         return gm.forward
     if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
         return _aot_eager(gm, example_inputs)
+    return _inductor(gm, example_inputs, options)
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    compile_graph = _backward_or_eager if options.fallback else compile_fx_inner
     with _region_markers_cacheable(gm):
-        return wrapper(gm, example_inputs)  # type: ignore[no-any-return]
+        return compile_fx(  # type: ignore[return-value]
+            gm, example_inputs, inner_compile=compile_graph, config_patches=wrapper.config
+        )
+
+
+def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one graph of AOTAutograd; if that fails for a backward, runs it op by op.
+
+    A backward is compiled when it is first run, where nobody could fall back from it. What
+    fails in a forward is left to the caller, who has the graph before differentiation.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    if not kwargs.get("is_backward"):
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+    ours = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
+    try:
+        return compile_fx_inner(gm, example_inputs, **kwargs)
+    except Exception as error:
+        log.debug("falling back", exc_info=True)
+        warn_eager(error, "inductor", ours.graph, "backward graph")
+
+        def run(inputs: list[Any]) -> Any:
+            args = list(inputs)
+            inputs.clear()
+            return ours(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
 
 def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:

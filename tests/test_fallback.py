@@ -67,6 +67,6 @@ def test_each_cause_warns_once(
     monkeypatch.setattr(fallback, "_seen", set())
     with caplog.at_level(logging.WARNING, "amp_fx"):
         for cause in ("one", "two", "one"):
-            warn_fallback(PassError(cause))
+            warn_fallback(PassError(cause), torch.fx.Graph())
     messages = [r.getMessage() for r in caplog.records if r.name == "amp_fx.fallback"]
     assert [next(c for c in ("one", "two") if f": {c} (" in m) for m in messages] == ["one", "two"]

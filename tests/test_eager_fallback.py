@@ -1,0 +1,262 @@
+"""fallback: what fails to compile runs op by op, says so, and stops nothing else."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config, lowering
+
+from amp_fx import fallback
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.insert_casts import InsertCasts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+bf16, f32 = torch.bfloat16, torch.float32
+
+needs_cpp = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+pytestmark = [
+    # torch's own, where a graph starts with an activation.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@torch.library.custom_op("amp_fx_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    if broken:
+        raise ZeroDivisionError("the fake kernel is broken")
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda _, grad: grad * 2)
+broken: list[bool] = []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = twice(self.inner[0](x))
+        return y.relu()
+
+
+class Model(nn.Module):
+    """Two graphs, the first of which has the custom op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+        torch._dynamo.graph_break()
+        result: torch.Tensor = self.head(y)
+        return result
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fallback, "_seen", set())
+    # Once inductor has fallen back for an op it keeps that for its lowering.
+    lowering.lowerings.pop(torch.ops.amp_fx_tests.twice.default, None)
+    with config.patch(fx_graph_cache=False):
+        yield
+    broken.clear()
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def x(rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(3, 4, generator=rng)
+
+
+def train(program: Callable[..., Any], module: nn.Module, x: torch.Tensor, dtype: Any) -> Any:
+    module.zero_grad()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        result = program(x)
+    torch.autograd.backward(result.float().sum())
+    return result.detach(), [p.grad for p in module.parameters()]
+
+
+def compile_model(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="amp_fx", options=options)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "amp_fx.fallback"]
+
+
+class Inject:
+    """A hook of inductor's config that fails on the given calls."""
+
+    def __init__(self, *calls: int) -> None:
+        self.calls = calls
+        self.num_calls = 0
+
+    def __call__(self, _: Any) -> None:
+        self.num_calls += 1
+        if self.num_calls in self.calls:
+            raise ValueError(f"injected into call {self.num_calls}\nand more")
+
+    def uuid(self) -> str:
+        return str(id(self))
+
+
+def check_trains(model: Model, x: torch.Tensor, way: str, **options: Any) -> None:
+    """Twice the step of eager autocast; each graph is compiled once."""
+    other = copy.deepcopy(model)
+    program = compile_model(model, **options)
+    dtype = bf16 if way == "ambient" else None
+    for _ in range(2):
+        actual = train(program, model, x, dtype)
+        expected = train(other, other, x, bf16)
+        assert actual[0].dtype == (bf16 if way == "ambient" else f32)
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05, check_dtype=False)
+
+
+@needs_cpp
+@pytest.mark.parametrize("way", ["bare", "ambient"])
+def test_op_without_a_lowering(
+    model: Model,
+    x: torch.Tensor,
+    way: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with config.patch(implicit_fallbacks=False):
+        check_trains(model, x, way)
+    [message] = warnings_in(caplog)
+    for part in (
+        "op by op, with its casts",
+        "'inductor' failed: ",
+        "missing lowering, target: amp_fx_tests.twice.default",
+        f"in block ({__file__}:",
+        'TORCH_LOGS="+amp_fx"',
+        '{"fallback": False}',
+    ):
+        assert part in message
+
+
+@needs_cpp
+def test_broken_fake_kernel(
+    model: Model, x: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It breaks after capture: Dynamo itself refuses one that never worked."""
+    with config.patch(pre_grad_custom_pass=lambda _: broken.append(True)):
+        check_trains(model, x, "bare")
+    assert "the fake kernel is broken" in warnings_in(caplog)[0]
+
+
+@needs_cpp
+def test_the_next_graph_compiles(
+    model: Model, x: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    inject = Inject(1)
+    with config.patch(post_grad_custom_pre_pass=inject):
+        check_trains(model, x, "bare")
+    assert inject.num_calls == 3  # the failed forward, and forward and backward of the second
+    [message] = warnings_in(caplog)
+    assert "ValueError: injected into call 1; in the graph that begins at" in message
+    assert "block.inner.0" in message
+
+
+@needs_cpp
+@pytest.mark.parametrize("way", ["bare", "ambient"])
+def test_backward_that_fails(
+    model: Model,
+    x: torch.Tensor,
+    way: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with config.patch(post_grad_custom_pre_pass=Inject(3, 4)):
+        check_trains(model, x, way)
+    messages = warnings_in(caplog)
+    assert len(messages) == 2
+    assert all("a backward graph runs op by op" in message for message in messages)
+
+
+@needs_cpp
+@pytest.mark.parametrize("call", [1, 3])
+def test_without_fallback_it_raises(model: Model, x: torch.Tensor, call: int) -> None:
+    with (
+        config.patch(post_grad_custom_pre_pass=Inject(call)),
+        pytest.raises(Exception, match=f"injected into call {call}"),
+    ):
+        train(compile_model(model, fallback=False), model, x, None)
+
+
+@needs_cpp
+def test_one_warning_per_cause(
+    model: Model, x: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with config.patch(implicit_fallbacks=False):
+        for _ in range(2):
+            compile_model(model)(x)
+            torch._dynamo.reset()
+    assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize("way", ["bare", "ambient"])
+@pytest.mark.parametrize("broken_pass", [InsertCasts, FoldCasts])
+def test_pass_that_raises(
+    model: Model,
+    x: torch.Tensor,
+    way: str,
+    broken_pass: type,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    original = broken_pass.call  # type: ignore[attr-defined]
+
+    def call(self: Any, gm: torch.fx.GraphModule) -> Any:
+        [*nodes] = [n for n in gm.graph.nodes if n.target is torch.ops.amp_fx_tests.twice.default]
+        if nodes:
+            visit(nodes[0])
+        return original(self, gm)
+
+    def visit(node: torch.fx.Node) -> None:
+        raise KeyError(f"of {node.name}")
+
+    monkeypatch.setattr(broken_pass, "call", call)
+    check_trains(model, x, way, compiler="eager")
+    [message] = warnings_in(caplog)
+    for part in (
+        "under native autocast",
+        f"pass {broken_pass.name!r} failed after",  # type: ignore[attr-defined]
+        "KeyError",
+        f"at amp_fx_tests.twice.default in block ({__file__}:",
+        "fallback",
+    ):
+        assert part in message
+
+
+def test_level_of_detail(
+    model: Model, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the warning promises: the traceback is in the log at debug level."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("deep down")
+
+    monkeypatch.setattr(InsertCasts, "call", fail)
+    with caplog.at_level(logging.DEBUG, "amp_fx"):
+        compile_model(model, compiler="eager")(x)
+    assert any(r.exc_info and "falling back" in r.getMessage() for r in caplog.records)
