@@ -7,6 +7,7 @@ from amp_fx.autocast_region import autocast
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.compiled import compile  # noqa: A004
 from amp_fx.custom_function import custom_bwd, custom_fwd
+from amp_fx.devices import register_device
 from amp_fx.grad_scaler import GradScaler
 from amp_fx.policy import Policy, preset
 
@@ -19,5 +20,6 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "preset",
+    "register_device",
     "weight_cache",
 ]

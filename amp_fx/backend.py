@@ -16,7 +16,7 @@ from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
 from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
-from amp_fx.options import Options, check_device_dtype
+from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
@@ -89,7 +89,7 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
     device_type = graph_device_type(gm) if options.bare_region else None
     if device_type is None:
         return ambient
-    dtype = options.dtype or ambient.low_dtype(device_type)
+    dtype = options.dtype or default_dtype(device_type)
     check_device_dtype(device_type, dtype)
     return ambient.turned(device_type, enabled=True, dtype=dtype)
 

@@ -30,6 +30,10 @@ class RegionError(AmpFxError, RuntimeError, ValueError):
     """
 
 
+class DeviceError(AmpFxError, ValueError):
+    """A device cannot be registered: torch does not know it, or has it built in."""
+
+
 class CompileTargetError(AmpFxError, TypeError):
     """What should be compiled is neither a module nor a function."""
 

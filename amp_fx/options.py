@@ -172,6 +172,13 @@ def check_device_dtype(device_type: str, dtype: torch.dtype) -> None:
         )
 
 
+def default_dtype(device_type: str) -> torch.dtype:
+    """The dtype of a region that names none: autocast's, if the device takes it, else its first."""
+    supported = supported_dtypes(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    return dtype if dtype in supported or not supported else supported[0]
+
+
 def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
     """Dtypes that ``torch.autocast`` of a device type accepts, low ones.
 

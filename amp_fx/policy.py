@@ -119,6 +119,16 @@ def preset(name: str) -> Policy:
     return _build(name)
 
 
+def add_device(device_type: str, table: Table | None) -> None:
+    """Gives all presets a table for one more device type; see ``Policy.with_device``.
+
+    Presets that were taken before keep their tables.
+    """
+    checked = Policy("", {}).with_device(device_type, table)
+    _added[device_type] = checked.tables[device_type]
+    _build.cache_clear()
+
+
 def preset_names() -> tuple[str, ...]:
     """The names that ``preset`` takes."""
     return tuple(_PRESETS)
@@ -130,9 +140,13 @@ def torch_version() -> Version:
     return int(major), int(minor)
 
 
+_added: dict[str, Table] = {}
+"""Tables of devices that are not PyTorch's own (``add_device``)."""
+
+
 @functools.cache
 def _build(name: str) -> Policy:
-    return Policy(name, _PRESETS[name]())
+    return Policy(name, {**_PRESETS[name](), **_added})
 
 
 def _tables_of(version: Version) -> dict[str, Table]:

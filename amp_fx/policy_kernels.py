@@ -52,6 +52,26 @@ def prepare(policy: Policy) -> None:
         _prepared.add(id(policy))
 
 
+def prepare_device(device_type: str) -> None:
+    """Gives eager ``torch.autocast`` of a registered device the kernels that it lacks.
+
+    PyTorch registers none for a backend outside of it, and does not let other ops pass
+    either; what the backend brings stays.
+    """
+    with _lock:
+        key = autocast_key(device_type)
+        if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
+            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+            _replaced[device_type, "every other op"] = library
+        for name in sorted(preset("torch").tables[device_type]):
+            op = _find_op(name)
+            if op is None or (device_type, name) in _replaced:
+                continue
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+                _replaced[device_type, name] = _replace(op, device_type)
+
+
 def _differences(policy: Policy) -> Iterator[tuple[str, str]]:
     """Where a policy treats an op otherwise than the installed torch does."""
     default = preset("torch").tables
