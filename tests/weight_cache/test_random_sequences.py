@@ -30,6 +30,7 @@ PREPARED = (
     "averages_swapped_in_and_out",
     "averages_swapped_by_pointer",
     "double_buffer",
+    "slices_swapped",
     "flat_buffer",
     "neighbour_in_flat_buffer",
 )

@@ -422,6 +422,35 @@ def test_two_models_of_one_class_share_code_and_no_copies() -> None:
             pair[0].a.weight.data.mul_(1.5)
 
 
+@pytest.mark.parametrize(
+    "is_flat",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.xfail(
+                strict=True, reason="torch._C._data_address leaves out the storage offset"
+            ),
+        ),
+    ],
+)
+@torch.no_grad()
+def test_layers_that_are_compiled_one_by_one_share_code_and_no_copies(is_flat: bool) -> None:
+    """One graph serves all layers, by turns; they may lie in one buffer, as in sharded training."""
+    layers, twins = [[nn.Linear(SIZE, SIZE, bias=False) for _ in range(3)] for _ in range(2)]
+    for models in (layers, twins):
+        flat = random(3, SIZE, SIZE)
+        for layer, weight in zip(models, flat if is_flat else flat.clone().unbind(), strict=True):
+            layer.weight.data = weight if is_flat else weight.clone()
+    compiled = [compile_amp_fx(layer) for layer in layers]
+    for i in range(9):
+        k = i * i % 3
+        for j in (k, (k + 1) % 3, k):
+            assert_same(compiled[j](inputs()), autocast(twins[j], inputs()))
+        for models in (layers, twins):
+            models[i % 3].weight.data.mul_(1.5)
+
+
 def test_without_the_cache() -> None:
     weight_cache.clear()
     net, twin = make_net(), make_net()

@@ -259,6 +259,19 @@ def double_buffer(net: Net) -> Step:
 
 
 @_prepared
+def slices_swapped(net: Net) -> Step:
+    """Two slices of one flat buffer by turns: neither the storage nor a byte of it changes."""
+    flat = torch.cat([net.a.weight.detach().reshape(-1), other(0).reshape(-1)])
+    halves = [flat[:COUNT].view(SIZE, SIZE), flat[COUNT:].view(SIZE, SIZE)]
+    net.a.weight.data = halves[0]
+
+    def step(i: int) -> None:
+        net.a.weight.data = halves[(i + 1) % 2]
+
+    return step
+
+
+@_prepared
 def flat_buffer(net: Net) -> Step:
     """All parameters lie in one buffer, which is written as a whole."""
     flat = _flattened(net)
