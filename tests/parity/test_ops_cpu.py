@@ -118,7 +118,7 @@ def cases(names: Sequence[str], combinations: Iterable[tuple[Way, torch.dtype]])
 
 def in_turn(names: Sequence[str]) -> list[Any]:
     """One of the ``QUICK`` combinations for each op: half the time, every op still met."""
-    turns = zip(names, itertools.cycle(QUICK))  # noqa: B905, the cycle has no end
+    turns = zip(names, itertools.cycle(QUICK))
     return [case for name, combination in turns for case in cases([name], [combination])]
 
 
