@@ -21,8 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 is_armed = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 """Whether a tensor's storage was not written to since it was armed. Private to torch."""
 
-address_of = torch._C._data_address  # type: ignore[attr-defined]
-"""A tensor's data address, read without asking for a mutable pointer. Private to torch."""
+storage_address_of = torch._C._data_address  # type: ignore[attr-defined]
+"""The address of a tensor's storage (without the tensor's offset into it), read without
+asking for a mutable pointer. Private to torch."""
 
 
 def arm(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ import torch
 
 from amp_fx.errors import StaleWeightError
 from amp_fx.regions import no_autocast
-from amp_fx.storage_watch import StorageWatch, address_of, arm, is_armed
+from amp_fx.storage_watch import StorageWatch, arm, is_armed, storage_address_of
 from amp_fx.stream_order import StreamOrder, accelerator_devices
 
 if TYPE_CHECKING:
@@ -55,13 +55,24 @@ class Slot:
 class _Copy:
     """One kept copy and what its weight was when it was made."""
 
-    __slots__ = ("__weakref__", "hits", "low", "owner", "plans", "refreshes", "seen", "source")
+    __slots__ = (
+        "__weakref__",
+        "finalizer",
+        "hits",
+        "low",
+        "owner",
+        "plans",
+        "refreshes",
+        "seen",
+        "source",
+    )
 
     def __init__(self, source: torch.Tensor, low: torch.Tensor, owner: str) -> None:
         self.source = weakref.ref(source)
         self.low = low
         self.owner = owner
         self.seen: Any = None
+        self.finalizer: weakref.finalize[..., torch.Tensor] | None = None
         self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self.hits = 0
         self.refreshes = 0
@@ -74,6 +85,15 @@ class _Copy:
     @property
     def num_bytes(self) -> int:
         return self.low.numel() * self.low.element_size()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Snapshot:
+    """What a plan's weights were when their copies were last found fresh."""
+
+    epoch: int
+    versions: tuple[int, ...] | None
+    lows: tuple[torch.Tensor, ...]
 
 
 class Plan:
@@ -97,7 +117,8 @@ class Plan:
         # A graph that writes to an input may write to a weight through shared storage.
         read = [] if writes_inputs else [s.source_index for s in slots if s.is_read]
         self._select_read = _tuple_getter(read)
-        self._snapshot: tuple[int, tuple[int, ...], tuple[torch.Tensor, ...]] | None = None
+        # By place: one graph may serve many layers, each with its own weights.
+        self._snapshots: dict[Any, _Snapshot] = {}
         self._devices: tuple[torch.device, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,16 +139,23 @@ class Plan:
     def lows(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """The copies for one call, fresh."""
         sources = self._select(args)
-        snapshot = self._snapshot
+        if self._devices and torch.cuda.is_current_stream_capturing():
+            # The user captures the call: a replay of it must cast for itself.
+            return tuple(
+                source.detach().to(slot.dtype)
+                for slot, source in zip(self.slots, sources, strict=True)
+            )
+        place = _place(sources)
+        snapshot = self._snapshots.get(place)
         # The epoch comes last: a thread that notices a write raises it before it arms.
         if (
             snapshot is not None
             and all(map(is_armed, sources))
-            and tuple(map(address_of, sources)) == snapshot[1]
-            and snapshot[0] == _cache.watch.epoch
+            and (snapshot.versions is None or _versions(sources) == snapshot.versions)
+            and snapshot.epoch == _cache.watch.epoch
         ):
             self.num_hits += 1
-            lows = snapshot[2]
+            lows = snapshot.lows
         else:
             lows = _cache.refresh(self, sources)
         if self._devices:
@@ -139,11 +167,18 @@ class Plan:
     def remember(self, sources: Sequence[torch.Tensor], lows: tuple[torch.Tensor, ...]) -> None:
         """Takes the quick way as long as these sources stay as they are."""
         self._devices = accelerator_devices(lows)
-        self._snapshot = (_cache.watch.epoch, tuple(map(address_of, sources)), lows)
+        if len(self._snapshots) >= _MAX_SNAPSHOTS:
+            self._snapshots.clear()
+        self._snapshots[_place(sources)] = _Snapshot(
+            epoch=_cache.watch.epoch,
+            # The replay of a captured optimizer step asks for no pointer, but raises versions.
+            versions=_versions(sources) if self._devices else None,
+            lows=lows,
+        )
 
     def forget(self) -> None:
         """Looks at every weight again on the next call."""
-        self._snapshot = None
+        self._snapshots.clear()
 
     def _verify(self, sources: Sequence[torch.Tensor], lows: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), no_autocast():
@@ -201,7 +236,8 @@ class _WeightCache:
         generation = self.watch.generation(source)
         if generation is None:
             return None
-        return generation, source.storage_offset(), source.size(), source.stride()
+        place = source.storage_offset(), source.size(), source.stride()
+        return generation, _version(source), *place
 
     def _copy(self, plan: Plan, slot: Slot, source: torch.Tensor, used: set[_Copy]) -> _Copy | None:
         key = (id(source), slot.dtype)
@@ -224,7 +260,8 @@ class _WeightCache:
         low = torch.empty_like(source, dtype=slot.dtype, requires_grad=False)
         copy = _Copy(source, low, plan.owner)
         self.copies[key] = copy
-        weakref.finalize(source, _drop, weakref.ref(copy), key).atexit = False
+        copy.finalizer = weakref.finalize(source, _drop, weakref.ref(copy), key)
+        copy.finalizer.atexit = False
         return copy
 
     def _copy_stale(self, stale: list[tuple[_Copy, torch.Tensor, Any]]) -> None:
@@ -261,6 +298,8 @@ def _drop(ref: weakref.ref[_Copy], key: tuple[int, torch.dtype]) -> None:
         return
     if _cache.copies.get(key) is copy:
         del _cache.copies[key]
+    if copy.finalizer is not None:
+        copy.finalizer.detach()
     for plan in list(copy.plans):
         plan.forget()
 
@@ -310,6 +349,21 @@ def _fits(low: torch.Tensor, source: torch.Tensor) -> bool:
         and low.size() == source.size()
         and low.stride() == torch.empty_like(source, device="meta").stride()
     )
+
+
+_MAX_SNAPSHOTS = 256
+
+
+def _place(tensors: Sequence[torch.Tensor]) -> Any:
+    """Where tensors lie: their storages' addresses and their offsets into them."""
+    return tuple(map(storage_address_of, tensors)), tuple(map(_offset_of, tensors))
+
+
+_offset_of: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(map(_version, tensors))
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -367,6 +421,10 @@ def _count(copies: Iterable[_Copy]) -> Stats:
     )
 
 
+_INVALID = ()
+"""What no weight was ever seen as, while None says that a copy was never filled."""
+
+
 def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) -> None:
     """Has copies made again before their next use.
 
@@ -378,7 +436,7 @@ def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) ->
         for copy in list(_cache.copies.values()):
             source = copy.source()
             if tensors is None or id(source) in tensors:
-                copy.seen = None
+                copy.seen = _INVALID
                 for plan in list(copy.plans):
                     plan.forget()
 
@@ -397,9 +455,16 @@ def _tensors_of(model_or_tensor: Any) -> set[int] | None:
 
 
 def clear() -> None:
-    """Drops all copies; graphs make them again when they are called."""
+    """Drops all copies and stops watching their weights, until graphs are called again.
+
+    Call it before resizing the storage of a weight (``untyped_storage().resize_``), which
+    torch refuses for a storage that is watched.
+    """
     with _cache.lock:
         for key, copy in list(_cache.copies.items()):
+            source = copy.source()
+            if source is not None and source.device.type != "meta":
+                source.data_ptr()  # asks for a mutable pointer, which disarms
             _drop(weakref.ref(copy), key)
 
 

@@ -422,18 +422,7 @@ def test_two_models_of_one_class_share_code_and_no_copies() -> None:
             pair[0].a.weight.data.mul_(1.5)
 
 
-@pytest.mark.parametrize(
-    "is_flat",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True, reason="torch._C._data_address leaves out the storage offset"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("is_flat", [False, True])
 @torch.no_grad()
 def test_layers_that_are_compiled_one_by_one_share_code_and_no_copies(is_flat: bool) -> None:
     """One graph serves all layers, by turns; they may lie in one buffer, as in sharded training."""

@@ -21,22 +21,7 @@ SAME_ADDRESS = {
 """Weights that come back to an address at which a graph knew other contents."""
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.xfail(
-                    strict=True, reason="torch._C._data_address leaves out the storage offset"
-                )
-            ]
-            if name == "slices_swapped"
-            else [],
-        )
-        for name in WRITES
-    ],
-)
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(g.name for g in pair))
 def test_never_stale(write: str, pair: tuple[Graph, Graph]) -> None:
     check_never_stale(write, pair)
