@@ -331,7 +331,10 @@ def check(
     if difference(expected, run_eager(build(), build(), way, dtype)) is not None:
         return difference(expected, actual, values=False)  # eager does not even repeat itself
     captured = copy.deepcopy(counters)
-    reference = compiled(compile_reference)
+    try:
+        reference = compiled(compile_reference)
+    except Exception:  # noqa: BLE001, a dtype baked in: eager cannot run the captured graph
+        return difference(expected, actual, values=False)
     counters.clear()
     counters.update(captured)
     if difference(expected, reference, values=values) is None:

@@ -575,6 +575,27 @@ def one_input_used_often() -> Subject:
 
 
 @case()
+def one_value_under_two_names() -> Subject:
+    """A call with one tensor twice, then one of the same shapes with two different tensors."""
+
+    def forward(x: Tensor, y: Tensor, z: Tensor) -> Any:
+        return torch.mm(x, x.float()), torch.mm(y, z), F.linear(y, y.contiguous()), F.linear(z, y)
+
+    return Subject(forward, (leaf(4, 4), leaf(4, 4), leaf(4, 4)))
+
+
+@case()
+def weight_behind_calls_that_return_it_unchanged() -> Subject:
+    """``.float()`` of a float32 leaf is the leaf itself: eager shares its cast."""
+
+    def forward(x: Tensor, v: Tensor, w: Tensor) -> Any:
+        y = (x @ v.float()) @ v.contiguous()
+        return F.dropout(y @ w.to(torch.float32), 0.5, training=False) @ w
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16), leaf(16, 16)))
+
+
+@case()
 def frozen_weights() -> Subject:
     model = nn.Sequential(mlp(), mlp(), mlp())
     model[0].requires_grad_(requires_grad=False)
