@@ -248,8 +248,12 @@ def _call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     """Equal for two calls whose traces are equal: target, constants, input metadata."""
     index = {n: i for i, n in enumerate(inputs)}
     metadata = tuple(_value_key(value_of(n)) for n in inputs)
+    # Two nodes may stand for one tensor (``x.float()`` of a float32 ``x`` is ``x``), and the
+    # trace then knows them as one: such a call is not that of two tensors.
+    values = [id(value_of(n)) for n in inputs]
+    identity = tuple(map(values.index, values))
     constants = repr(map_aggregate((node.args, node.kwargs), lambda a: _leaf_key(a, index)))
-    return node.op, node.target, constants, metadata
+    return node.op, node.target, constants, metadata, identity
 
 
 _PLAIN_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device)
