@@ -16,13 +16,42 @@ _LEAF = "a call that returns a leaf unchanged hides that it is one: its cast is 
 _OVERLOAD = "the policy stands at another overload than the one that is called"
 _NO_GUARD = "opening the node wants a CUDA device guard"
 
-CPU_OPS: dict[str, str] = {}
+CPU_OPS: dict[str, str] = {
+    "linalg_pinv-ambient-bfloat16": _TORCH_KERNEL,
+    "linalg_pinv_hermitian-bare-float16": _TORCH_KERNEL,
+    "nn_functional_bilinear-bare-float16": _TORCH_KERNEL,
+    "torch__scaled_mm-bare-float16": _TORCH_KERNEL,
+}
 """Test id in ``test_ops_cpu.py`` (as ``matmul-bare-float16``) -> reason."""
 
-CUDA_OPS: dict[str, str] = {}
+CUDA_OPS: dict[str, str] = {
+    "masked_logsumexp-ambient-float16": _NO_GUARD,
+    "masked_logsumexp-bare-bfloat16": _NO_GUARD,
+    "masked_prod-ambient-float16": _NO_GUARD,
+    "nn_functional_interpolate_bicubic-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_bicubic-bare-bfloat16": _OVERLOAD,
+    "nn_functional_interpolate_bilinear-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_bilinear-bare-bfloat16": _OVERLOAD,
+    "nn_functional_interpolate_linear-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_linear-bare-bfloat16": _OVERLOAD,
+    "nn_functional_interpolate_nearest-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_nearest-bare-bfloat16": _OVERLOAD,
+    "nn_functional_interpolate_nearest-exact-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_nearest-exact-bare-bfloat16": _OVERLOAD,
+    "nn_functional_interpolate_trilinear-ambient-float16": _OVERLOAD,
+    "nn_functional_interpolate_trilinear-bare-bfloat16": _OVERLOAD,
+    "nn_functional_upsample_bilinear-ambient-float16": _OVERLOAD,
+    "nn_functional_upsample_bilinear-bare-bfloat16": _OVERLOAD,
+    "nn_functional_upsample_nearest-ambient-float16": _OVERLOAD,
+    "nn_functional_upsample_nearest-bare-bfloat16": _OVERLOAD,
+}
 """Test id in ``test_ops_cuda.py`` -> reason."""
 
 MODELS: dict[str, str] = {
+    "one_value_under_two_names-ambient-bfloat16": _LEAF,
+    "one_value_under_two_names-ambient-float16": _LEAF,
+    "one_value_under_two_names-bare-bfloat16": _LEAF,
+    "one_value_under_two_names-bare-float16": _LEAF,
     "disabled_function-ambient-bfloat16": _GRAPHS,
     "disabled_function-ambient-float16": _GRAPHS,
     "graph_break_in_a_loop-ambient-bfloat16": _GRAPHS,
