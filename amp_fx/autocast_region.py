@@ -66,7 +66,9 @@ def autocast(
         cache_enabled: Whether casts of weights are shared inside the region.
         policy: Which op is cast how, a ``Policy`` or the name of a preset. None keeps the
             policy of the region around this one, at the outermost that of PyTorch. Regions
-            of ``torch.autocast`` inside this one keep its policy too.
+            of ``torch.autocast`` inside this one keep its policy too. In eager code
+            ``torch.utils.checkpoint`` restores autocast but no policy when it recomputes:
+            compile such code, or recompute in a region of its own.
 
     Raises:
         RegionError: There is no such device type; or, on leaving, the region is not the

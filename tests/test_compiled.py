@@ -292,6 +292,24 @@ def test_one_recompilation_when_the_dtype_changes(
     assert "autocast(cpu)_dtype" in recompilations.reasons[0]
 
 
+def test_frame_of_its_own_inside_a_disabled_region(x: torch.Tensor) -> None:
+    """A function that breaks is captured on its own, with the region around it turned off."""
+
+    def breaks(y: torch.Tensor) -> torch.Tensor:
+        z = y.t() @ y
+        torch._dynamo.graph_break()
+        return z @ z
+
+    def outer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            inside = breaks(x)
+        return inside, x.t() @ x
+
+    inside, outside = amp_fx.compile(outer, **EAGER)(x)
+    assert torch.equal(inside, breaks(x))
+    assert torch.equal(outside, eager(lambda: x.t() @ x))
+
+
 class NoModule:
     pass
 
