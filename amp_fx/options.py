@@ -33,8 +33,8 @@ class Options:
         verify: Whether every call compares kept casts with fresh ones.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
-        fallback: Whether a graph that cannot be rewritten runs under native autocast
-            instead of raising.
+        fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
+            native autocast, and one (or a backward) that cannot be compiled, op by op.
         mode: A mode of inductor. ``torch.compile`` takes ``mode=`` or ``options=``, not both;
             with options of ours, it goes here.
         inductor: Everything else, handed to inductor.
