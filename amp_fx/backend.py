@@ -20,7 +20,7 @@ from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
-from amp_fx.values import remember_captured, tensors_in
+from amp_fx.values import recorded_value, remember_captured, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +96,7 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
 
 def graph_device_type(gm: fx.GraphModule) -> str | None:
     """The device type of a graph's tensors; None if autocast knows none of them."""
-    values = [node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes]
+    values = [recorded_value(node) for node in gm.graph.nodes]
     present = {tensor.device.type for tensor in tensors_in(values)}
     known = [device for device, _ in AutocastState.ambient().low_dtypes if device in present]
     return known[0] if known else None

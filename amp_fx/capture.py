@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.casts import make_cast
 from amp_fx.errors import BannedOpError
@@ -43,11 +43,19 @@ class NotPlainError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One op with a policy, as met while opening a node."""
+    """One op with a policy, as met while opening a node.
+
+    Attributes:
+        op: Qualified overload name (``"aten::softmax.int"``).
+        device_type: The device whose table has it.
+        policy: What is done with its inputs.
+        origin: Where that was laid down, for a person to read.
+    """
 
     op: str
     device_type: str
     policy: CastPolicy
+    origin: str = "table"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Opener:
             NotPlainError: The node's effect cannot be seen by tracing it.
             BannedOpError: The node makes an op that autocast bans.
         """
-        inputs = list(dict.fromkeys(_nodes_in(node.args, node.kwargs)))
+        inputs = node.all_input_nodes
         key = (_call_key(node, inputs), site)
         if key not in self._memo:
             try:
@@ -115,8 +123,7 @@ class Opener:
 
         def call(*values: Any) -> Any:
             env = dict(zip(inputs, values, strict=True))
-            args = map_aggregate(node.args, lambda a: env[a] if isinstance(a, fx.Node) else a)
-            kwargs = map_aggregate(node.kwargs, lambda a: env[a] if isinstance(a, fx.Node) else a)
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             return call_target(node, args, kwargs)
 
         with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
@@ -232,18 +239,6 @@ def _rolled_back_unless(
     fx_tracer.sympy_expr_tracker = expressions
 
 
-def _nodes_in(*values: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-
-    def collect(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            found.append(arg)
-        return arg
-
-    map_aggregate(values, collect)
-    return found
-
-
 def _call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     """Equal for two calls whose traces are equal: target, constants, input metadata."""
     index = {n: i for i, n in enumerate(inputs)}
@@ -262,9 +257,7 @@ _PLAIN_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device)
 def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
     if isinstance(leaf, fx.Node):
         return f"%{index[leaf]}"
-    if leaf is None or isinstance(
-        leaf, (bool, int, float, complex, str, torch.dtype, torch.device)
-    ):
+    if leaf is None or isinstance(leaf, _PLAIN_CONSTANTS):
         return leaf
     return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_arg
 
 from amp_fx.values import (
     adopt_captured,
@@ -62,13 +62,12 @@ def evaluate_together(nodes: list[fx.Node], fake_mode: FakeTensorMode | None) ->
     """
     values: dict[fx.Node, Any] = {}
 
-    def lookup(arg: Any) -> Any:
-        return values.get(arg, value_of(arg)) if isinstance(arg, fx.Node) else arg
+    def lookup(node: fx.Node) -> Any:
+        return values.get(node, value_of(node))
 
     with _native_autocast(nodes[0], fake_mode), functorch_levels_restored():
         for node in nodes:
-            args = map_aggregate(node.args, lookup)
-            kwargs = map_aggregate(node.kwargs, lookup)
+            args, kwargs = map_arg((node.args, node.kwargs), lookup)
             values[node] = call_target(node, args, kwargs)
     inside = set(nodes)
     for node in nodes:

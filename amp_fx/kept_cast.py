@@ -1,4 +1,4 @@
-"""The op that stands for a kept cast where gradients flow.
+"""A kept cast: the added input that it becomes, and the op that stands for it.
 
 ``amp_fx::kept_cast(weight, low)`` returns ``low``, which the cache keeps equal to
 ``weight.to(low.dtype)``, and differentiates as that cast does. Its kernel sits on the
@@ -8,9 +8,26 @@ neither the op nor, in the forward, the weight.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One kept cast of one graph; the added placeholder has it as ``meta["kept_input"]``.
+
+    Attributes:
+        source_index: Position of the weight among the graph's inputs.
+        dtype: Dtype of the copy.
+        is_read: Whether the graph also reads the weight itself.
+    """
+
+    source_index: int
+    dtype: torch.dtype
+    is_read: bool
+
 
 _library = torch.library.Library("amp_fx", "DEF")  # type: ignore[no-untyped-call]
 _library.define("kept_cast(Tensor weight, Tensor low) -> Tensor")  # type: ignore[no-untyped-call]

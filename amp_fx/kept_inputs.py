@@ -11,7 +11,7 @@ import torch
 from torch._guards import TracingContext
 
 from amp_fx.passes.keep_weight_casts import is_written
-from amp_fx.weight_cache import Plan, Slot
+from amp_fx.weight_cache import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,10 +70,9 @@ def _is_module_buffer(node: fx.Node) -> bool:
 def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
     """The plan for a rewritten graph; None if it keeps no casts."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    kept = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
-    if not kept:
+    slots = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
+    if not slots:
         return None
-    slots = [Slot(k.source_index, k.dtype, k.is_read) for k in kept]
     writes_inputs = any(is_written(n) for n in placeholders)
     return Plan(slots, owner=_owner(gm), writes_inputs=writes_inputs, verify=verify)
 

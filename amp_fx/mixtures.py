@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.regions import no_autocast
 from amp_fx.values import call_target, captured_value, tensors_in, value_of
@@ -63,11 +63,7 @@ def _runs(node: fx.Node, value: Any) -> bool:
     if sum(_num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
         return True
     zeros = {n: map_aggregate(v, _zeros_like) for n, v in inputs.items()}
-
-    def lookup(arg: Any) -> Any:
-        return zeros[arg] if isinstance(arg, fx.Node) else arg
-
-    args, kwargs = map_aggregate(node.args, lookup), map_aggregate(node.kwargs, lookup)
+    args, kwargs = map_arg((node.args, node.kwargs), zeros.__getitem__)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), no_autocast():
             call_target(node, args, kwargs)

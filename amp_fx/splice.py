@@ -6,7 +6,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.capture import NotPlainError
 from amp_fx.casts import cast_name, is_cast_call, mark_cast
@@ -46,9 +46,7 @@ def splice(
             env[op] = _copy(op, env, node)
             num_casts += "cast" in env[op].meta
             evaluate_node(env[op])
-    result = map_aggregate(
-        opened.graph.output_node().args[0], lambda a: env[a] if isinstance(a, fx.Node) else a
-    )
+    result = map_arg(opened.graph.output_node().args[0], env.__getitem__)
     _replace(node, result, opened, fresh=set(env.values()) - set(inputs))
     return num_casts
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +38,12 @@ def remember_captured(graph: fx.Graph) -> None:
     """Keeps what capture recorded under ``meta["captured"]``, once, for all nodes."""
     for node in graph.nodes:
         if "captured" not in node.meta:
-            node.meta["captured"] = node.meta.get("example_value", node.meta.get("val"))
+            node.meta["captured"] = recorded_value(node)
+
+
+def recorded_value(node: fx.Node) -> Any:
+    """What capture left in the metadata, before anything was rewritten."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def set_value(node: fx.Node, value: Any) -> None:
@@ -61,14 +66,13 @@ def value_of(node: fx.Node) -> Any:
 
 def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments with every node replaced by its value."""
-    return (
-        map_aggregate(node.args, _node_to_value),
-        map_aggregate(node.kwargs, _node_to_value),
-    )
+    args, kwargs = values_in((node.args, node.kwargs))
+    return args, kwargs
 
 
-def _node_to_value(arg: Any) -> Any:
-    return value_of(arg) if isinstance(arg, fx.Node) else arg
+def values_in(args: Any) -> Any:
+    """Nested arguments with every node replaced by its value."""
+    return map_arg(args, value_of)
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

@@ -34,22 +34,9 @@ from amp_fx.stream_order import StreamOrder, accelerator_devices
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from amp_fx.kept_cast import Slot
+
 VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One kept cast of one graph.
-
-    Attributes:
-        source_index: Position of the weight among the graph's inputs.
-        dtype: Dtype of the copy.
-        is_read: Whether the graph also reads the weight itself.
-    """
-
-    source_index: int
-    dtype: torch.dtype
-    is_read: bool
 
 
 class _Copy:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from amp_fx.capture import NotPlainError, Opener, Site
 from amp_fx.casts import add_cast
@@ -45,6 +44,7 @@ from amp_fx.values import (
     set_value,
     tensors_in,
     value_of,
+    values_in,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Rewriter:
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
                 self._visit(nodes[0])
-        return map_aggregate(self.graph.output_node().args[0], _value_if_node)
+        return values_in(self.graph.output_node().args[0])
 
     def _visit(self, node: fx.Node) -> None:
         if "island" in node.meta:
@@ -197,7 +197,7 @@ class _Rewriter:
         if any(len(body_node.users) > 1 for body_node in body_nodes):  # type: ignore[union-attr]
             return False
         operands = node.args[operand_position]
-        values = [_value_if_node(operand) for operand in operands]  # type: ignore[union-attr]
+        values = list(values_in(operands))
         bodies = [getattr(self.gm, str(n.target)) for n in body_nodes]  # type: ignore[union-attr]
         results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
@@ -250,8 +250,4 @@ def _inputs_changed(node: fx.Node) -> bool:
 def _restored_results(body: fx.GraphModule) -> Any:
     """The results of a branch in the dtypes of capture, in which all branches agree."""
     RestoreOutputs().call(body)
-    return map_aggregate(body.graph.output_node().args[0], _value_if_node)
-
-
-def _value_if_node(arg: Any) -> Any:
-    return value_of(arg) if isinstance(arg, fx.Node) else arg
+    return values_in(body.graph.output_node().args[0])

@@ -26,7 +26,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from amp_fx.casts import inserted_cast
-from amp_fx.kept_cast import kept_cast
+from amp_fx.kept_cast import Slot, kept_cast
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
 from amp_fx.values import analysis, detect_fake_mode, set_value, value_of, version_of
@@ -34,21 +34,6 @@ from amp_fx.values import analysis, detect_fake_mode, set_value, value_of, versi
 if TYPE_CHECKING:
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptInput:
-    """What the cache has to pass for one added placeholder; ``meta["kept_input"]``.
-
-    Attributes:
-        source_index: Position of the weight among the graph's inputs.
-        dtype: Dtype of the copy.
-        is_read: Whether the graph also reads the weight itself.
-    """
-
-    source_index: int
-    dtype: torch.dtype
-    is_read: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +65,7 @@ class KeepWeightCasts:
         for (source, dtype), node in kept.items():
             is_read = any(user.target is not kept_cast for user in source.users)
             index = placeholders.index(source)
-            node.meta["kept_input"] = KeptInput(index, dtype, is_read)
+            node.meta["kept_input"] = Slot(index, dtype, is_read)
         return PassResult(counts)
 
     def _keepable(self, placeholders: list[fx.Node]) -> set[fx.Node]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.passes.keep_weight_casts import KeepWeightCasts, KeptInput
+from amp_fx.kept_cast import Slot
+from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.pipeline import default_passes, run_passes
 from tests.graphs import Captured, assert_same_bits, run_program, site
 
@@ -60,7 +61,7 @@ def test_numbers_and_the_added_input(
     assert keep(captured, policy) == {"weight_casts_kept": 1}
     placeholders = captured.gm.graph.find_nodes(op="placeholder")
     index = captured.order.index(1)
-    assert placeholders[-1].meta["kept_input"] == KeptInput(index, torch.bfloat16, is_read=False)
+    assert placeholders[-1].meta["kept_input"] == Slot(index, torch.bfloat16, is_read=False)
     assert "_to_copy.default(w" not in captured.text()
     assert_same_bits(run_with_copy(captured, args), run_program(linear, args, torch.bfloat16))
 
