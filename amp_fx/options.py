@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import OptionError
-from amp_fx.policy import Policy, preset
+from amp_fx.policy import Policy, as_policy, preset
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +25,8 @@ class Options:
     Attributes:
         dtype: What low-precision ops run in, where no ambient autocast says it; by
             default ``torch.get_autocast_dtype`` of the device. A dtype or its name.
-        policy: Which op is cast how: a ``Policy`` or the name of a preset.
+        policy: Which op is cast how: a ``Policy``, the name of a preset, or the path of a
+            policy file (``*.toml``), which is read when a graph is compiled.
         compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
         output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
             ``"autocast"``: those that autocast leaves. Under an ambient autocast they
@@ -95,11 +97,12 @@ def _to_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _to_policy(name: str, value: Any) -> Policy:
-    if isinstance(value, Policy):
-        return value
-    if isinstance(value, str):
-        return preset(value)
-    raise OptionError(f"{name}={value!r} is neither an amp_fx.Policy nor the name of a preset")
+    if isinstance(value, (str, os.PathLike)) or type(value).__name__ == Policy.__name__:
+        return as_policy(value)
+    raise OptionError(
+        f"{name}={value!r} is neither an amp_fx.Policy, nor the name of a preset, nor the path "
+        "of a policy file"
+    )
 
 
 _CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES}

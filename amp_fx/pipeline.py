@@ -12,6 +12,7 @@ from torch._logging._internal import trace_structured
 
 from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
+from amp_fx.module_place import NOWHERE
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.capture import Site
+    from amp_fx.module_place import Around
     from amp_fx.passes.base import Pass
     from amp_fx.policy import Policy
 
@@ -50,6 +52,7 @@ def default_passes(
     *,
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    around: Around = NOWHERE,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -58,10 +61,11 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
+        around: The modules around the compiled frame (``module_place.surroundings``).
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy),
+        InsertCasts(policy, around),
         *((RestoreOutputs(),) if restores_outputs else ()),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),

@@ -14,34 +14,21 @@ pair of dtypes there is the number of a policy. Then
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policy import Policy, preset
 from amp_fx.regions import CARRIERS, AutocastState, is_code
+
+if TYPE_CHECKING:
+    from amp_fx.policy import Policy
 
 _lock = threading.Lock()
 _numbers: dict[int, int] = {}
 """Number of a policy by ``id``; ``_policies`` keeps them alive."""
 _policies: list[Policy] = []
 _distinct: dict[Policy, int] = {}
-
-
-def as_policy(policy: Policy | str) -> Policy:
-    """The policy that somebody means.
-
-    Raises:
-        PolicyError: It is neither a policy nor the name of a preset.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str):
-        return preset(policy)
-    raise PolicyError(
-        f"policy={policy!r} is neither an amp_fx.Policy nor the name of a preset; "
-        "amp_fx.preset(name) makes one"
-    )
 
 
 def codes_of(policy: Policy) -> tuple[torch.dtype, ...]:

@@ -29,6 +29,7 @@ from amp_fx.casts import add_cast
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
+from amp_fx.module_place import NOWHERE
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
@@ -50,6 +51,7 @@ from amp_fx.values import (
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from amp_fx.module_place import Around
     from amp_fx.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -70,15 +72,17 @@ class InsertCasts:
 
     Attributes:
         policy: Which op is cast how, per device type.
+        around: The modules around the compiled frame (``module_place.surroundings``).
     """
 
     name: ClassVar[str] = "insert_casts"
     policy: Policy
+    around: Around = NOWHERE
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
         remember_captured(gm.graph)
-        rewriter = _Rewriter(gm, Opener(self.policy, detect_fake_mode(gm.graph)))
+        rewriter = _Rewriter(gm, Opener(self.policy, detect_fake_mode(gm.graph), self.around))
         rewriter.run()
         return PassResult(rewriter.counts)
 

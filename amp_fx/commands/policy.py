@@ -42,6 +42,8 @@ MEANING = {
     CastPolicy.FP32_APPEND_DTYPE.value: "calls the overload with dtype=, with float32",
     CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
     CastPolicy.BANNED.value: "raises: unsafe under autocast",
+    CastPolicy.KEEP.value: "left alone, and not looked into",
+    CastPolicy.SAME_AS_INPUT.value: "computes in float32, gives back its first input's dtype",
     OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
     NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
 }
