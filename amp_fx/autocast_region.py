@@ -68,8 +68,9 @@ def autocast(
         enabled: Whether autocast is on in the region.
         cache_enabled: Whether casts of weights are shared inside the region.
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
-            policy file (``*.toml``). None keeps the policy of the region around this one, at the outermost that of PyTorch. Regions
-            of ``torch.autocast`` inside this one keep its policy too. In eager code
+            policy file (``*.toml``). None keeps the policy of the region around this one, at
+            the outermost that of PyTorch. Regions of ``torch.autocast`` inside this one keep
+            its policy too. In eager code
             ``torch.utils.checkpoint`` restores autocast but no policy when it recomputes:
             compile such code, or recompute in a region of its own.
 
@@ -239,9 +240,9 @@ def _dtype_while_compiling(policy: Any, device_type: str) -> torch.dtype | None:
     return as_policy(policy).low_dtype(device_type)
 
 
-for _function in (_codes_while_compiling, _dtype_while_compiling):
-    # As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
+_codes_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dtype_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def skip_in_dynamo() -> None:

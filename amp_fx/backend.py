@@ -16,10 +16,12 @@ from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
 from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
-from amp_fx.module_place import NOWHERE, surroundings
+from amp_fx.module_place import NOWHERE, guard_place, surroundings
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policy_state import policy_of
+from amp_fx.policy import preset
+from amp_fx.policy_overrides import warn_unused
+from amp_fx.policy_state import carrying, policy_of
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
 from amp_fx.values import recorded_value, remember_captured, tensors_in
@@ -62,15 +64,21 @@ def amp_fx(
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
     policy = policy_of(state) or parsed.policy
+    if policy != preset("torch"):
+        state = carrying(state, policy)
+    around = surroundings() if policy.resolver.depends_on_place else NOWHERE
+    guard_place(around)
+    if around.root is not None:
+        warn_unused(policy, around.root)
     site = Site(state, torch.is_grad_enabled())
     restores_outputs = not ambient.enabled and parsed.output_dtype == "original"
     weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else ()
     passes = default_passes(
-        parsed.policy,
+        policy,
         site,
         restores_outputs=restores_outputs,
         kept_weights=weights,
-        around=surroundings() if policy.resolver.depends_on_place else NOWHERE,
+        around=around,
     )
     with no_autocast():
         rewritten = _rewrite(gm, passes, parsed) or as_native_region(

@@ -12,6 +12,7 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.module_place import module_path
+from amp_fx.policy_kernels import prepare_state
 from amp_fx.values import captured_value, remember_captured
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def as_native_region(
         restores_outputs: Whether outputs are cast to the dtypes that were captured.
     """
     remember_captured(gm.graph)
+    prepare_state(state)
     graph = gm.graph
     output = graph.output_node()
     first = next(node for node in graph.nodes if node.op != "placeholder")

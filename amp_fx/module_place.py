@@ -39,10 +39,12 @@ class Around:
         place: They, outermost first.
         own: What Dynamo calls the last one, the first argument of a method: ``L['self']``;
             empty if the frame is of no method of a module.
+        root: The outermost one; None if there is none.
     """
 
     place: Place = ()
     own: str = ""
+    root: nn.Module | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 NOWHERE = Around()
@@ -111,13 +113,31 @@ def surroundings() -> Around:
 
 def _around_frame(running: list[nn.Module], translator: InstructionTranslator) -> Around:
     code = translator.f_code
-    name = code.co_varnames[0] if code.co_argcount else ""
+    first = code.co_varnames[0] if code.co_argcount else ""
+    # What Dynamo resumes a method with after a graph break has its live variables in any order.
+    name = first if isinstance(translator.f_locals.get(first), nn.Module) else "self"
     own = translator.f_locals.get(name)
     if not isinstance(own, nn.Module):
-        return Around(_place_of_modules(running))
+        return Around(_place_of_modules(running), "", running[0] if running else None)
     positions = [i for i, module in enumerate(running) if module is own]
     modules = running[: positions[-1] + 1] if positions else [*running, own]
-    return Around(_place_of_modules(modules), f"L['{name}']")
+    return Around(_place_of_modules(modules), f"L['{name}']", modules[0])
+
+
+def guard_place(around: Around) -> None:
+    """Makes Dynamo compile a method of an inner module anew for each module that has it.
+
+    What it compiles for one of several equal modules it would run for all of them, and each
+    has a path of its own. Relies on ``torch._guards.install_guard`` taking effect as long as
+    the backend is being called.
+    """
+    if not around.own or len(around.place) < 2:
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import LocalSource
+
+    source = LocalSource(around.own.removeprefix("L['").removesuffix("']"))
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _translator() -> InstructionTranslator | None:
@@ -140,10 +160,10 @@ def _running_modules(frame: FrameType | None) -> list[nn.Module]:
         if frame.f_code is _CALL:
             module = frame.f_locals["self"]
             compiled = getattr(module, "_orig_mod", None)
-            is_outermost = isinstance(compiled, nn.Module)
-            modules.append(compiled if is_outermost else module)
-            if is_outermost:
+            if isinstance(compiled, nn.Module):
+                modules.append(compiled)
                 break
+            modules.append(module)
         frame = frame.f_back
     modules.reverse()
     if len(modules) > 1 and modules[1] is modules[0]:

@@ -18,8 +18,8 @@ from amp_fx.policy_overrides import arg_override, module_overrides, op_overrides
 from amp_fx.tables import DEVICES
 from amp_fx.tables.build import build_table, check_entry
 from amp_fx.tables.ipex import IPEX_ROWS
-from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.lean import lean
+from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import VERSIONS, Version, active
 from amp_fx.treatment import Resolver
 
@@ -176,7 +176,7 @@ class Policy:
                 twice with different policies, or an op cannot take its policy.
         """
         added = op_overrides(policies, self._listed())
-        tables = {device: _changed(table, added) for device, table in self.tables.items()}
+        tables = {device: with_changes(table, added) for device, table in self.tables.items()}
         return dataclasses.replace(self, tables=tables, ops=(*self.ops, *added))
 
     def with_modules(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
@@ -242,7 +242,7 @@ class Policy:
             raise PolicyError(f"{device_type!r} is not a device type; write it like 'cuda'")
         if table is None:
             table = active(REFERENCE, torch_version())
-        changed = _changed(_read_only(table), self.ops)
+        changed = with_changes(_read_only(table), self.ops)
         return dataclasses.replace(self, tables={**self.tables, device_type: changed})
 
     def gone(self, device_type: str) -> tuple[str, ...]:
@@ -264,9 +264,8 @@ class Policy:
     def __repr__(self) -> str:
         """The name, how many ops each device type has, and how many changes there are."""
         counts = [f"{d}: {len(table)} ops" for d, table in self.tables.items()] or ["no devices"]
-        for what in ("ops", "modules", "args", "rules"):
-            if getattr(self, what):
-                counts.append(f"with {what}: {len(getattr(self, what))}")
+        changes = {what: len(getattr(self, what)) for what in ("ops", "modules", "args", "rules")}
+        counts += [f"with {what}: {number}" for what, number in changes.items() if number]
         counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
         return f"Policy({self.name!r}, {', '.join(counts)})"
 
@@ -282,7 +281,8 @@ class Policy:
         return _restored, (FORMAT, {**fields, "tables": _plain(self.tables)})
 
 
-def _changed(table: Table, overrides: Iterable[OpOverride]) -> dict[str, CastPolicy]:
+def with_changes(table: Table, overrides: Iterable[OpOverride]) -> dict[str, CastPolicy]:
+    """A table with what ``with_ops`` laid down."""
     changes = {op: override.policy for override in overrides for op in override.overloads}
     return {**table, **changes}
 
@@ -326,7 +326,9 @@ def as_policy(policy: object) -> Policy:
         if "\n" in policy:
             return Policy.loads(policy)
         return Policy.load(policy) if policy.endswith(".toml") else preset(policy)
-    if isinstance(policy, Policy) and {f.name for f in dataclasses.fields(Policy)} <= {*vars(policy)}:
+    if isinstance(policy, Policy) and {f.name for f in dataclasses.fields(Policy)} <= {
+        *vars(policy)
+    }:
         return policy
     if type(policy).__name__ == Policy.__name__:
         raise PolicyError(

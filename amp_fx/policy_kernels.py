@@ -25,7 +25,7 @@ from amp_fx.casts import make_cast
 from amp_fx.module_place import current_place
 from amp_fx.op_names import all_ops
 from amp_fx.policy import preset
-from amp_fx.policy_state import ambient_policy
+from amp_fx.policy_state import ambient_policy, policy_of
 from amp_fx.rules import restore_results
 from amp_fx.treatment import is_adjustable
 
@@ -35,55 +35,61 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from amp_fx.policy import Policy
+    from amp_fx.regions import AutocastState
     from amp_fx.rules import Call
     from amp_fx.treatment import Resolver, Treatment
 
 _lock = threading.Lock()
-_prepared: set[tuple[int, str | None]] = set()
+_prepared: set[tuple[int, str]] = set()
 _replaced: dict[tuple[str, str], Any] = {}
 """Per device type and op: what keeps the registration alive."""
 _keep_alive: list[Policy] = []
 
 
-def prepare(policy: Policy, device_type: str | None = None) -> None:
+def prepare(policy: Policy, device_type: str) -> None:
     """Sees to it that eager regions with this policy run by it, in any thread.
 
     Args:
         policy: The policy.
-        device_type: That of the region. What holds for modules, and rules, needs a kernel for
-            every op; there are some for this type and for the machine's accelerator.
+        device_type: That of the region; regions inside of it may also be for the CPU, for CUDA
+            or for the machine's accelerator. What holds for modules, and rules, needs a kernel
+            for every op, which others of these have only if they are the accelerator.
     """
-    wide = device_type if policy.resolver.depends_on_place else None
-    if (id(policy), wide) in _prepared:
+    if (id(policy), device_type) in _prepared:
         return
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {device_type} | ({accelerator.type} if accelerator is not None else set())
     with _lock:
         for device, name in _differences(policy):
-            _prepare_op(name, device)
-        for device in _devices_of(wide):
-            for name in _adjustable_ops():
+            if device in devices | {"cpu", "cuda"}:
+                _prepare_op(name, device)
+        for name in _adjustable_ops() if policy.resolver.depends_on_place else ():
+            for device in devices:
                 _prepare_op(name, device)
         _keep_alive.append(policy)
-        _prepared.add((id(policy), wide))
+        _prepared.add((id(policy), device_type))
+
+
+def prepare_state(state: AutocastState) -> None:
+    """Does so for code that will run in this state: an island, a graph that is not rewritten."""
+    policy = policy_of(state)
+    if policy is not None:
+        for device_type in state.enabled:
+            prepare(policy, device_type)
 
 
 def prepare_op(name: str) -> None:
     """Gives eager autocast of all devices a kernel for a registered op."""
     with _lock:
         for device_type in preset("torch").tables:
-            _prepare_op(name, device_type)
+            if hasattr(torch._C.DispatchKey, autocast_key(device_type)):
+                _prepare_op(name, device_type)
 
 
 def _prepare_op(name: str, device_type: str) -> None:
     op = _find_op(name)
     if op is not None and (device_type, name) not in _replaced:
         _replaced[device_type, name] = _replace(op, device_type)
-
-
-def _devices_of(device_type: str | None) -> set[str]:
-    if device_type is None:
-        return set()
-    accelerator = torch.accelerator.current_accelerator()
-    return {device_type} | ({accelerator.type} if accelerator is not None else set())
 
 
 @functools.cache

@@ -7,13 +7,14 @@ import difflib
 import fnmatch
 import importlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from amp_fx.cast_policy import CastPolicy
-from amp_fx.errors import PolicyError
+from amp_fx.errors import PolicyError, PolicyWarning
 from amp_fx.op_names import find_overloads, is_functional, overloads_by_packet, qualified_pattern
 from amp_fx.rules import CAST_ARGUMENT_TYPES, takes_policy
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from amp_fx.module_place import Place
+    from amp_fx.policy import Policy
 
 Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
 """Called with an op's qualified overload name, the path of the module around it, and the sizes
@@ -150,8 +152,8 @@ def op_overrides(
     """
     known = frozenset(listed)
     entries = [_op_override(pattern, value, known) for pattern, value in given.items()]
-    globs = [entry for entry in entries if _is_glob(entry.pattern)]
-    names = [entry for entry in entries if not _is_glob(entry.pattern)]
+    globs = [entry for entry in entries if is_glob(entry.pattern)]
+    names = [entry for entry in entries if not is_glob(entry.pattern)]
     for group in (globs, names):
         _refuse_contradictions(group)
     return (*globs, *names)
@@ -199,11 +201,13 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
     """
     if not isinstance(pattern, str) or not pattern.strip():
         raise PolicyError(f"{pattern!r} is no name of an op; write it like 'aten::softmax'")
-    if not _is_glob(pattern):
+    if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
     glob = qualified_pattern(pattern)
     packets = overloads_by_packet()
-    found = [op for packet, ops in packets.items() for op in ops if fnmatch.fnmatchcase(packet, glob)]
+    found = [
+        op for packet, ops in packets.items() for op in ops if fnmatch.fnmatchcase(packet, glob)
+    ]
     found += [op for ops in packets.values() for op in ops if fnmatch.fnmatchcase(op, glob)]
     functional = tuple(sorted({op for op in found if is_functional(op)}))
     if not functional:
@@ -211,7 +215,8 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
     return functional
 
 
-def _is_glob(pattern: str) -> bool:
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern for ops may mean several packets."""
     return any(sign in pattern for sign in "*?[")
 
 
@@ -231,6 +236,30 @@ def module_overrides(given: Mapping[Any, CastPolicy | str]) -> tuple[ModuleOverr
         )
         for pattern, value in given.items()
     )
+
+
+def warn_unused(policy: Policy, root: torch.nn.Module) -> None:
+    """Warns of patterns for modules that no module of a model fits, once for each and model."""
+    names: dict[str, torch.nn.Module] = {}
+    for override in policy.modules:
+        key = (override.pattern, id(root))
+        if key in _checked:
+            continue
+        _checked.add(key)
+        names = names or dict(root.named_modules())
+        if any(override.fits_module(name, type(module)) for name, module in names.items()):
+            continue
+        near = difflib.get_close_matches(override.text, names, n=3)
+        some = ", ".join(map(repr, near or [*names][1:6])) or "none"
+        warnings.warn(
+            f"no module of {type(root).__name__} fits {override.text!r} of the policy; paths "
+            f"begin at the compiled module: {some}",
+            PolicyWarning,
+            stacklevel=2,
+        )
+
+
+_checked: set[tuple[object, int]] = set()
 
 
 def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
@@ -336,6 +365,10 @@ def find_object(name: str) -> Any:
             found: Any = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
+        except Exception as error:
+            raise PolicyError(
+                f"{name!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
         try:
             for part in parts[split:]:
                 found = getattr(found, part)

@@ -6,8 +6,6 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-import torch
-
 from amp_fx.errors import PolicyError
 from amp_fx.policy_overrides import arg_override, expand_ops, to_policy
 from amp_fx.rules import castable_tensors, is_eligible, qualified_name, takes_policy

@@ -210,8 +210,10 @@ def cast_arguments(
     # where one tensor feeds two arguments, their order is that of the gradients' sum.
     for name in reversed([name for name in castable_arguments(op) if name in dtypes]):
         value, dtype = bound.get(name), dtypes[name]
-        is_list = isinstance(value, (list, tuple))
-        new = [cast_one(v, dtype) for v in value] if is_list else cast_one(value, dtype)
+        if isinstance(value, (list, tuple)):
+            new: Any = [cast_one(v, dtype) for v in value]
+        else:
+            new = cast_one(value, dtype)
         if _differs(value, new):
             bound[name], changed = new, True
     return unbind(op, bound) if changed else call

@@ -113,7 +113,7 @@ class Resolver:
                 origin = f"args {override.pattern!r}"
                 self._args[op] = origin, {**before, **dict(override.args)}
         self._by_op = functools.cache(self._find_by_op)
-        self._by_module = functools.cache(self._find_by_module)
+        self.module_override = functools.cache(self._find_module_override)
 
     @property
     def depends_on_place(self) -> bool:
@@ -124,7 +124,7 @@ class Resolver:
         """Equal for two places in which equal calls are treated alike."""
         if self._rules:
             return place
-        return self._by_module(place) if self._modules else None
+        return self.module_override(place) if self._modules else None
 
     def treatment(self, call: Call, device_type: str, place: Place) -> Treatment | None:
         """What is done to a call; None if nothing is laid down for its op.
@@ -139,7 +139,7 @@ class Resolver:
             policy = _ask(rule, call, place)
             if policy is not None:
                 return Treatment(policy, f"rule {rule.name}")
-        override: ModuleOverride | None = self._by_module(place)
+        override: ModuleOverride | None = self.module_override(place)
         if override is None:
             return by_op
         return Treatment(override.policy, f"module {override.text!r}")
@@ -163,7 +163,7 @@ class Resolver:
             return Treatment(found.policy, "register_op", tuple(merged.items()))
         return Treatment(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
 
-    def _find_by_module(self, place: Place) -> ModuleOverride | None:
+    def _find_module_override(self, place: Place) -> ModuleOverride | None:
         return next((m for m in reversed(self._modules) if m.fits(place)), None)
 
 

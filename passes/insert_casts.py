@@ -109,7 +109,7 @@ class _Rewriter:
             set_value(node, value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                evaluate_together(nodes, self.fake_mode)
+                evaluate_together(nodes, self.fake_mode, self.opener.around)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -192,7 +192,7 @@ class _Rewriter:
             del node.meta["island"]
             node.meta["has_rewritten_bodies"] = True
             return
-        evaluate_island(node, self.fake_mode)
+        evaluate_island(node, self.fake_mode, self.opener.around)
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
