@@ -79,6 +79,7 @@ def amp_fx(
         restores_outputs=restores_outputs,
         kept_weights=weights,
         around=around,
+        guards_range=parsed.range_guard,
     )
     with no_autocast():
         rewritten = _rewrite(gm, passes, parsed) or as_native_region(

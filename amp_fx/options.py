@@ -33,6 +33,8 @@ class Options:
             are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
         verify: Whether every call compares kept casts with fresh ones.
+        range_guard: Whether numbers that a low dtype cannot hold are looked for, as
+            ``amp_fx.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
@@ -48,6 +50,7 @@ class Options:
     output_dtype: str = "original"
     weight_cache: bool = True
     verify: bool = False
+    range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
     mode: str | None = None
@@ -137,6 +140,7 @@ _CONVERT = {
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
     "verify": _to_bool,
+    "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
     "mode": _to_mode,

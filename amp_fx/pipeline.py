@@ -53,6 +53,7 @@ def default_passes(
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
     around: Around = NOWHERE,
+    guards_range: bool = True,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -62,10 +63,11 @@ def default_passes(
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
         around: The modules around the compiled frame (``module_place.surroundings``).
+        guards_range: Whether numbers that the low dtype cannot hold are looked for.
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy, around),
+        InsertCasts(policy, around, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),

@@ -26,13 +26,13 @@ from torch import fx
 
 from amp_fx.capture import NotPlainError, Opener, Site
 from amp_fx.casts import add_cast
-from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
 from amp_fx.module_place import NOWHERE
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 from amp_fx.splice import is_getitem, spell_out_tuples, splice
 from amp_fx.values import (
     analysis,
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOW_DTYPES = (torch.float16, torch.bfloat16)
+
 _hop = torch.ops.higher_order
 # Higher-order ops whose bodies are plain graphs called on their operands: where the bodies
 # and the operands stand among the arguments.
@@ -73,16 +75,20 @@ class InsertCasts:
     Attributes:
         policy: Which op is cast how, per device type.
         around: The modules around the compiled frame (``module_place.surroundings``).
+        guards_range: Whether numbers that the low dtype cannot hold are looked for
+            (``range_guard``).
     """
 
     name: ClassVar[str] = "insert_casts"
     policy: Policy
     around: Around = NOWHERE
+    guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
         remember_captured(gm.graph)
-        rewriter = _Rewriter(gm, Opener(self.policy, detect_fake_mode(gm.graph), self.around))
+        opener = Opener(self.policy, detect_fake_mode(gm.graph), self.around)
+        rewriter = _Rewriter(gm, opener, guards_range=self.guards_range)
         rewriter.run()
         return PassResult(rewriter.counts)
 
@@ -90,10 +96,11 @@ class InsertCasts:
 class _Rewriter:
     """One walk over one graph; bodies of higher-order ops get their own."""
 
-    def __init__(self, gm: fx.GraphModule, opener: Opener) -> None:
+    def __init__(self, gm: fx.GraphModule, opener: Opener, *, guards_range: bool) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.opener = opener
+        self.guards_range = guards_range
         self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
@@ -134,7 +141,7 @@ class _Rewriter:
         if opened.graph is None:
             self._keep(node)
         else:
-            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate)
+            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate_opened)
             self.counts["nodes_opened"] += 1
 
     def _visit_refused(self, node: fx.Node, reason: str) -> None:
@@ -155,12 +162,12 @@ class _Rewriter:
         if not tensors_in(args, kwargs):
             set_value(node, captured)
             return
+        if self.guards_range:
+            self._guard_range(node)
         is_changed = _inputs_changed(node)
-        if is_changed:
-            clamp_fill_value(node)
-            if not self.probe.takes(node):
-                self._restore_inputs(node)
-                is_changed = False
+        if is_changed and not self.probe.takes(node):
+            self._restore_inputs(node)
+            is_changed = False
         try:
             self._evaluate(node)
         except Exception as error:
@@ -178,12 +185,28 @@ class _Rewriter:
         for source in node.all_input_nodes:
             captured = captured_value(source)
             if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
-                with self.graph.inserting_before(node):
-                    restored = add_cast(self.graph, source, captured.dtype, "captured dtype")
-                restored.meta["site"] = node.meta["site"]
-                self._evaluate(restored)
-                node.replace_input_with(source, restored)
+                self._cast_input(node, source, captured.dtype, "captured dtype")
                 self.counts["inputs_restored"] += 1
+
+    def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
+        with self.graph.inserting_before(node):
+            cast = add_cast(self.graph, source, dtype, reason)
+        cast.meta["site"] = node.meta["site"]
+        self._evaluate(cast)
+        node.replace_input_with(source, cast)
+
+    def _guard_range(self, node: fx.Node) -> None:
+        """Clamps numbers that a low dtype cannot hold, or keeps the op in float32."""
+        reason = reason_for_float32(node)
+        if reason is None:
+            clamp_fill_value(node)
+            return
+        for source in node.all_input_nodes:
+            value = value_of(source)
+            if isinstance(value, torch.Tensor) and value.dtype in _LOW_DTYPES:
+                self._cast_input(node, source, torch.float32, "range guard")
+        record_kept_in_float32(node, reason)
+        self.counts["ops_kept_in_float32"] += 1
 
     # Islands.
 
@@ -214,7 +237,7 @@ class _Rewriter:
     def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)
-        rewriter = _Rewriter(body, self.opener)
+        rewriter = _Rewriter(body, self.opener, guards_range=self.guards_range)
         result = rewriter.run(values)
         self.counts.update(rewriter.counts)
         return result
@@ -226,6 +249,11 @@ class _Rewriter:
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
             return self.fake_mode.from_tensor(value, static_shapes=True)
         return value
+
+    def _evaluate_opened(self, node: fx.Node) -> None:
+        if self.guards_range:
+            clamp_fill_value(node)
+        self._evaluate(node)
 
     def _evaluate(self, node: fx.Node) -> None:
         is_grad_enabled = node.meta["site"].is_grad_enabled
