@@ -58,7 +58,8 @@ def _share_casts(graph: fx.Graph) -> int:
         cast = inserted_cast(node)
         if cast is None or not _may_share(node, cast):
             continue
-        source = node.all_input_nodes[0]
+        # By the tensor, not by the node: ``w.float()`` of a float32 ``w`` is ``w`` itself.
+        source = id(value_of(node.all_input_nodes[0]))
         key = (source, cast.dtype, cast.source_version, node.meta["site"].is_grad_enabled)
         kept = first.setdefault(key, node)
         if kept is not node:

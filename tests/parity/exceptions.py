@@ -12,7 +12,6 @@ import pytest
 _TORCH_KERNEL = "an unlisted kernel calls listed ops inside, where eager autocast is still on"
 _ISLAND = "a weight used inside an island and outside it is cast once for each"
 _GRAPHS = "eager shares the cast of a weight between the graphs of one region"
-_LEAF = "a call that returns a leaf unchanged hides that it is one: its cast is not shared"
 _OVERLOAD = "the policy stands at another overload than the one that is called"
 _NO_GUARD = "opening the node wants a CUDA device guard"
 
@@ -48,10 +47,6 @@ CUDA_OPS: dict[str, str] = {
 """Test id in ``test_ops_cuda.py`` -> reason."""
 
 MODELS: dict[str, str] = {
-    "one_value_under_two_names-ambient-bfloat16": _LEAF,
-    "one_value_under_two_names-ambient-float16": _LEAF,
-    "one_value_under_two_names-bare-bfloat16": _LEAF,
-    "one_value_under_two_names-bare-float16": _LEAF,
     "disabled_function-ambient-bfloat16": _GRAPHS,
     "disabled_function-ambient-float16": _GRAPHS,
     "graph_break_in_a_loop-ambient-bfloat16": _GRAPHS,
@@ -70,10 +65,6 @@ MODELS: dict[str, str] = {
     "vmap-ambient-float16": _ISLAND,
     "vmap-bare-bfloat16": _ISLAND,
     "vmap-bare-float16": _ISLAND,
-    "weight_behind_calls_that_return_it_unchanged-ambient-bfloat16": _LEAF,
-    "weight_behind_calls_that_return_it_unchanged-ambient-float16": _LEAF,
-    "weight_behind_calls_that_return_it_unchanged-bare-bfloat16": _LEAF,
-    "weight_behind_calls_that_return_it_unchanged-bare-float16": _LEAF,
 }
 """Test id in ``test_models.py`` (as ``lstm_cell-ambient-bfloat16``) -> reason."""
 
