@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from amp_fx.capture import NotPlainError, Opener, Site
-from amp_fx.casts import add_cast
+from amp_fx.capture import NotPlainError, OpaqueKernelError, Opener, Site
+from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
 from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
@@ -124,7 +124,7 @@ class _Rewriter:
         try:
             opened, inputs = self.opener.open(node, site)
         except NotPlainError as error:
-            self._visit_refused(node, str(error))
+            self._visit_refused(node, error)
             return
         node.meta["decisions"] = opened.decisions
         if opened.graph is None:
@@ -133,14 +133,16 @@ class _Rewriter:
             self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate)
             self.counts["nodes_opened"] += 1
 
-    def _visit_refused(self, node: fx.Node, reason: str) -> None:
+    def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
         """A node that cannot be opened: for the dtypes that it gets, or for what it is."""
         if _inputs_changed(node) and not self.probe.takes(node):
             self._restore_inputs(node)
             self._visit(node)
             return
-        node.meta["island"] = reason
+        node.meta["island"] = str(error)
         self._visit_island(node)
+        if isinstance(error, OpaqueKernelError) and error.result_dtype is not None:
+            self._cast_result(node, error.result_dtype)
 
     # Plain nodes.
 
@@ -175,7 +177,7 @@ class _Rewriter:
             captured = captured_value(source)
             if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
                 with self.graph.inserting_before(node):
-                    restored = add_cast(self.graph, source, captured.dtype, "captured dtype")
+                    restored = add_cast(self.graph, source, captured.dtype, CAPTURED_DTYPE)
                 restored.meta["site"] = node.meta["site"]
                 self._evaluate(restored)
                 node.replace_input_with(source, restored)
@@ -189,6 +191,17 @@ class _Rewriter:
             node.meta["has_rewritten_bodies"] = True
             return
         evaluate_island(node, self.fake_mode)
+
+    def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.float64):
+            return
+        with self.graph.inserting_after(node):
+            cast = add_cast(self.graph, node, dtype, KERNEL_RESULT)
+        self._evaluate(cast)
+        node.replace_all_uses_with(cast, lambda user: user is not cast)
+        cast.meta["captured"] = captured_value(node)
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
