@@ -8,6 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from torch import fx
 from torch._logging._internal import trace_structured
 
 from amp_fx.checker import check_graph
@@ -17,13 +18,12 @@ from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
-
-    from torch import fx
 
     from amp_fx.capture import Site
     from amp_fx.passes.base import Pass
@@ -50,6 +50,7 @@ def default_passes(
     *,
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    shares_region: bool = False,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -58,6 +59,8 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
+        shares_region: Whether casts of leaves are shared with what runs around the graph
+            (``ShareRegionCasts``).
     """
     return (
         MarkRegions(site),
@@ -65,6 +68,7 @@ def default_passes(
         *((RestoreOutputs(),) if restores_outputs else ()),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
+        *((ShareRegionCasts(),) if shares_region else ()),
         WrapIslands(),
     )
 
@@ -91,8 +95,7 @@ def run_passes(
         try:
             result = current.call(gm)
             if result.modified:
-                gm.graph.lint()
-                gm.recompile()
+                _finish(gm)
             if is_checked:
                 check_graph(gm, current.name)
         except AmpFxError:
@@ -106,6 +109,14 @@ def run_passes(
         reports.append(report)
         _log_pass(gm, report)
     return reports
+
+
+def _finish(gm: fx.GraphModule) -> None:
+    """Lints and recompiles a graph and the bodies of its higher-order ops."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.graph.lint()
+            module.recompile()
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:

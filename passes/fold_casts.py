@@ -72,17 +72,20 @@ def _share_casts(graph: fx.Graph) -> int:
 def _may_share(node: fx.Node, cast: Cast) -> bool:
     if cast.source_version is None or is_aliased(node):
         return False
-    source = value_of(node.all_input_nodes[0])
-    if not has_gradient(node):
-        return True
-    site = node.meta["site"]
-    is_cached_by_eager = (
-        source.is_leaf and not source._is_view() and cast.source_dtype == torch.float32
-    )
-    to_low_dtype = source.device.type in dict(site.state.low_dtypes) and (
-        cast.dtype == site.state.low_dtype(source.device.type)
-    )
-    return is_cached_by_eager and to_low_dtype and site.state.cache_enabled
+    return not has_gradient(node) or is_cached_by_eager(node)
+
+
+def is_cached_by_eager(node: fx.Node) -> bool:
+    """Whether eager autocast would cache a cast that autograd records.
+
+    Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    """
+    source: torch.Tensor = value_of(node.all_input_nodes[0])
+    if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
+        return False
+    state, device_type = node.meta["site"].state, source.device.type
+    is_low = dict(state.low_dtypes).get(device_type) == value_of(node).dtype
+    return is_low and bool(state.cache_enabled)
 
 
 def has_gradient(node: fx.Node) -> bool:

@@ -215,8 +215,6 @@ class _Rewriter:
         results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
-        for body in bodies:
-            body.recompile()
         set_value(node, results[0])
         return True
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-# Open: each of these is to go.
-_ISLAND = "a weight used inside an island and outside it is cast once for each"
-_GRAPHS = "eager shares the cast of a weight between the graphs of one region"
 _NO_CUDA = "it runs as an island, whose torch.autocast turns itself off where there is no CUDA"
 
 CPU_OPS: dict[str, str] = {}
@@ -25,22 +22,7 @@ _ISLANDS_WITHOUT_CUDA = {
 CUDA_OPS: dict[str, str] = {} if torch.cuda.is_available() else _ISLANDS_WITHOUT_CUDA
 """Test id in ``test_ops_cuda.py`` -> reason."""
 
-MODELS: dict[str, str] = {
-    "disabled_function-ambient-bfloat16": _GRAPHS,
-    "disabled_function-ambient-float16": _GRAPHS,
-    "graph_break_in_a_loop-ambient-bfloat16": _GRAPHS,
-    "graph_break_in_a_loop-ambient-float16": _GRAPHS,
-    "graph_break_in_the_middle-ambient-bfloat16": _GRAPHS,
-    "graph_break_in_the_middle-ambient-float16": _GRAPHS,
-    "graph_break_inside_a_region-ambient-bfloat16": _GRAPHS,
-    "graph_break_inside_a_region-ambient-float16": _GRAPHS,
-    "two_calls_in_one_region-ambient-bfloat16": _GRAPHS,
-    "two_calls_in_one_region-ambient-float16": _GRAPHS,
-    "vmap-ambient-bfloat16": _ISLAND,
-    "vmap-ambient-float16": _ISLAND,
-    "vmap-bare-bfloat16": _ISLAND,
-    "vmap-bare-float16": _ISLAND,
-}
+MODELS: dict[str, str] = {}
 """Test id in ``test_models.py`` (as ``lstm_cell-ambient-bfloat16``) -> reason."""
 
 
