@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.bodies import is_rewritten
 from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.errors import GraphInvariantError
 from amp_fx.values import (
@@ -42,7 +43,7 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
 
 
 def _can_evaluate(node: fx.Node) -> bool:
-    if "val" not in node.meta or "island" in node.meta or "has_rewritten_bodies" in node.meta:
+    if "val" not in node.meta or "island" in node.meta or is_rewritten(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False

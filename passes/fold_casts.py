@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from amp_fx.bodies import rewritten_bodies
 from amp_fx.casts import Cast, inserted_cast, is_widening
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.wrap_islands import rewritten_bodies
 from amp_fx.values import storage_id, tensors_in, value_of, version_of
 
 if TYPE_CHECKING:

@@ -24,6 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from amp_fx.bodies import (
+    bodies_of,
+    body_nodes,
+    has_plain_bodies,
+    mark_rewritten,
+    operands_of,
+)
 from amp_fx.capture import NotPlainError, OpaqueKernelError, Opener, Site
 from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
 from amp_fx.fills import clamp_fill_value
@@ -53,15 +60,6 @@ if TYPE_CHECKING:
     from amp_fx.policy import Policy
 
 log = logging.getLogger(__name__)
-
-_hop = torch.ops.higher_order
-# Higher-order ops whose bodies are plain graphs called on their operands: where the bodies
-# and the operands stand among the arguments.
-_BODIES: dict[Any, tuple[tuple[int, ...], slice | int]] = {
-    _hop.tag_activation_checkpoint: ((0,), slice(1, None)),
-    _hop.wrap: ((0,), slice(1, None)),
-    _hop.cond: ((1, 2), 3),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,9 +184,9 @@ class _Rewriter:
     # Islands.
 
     def _visit_island(self, node: fx.Node) -> None:
-        if node.target in _BODIES and self._rewrite_bodies(node):
+        if has_plain_bodies(node) and self._rewrite_bodies(node):
             del node.meta["island"]
-            node.meta["has_rewritten_bodies"] = True
+            mark_rewritten(node)
             return
         evaluate_island(node, self.fake_mode)
 
@@ -205,13 +203,10 @@ class _Rewriter:
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
-        body_positions, operand_position = _BODIES[node.target]
-        body_nodes = [node.args[position] for position in body_positions]
-        if any(len(body_node.users) > 1 for body_node in body_nodes):  # type: ignore[union-attr]
+        if any(len(body_node.users) > 1 for body_node in body_nodes(node)):
             return False
-        operands = node.args[operand_position]
-        values = list(values_in(operands))
-        bodies = [getattr(self.gm, str(n.target)) for n in body_nodes]  # type: ignore[union-attr]
+        values = list(values_in(operands_of(node)))
+        bodies = bodies_of(self.gm, node)
         results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
