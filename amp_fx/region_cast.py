@@ -56,6 +56,8 @@ def _cached_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not weight.is_leaf:
         return None
+    if not weight.numel():  # convolutions take none, and nobody can tell such casts apart
+        return None
     num_dims = weight.dim()
     if num_dims in (1, 2):
         op, sizes, saved = torch.matmul, weight.shape[:1], ("_saved_vec", "_saved_mat2")
