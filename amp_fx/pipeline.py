@@ -14,6 +14,7 @@ from torch._logging._internal import trace_structured
 from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
@@ -66,6 +67,7 @@ def default_passes(
         MarkRegions(site),
         InsertCasts(policy),
         *((RestoreOutputs(),) if restores_outputs else ()),
+        HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
         *((ShareRegionCasts(),) if shares_region else ()),

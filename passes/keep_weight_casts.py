@@ -11,9 +11,9 @@ After (where autograd records the cast; elsewhere the copy is used as it is):
     %y               = aten.linear(%x_bfloat16, %weight_bfloat16)
 
 Every cast is replaced where it stands, so that what was shared stays shared and no
-gradient changes; bodies of higher-order ops (checkpoints) get the copy as one more operand.
-Left alone on purpose: weights that the graph writes, casts that an output or a view handed
-out may alias, weights with symbolic sizes, and regions with ``cache_enabled=False``.
+gradient changes. Left alone on purpose: weights that the graph writes, casts that an
+output or a view handed out may alias, weights with symbolic sizes, and regions with
+``cache_enabled=False``.
 """
 
 from __future__ import annotations
@@ -25,21 +25,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from amp_fx.bodies import append_operand, bodies_of, is_rewritten
 from amp_fx.casts import inserted_cast
 from amp_fx.kept_cast import Slot, kept_cast
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
-from amp_fx.values import analysis, detect_fake_mode, set_value, value_of, version_of
+from amp_fx.values import analysis, detect_fake_mode, is_written, set_value, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    _CopyOf = Callable[[fx.Node, torch.dtype], fx.Node]
-    """The node that stands for a copy of a weight, in the graph of that weight's node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +50,25 @@ class KeepWeightCasts:
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``weight_casts_kept``; marks new placeholders with ``kept_input``."""
+        counts: Counter[str] = Counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
+        keepable = self._keepable(placeholders)
         fake_mode = detect_fake_mode(gm.graph)
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-
-        def copy_of(source: fx.Node, dtype: torch.dtype) -> fx.Node:
+        for cast in list(gm.graph.nodes):
+            source = _kept_source(cast, keepable)
+            if source is None:
+                continue
+            dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
                 kept[source, dtype] = _add_placeholder(gm.graph, source, dtype, fake_mode)
-            return kept[source, dtype]
-
-        num_kept = _keep(gm, self._keepable(placeholders), copy_of)
+            _replace(gm.graph, cast, source, kept[source, dtype])
+            counts["weight_casts_kept"] += 1
         for (source, dtype), node in kept.items():
             is_read = any(user.target is not kept_cast for user in source.users)
             index = placeholders.index(source)
             node.meta["kept_input"] = Slot(index, dtype, is_read)
-        return PassResult(Counter(weight_casts_kept=num_kept))
+        return PassResult(counts)
 
     def _keepable(self, placeholders: list[fx.Node]) -> dict[int, fx.Node]:
         """Weights to which the graph does not write, by the ``id`` of their values."""
@@ -78,42 +76,6 @@ class KeepWeightCasts:
         written = {name for name, node in by_name.items() if is_written(node)}
         weights = [by_name[name] for name, sharing in self.weights if written.isdisjoint(sharing)]
         return {id(value_of(node)): node for node in weights}
-
-
-def _keep(gm: fx.GraphModule, keepable: dict[int, fx.Node], copy_of: _CopyOf) -> int:
-    """Replaces the casts of weights in one graph, and in the bodies that it calls."""
-    num_kept = 0
-    for node in list(gm.graph.nodes):
-        if is_rewritten(node):
-            num_kept += _keep_in_bodies(node, bodies_of(gm, node), keepable, copy_of)
-            continue
-        source = _kept_source(node, keepable)
-        if source is not None:
-            _replace(gm.graph, node, source, copy_of(source, value_of(node).dtype))
-            num_kept += 1
-    return num_kept
-
-
-def _keep_in_bodies(
-    node: fx.Node, bodies: list[fx.GraphModule], keepable: dict[int, fx.Node], copy_of: _CopyOf
-) -> int:
-    """Hands copies on to the bodies of a higher-order op, all of which get all operands."""
-    added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
-
-    def copies_of(source: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-        key = id(value_of(source)), dtype
-        if key not in added:
-            append_operand(node, copy_of(keepable[key[0]], dtype))
-            fake_mode = detect_fake_mode(bodies[0].graph)
-            added[key] = [_add_placeholder(b.graph, source, dtype, fake_mode) for b in bodies]
-        return added[key]
-
-    num_kept = 0
-    for index, body in enumerate(bodies):
-        by_value = {id(value_of(n)): n for n in body.graph.find_nodes(op="placeholder")}
-        inside = {value: n for value, n in by_value.items() if value in keepable}
-        num_kept += _keep(body, inside, lambda s, d, i=index: copies_of(s, d)[i])  # type: ignore[misc]
-    return num_kept
 
 
 def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
@@ -125,15 +87,6 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
     if source is None or is_aliased(node) or free_symbols(value_of(source)):
         return None
     return source if all(user.op != "output" for user in node.users) else None
-
-
-def is_written(placeholder: fx.Node) -> bool:
-    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
-    value = value_of(placeholder)
-    if not isinstance(value, torch.Tensor):
-        return False
-    version = version_of(value)
-    return version is None or version != placeholder.meta["version"]
 
 
 def _add_placeholder(

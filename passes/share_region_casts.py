@@ -10,8 +10,8 @@ After:
 
 A kept cast (``amp_fx.kept_cast``) becomes ``amp_fx.region_cast`` itself. Only for the inner
 compiler ``"eager"``, which runs the graph as it stands. Left alone on purpose: every cast
-that eager autocast would not cache (``fold_casts``), and the bodies of checkpoints, which
-run again in the backward, when the region is over.
+that eager autocast would not cache (``fold_casts``), and the bodies of higher-order ops,
+from which those casts are gone (``hoist_casts``).
 """
 
 from __future__ import annotations

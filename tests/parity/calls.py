@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SEED = 1234
 
+
 @dataclasses.dataclass
 class Call:
     """One call of an op."""
