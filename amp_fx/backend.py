@@ -22,12 +22,14 @@ from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policy import preset
 from amp_fx.policy_overrides import warn_unused
 from amp_fx.policy_state import carrying, policy_of
+from amp_fx.region_cast import one_region
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
 from amp_fx.values import recorded_value, remember_captured, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import fx
 
@@ -78,6 +80,7 @@ def amp_fx(
         site,
         restores_outputs=restores_outputs,
         kept_weights=weights,
+        shares_region=parsed.compiler == "eager",
         around=around,
         guards_range=parsed.range_guard,
     )
@@ -90,7 +93,9 @@ def amp_fx(
         compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed)
     if plan is not None:
         compiled = plan.wrap(compiled)
-    return _without_autocast(compiled) if ambient.enabled else compiled
+    if ambient.enabled:
+        return _called_in(no_autocast, compiled)  # the casts are in the graph already
+    return _called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
 
 
 def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:
@@ -151,12 +156,12 @@ def _compile_or_run_eagerly(
         return ours.forward
 
 
-def _without_autocast(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls with autocast off: the casts are in the graph already."""
-
+def _called_in(
+    context: Callable[[], AbstractContextManager[Any]], compiled: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
-        with no_autocast():
+        with context():
             return compiled(*args)
 
     return call

@@ -26,6 +26,7 @@ from amp_fx.module_place import NOWHERE, place_of
 from amp_fx.policy_state import policy_of
 from amp_fx.registered_ops import report_mixture
 from amp_fx.rules import qualified_name, reaches_autocast, restore_results
+from amp_fx.tables.kernels import OPAQUE_KERNELS
 from amp_fx.values import analysis, call_target, value_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,14 @@ if TYPE_CHECKING:
 
 class NotPlainError(Exception):
     """A node cannot be opened; it runs as it is, under native autocast."""
+
+
+class OpaqueKernelError(NotPlainError):
+    """A node makes an op whose kernel casts inside (``tables/kernels.py``)."""
+
+    def __init__(self, op: str, low_dtype: torch.dtype) -> None:
+        super().__init__(f"the kernel of {op} calls ops that autocast casts")
+        self.result_dtype = low_dtype if OPAQUE_KERNELS[op] else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,14 +195,15 @@ class _PolicyTable:
             if not reaches_autocast(args, kwargs, device_type):
                 continue
             treatment = self._resolver.treatment(call, device_type, self._place)
+            low_dtype = self._state.low_dtype(device_type)
             if treatment is None:
                 _refuse_native_kernel(op, device_type)
+                _refuse_opaque_kernel(op, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
             name, policy, origin = qualified_name(op), treatment.policy, treatment.origin
             self.decisions.append(Decision(name, device_type, policy, origin))
-            low_dtype = self._state.low_dtype(device_type)
             call, restored = treatment.apply(call, device_type, low_dtype, make_cast)
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op:
@@ -203,18 +213,37 @@ class _PolicyTable:
         return NotImplemented if has_policy else self._look_into(op, args, kwargs)
 
     def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op._schema.is_mutable or not op._can_decompose():
+        if op._schema.is_mutable or not is_composite(op):
             return NotImplemented
         num_changed = self.num_changed
         with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
-            result = op.decompose(*args, **kwargs)
+            result = op._op_dk(_COMPOSITE, *args, **kwargs)
         return result if self.num_changed > num_changed else NotImplemented
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op's kernel for every device is one that calls other ops.
+
+    It is C++'s own that counts, and that is called: ``OpOverload.decompose`` prefers a Python
+    decomposition, which eager code never runs and which may call other ops (``upsample_*.vec``).
+    """
+    name = qualified_name(op)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE.name)
 
 
 def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
     """A library that registers its own autocast kernel knows its op best: leave it whole."""
     if op.namespace != "aten" and has_autocast_kernel(op, device_type):
         raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
+
+
+def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
+    name = qualified_name(op)
+    if name in OPAQUE_KERNELS:
+        raise OpaqueKernelError(name, low_dtype)
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:

@@ -25,6 +25,13 @@ def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
+CAPTURED_DTYPE = "captured dtype"
+"""The reason of casts back to what capture saw, for an op that takes no mixture."""
+
+KERNEL_RESULT = "result of a kernel"
+"""The reason of casts after an island: they say what eager autocast gives there."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cast:
     """What is known of a cast that a pass inserted; ``node.meta["cast"]``.
@@ -34,7 +41,8 @@ class Cast:
         dtype: Dtype that it is cast to.
         source_version: The source's version counter where the cast stands: two casts of
             one node are equal only if no write came between. None if it has none.
-        reason: Why it is there: the op that wanted it, or ``"output"``.
+        reason: Why it is there: the op that wanted it, ``"output"``, or one of
+            the constants above.
     """
 
     source_dtype: torch.dtype

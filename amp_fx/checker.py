@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.casts import inserted_cast
+from amp_fx.bodies import is_rewritten
+from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.errors import GraphInvariantError
 from amp_fx.values import (
     analysis,
@@ -42,7 +43,7 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
 
 
 def _can_evaluate(node: fx.Node) -> bool:
-    if "val" not in node.meta or "island" in node.meta or "has_rewritten_bodies" in node.meta:
+    if "val" not in node.meta or "island" in node.meta or is_rewritten(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
@@ -59,6 +60,10 @@ def _check_value(node: fx.Node, fresh: Any, pass_name: str) -> None:
         )
 
 
+_FORCED = (CAPTURED_DTYPE, KERNEL_RESULT)
+"""Reasons of casts that stand for an op's need; what comes after may cast their result."""
+
+
 def _check_cast(node: fx.Node, pass_name: str) -> None:
     cast = inserted_cast(node)
     if cast is None:
@@ -67,5 +72,5 @@ def _check_cast(node: fx.Node, pass_name: str) -> None:
     if cast.dtype == cast.source_dtype:
         raise GraphInvariantError(f"after {pass_name}: {node} casts to the dtype that {source} has")
     inner = inserted_cast(source)
-    if inner is not None and inner.dtype == cast.source_dtype and inner.reason != "captured dtype":
+    if inner is not None and inner.dtype == cast.source_dtype and inner.reason not in _FORCED:
         raise GraphInvariantError(f"after {pass_name}: {node} casts {source}, itself a cast")

@@ -32,6 +32,8 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     for old, new in env.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
+        # Dynamo takes it off its own graph when it is done: it refers to the real inputs.
+        new.meta.pop("grapharg", None)
     node = copy.output(output)
     node.meta = dict(graph.output_node().meta)
     return copy

@@ -13,6 +13,7 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.fallback import warn_eager
+from amp_fx.inductor_repair import repaired
 from amp_fx.regions import CARRIERS
 
 if TYPE_CHECKING:
@@ -35,14 +36,22 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    compile_graph = _backward_or_eager if options.fallback else compile_fx_inner
-    with _region_markers_cacheable(gm):
+    compile_graph = _backward_or_eager if options.fallback else _compile_graph
+    with _region_markers_cacheable(gm), repaired():
         return compile_fx(  # type: ignore[return-value]
             gm, example_inputs, inner_compile=compile_graph, config_patches=wrapper.config
         )
+
+
+def _compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with repaired():
+        return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -51,13 +60,11 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
     A backward is compiled when it is first run, where nobody could fall back from it. What
     fails in a forward is left to the caller, who has the graph before differentiation.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
-
     if not kwargs.get("is_backward"):
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+        return _compile_graph(gm, example_inputs, **kwargs)
     ours = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
     try:
-        return compile_fx_inner(gm, example_inputs, **kwargs)
+        return _compile_graph(gm, example_inputs, **kwargs)
     except Exception as error:
         log.debug("falling back", exc_info=True)
         warn_eager(error, "inductor", ours.graph, "backward graph")

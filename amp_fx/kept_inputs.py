@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import TracingContext
 
-from amp_fx.passes.keep_weight_casts import is_written
+from amp_fx.values import is_written
 from amp_fx.weight_cache import Plan
 
 if TYPE_CHECKING:

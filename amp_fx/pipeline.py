@@ -8,23 +8,24 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from torch import fx
 from torch._logging._internal import trace_structured
 
 from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.module_place import NOWHERE
 from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
-
-    from torch import fx
 
     from amp_fx.capture import Site
     from amp_fx.module_place import Around
@@ -54,6 +55,7 @@ def default_passes(
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
     around: Around = NOWHERE,
     guards_range: bool = True,
+    shares_region: bool = False,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -64,13 +66,17 @@ def default_passes(
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
         around: The modules around the compiled frame (``module_place.surroundings``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
+        shares_region: Whether casts of leaves are shared with what runs around the graph
+            (``ShareRegionCasts``).
     """
     return (
         MarkRegions(site),
         InsertCasts(policy, around, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
+        HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
+        *((ShareRegionCasts(),) if shares_region else ()),
         WrapIslands(),
     )
 
@@ -97,8 +103,7 @@ def run_passes(
         try:
             result = current.call(gm)
             if result.modified:
-                gm.graph.lint()
-                gm.recompile()
+                _finish(gm)
             if is_checked:
                 check_graph(gm, current.name)
         except AmpFxError:
@@ -112,6 +117,14 @@ def run_passes(
         reports.append(report)
         _log_pass(gm, report)
     return reports
+
+
+def _finish(gm: fx.GraphModule) -> None:
+    """Lints and recompiles a graph and the bodies of its higher-order ops."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.graph.lint()
+            module.recompile()
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:

@@ -19,7 +19,7 @@ one element; parameters and buffers, whose values are not known here.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx

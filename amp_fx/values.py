@@ -187,6 +187,15 @@ def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 _NO_WRITES: Counter[int] = Counter()
 
 
+def is_written(placeholder: fx.Node) -> bool:
+    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
+    value = value_of(placeholder)
+    if not isinstance(value, torch.Tensor):
+        return False
+    version = version_of(value)
+    return version is None or version != placeholder.meta["version"]
+
+
 def evaluate(node: fx.Node) -> Any:
     """The value of one call node from the values of its arguments, inside ``analysis``."""
     args, kwargs = argument_values(node)

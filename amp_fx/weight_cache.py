@@ -18,6 +18,7 @@ Use::
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 import threading
@@ -30,6 +31,7 @@ from amp_fx.errors import StaleWeightError
 from amp_fx.regions import no_autocast
 from amp_fx.storage_watch import StorageWatch, arm, is_armed, storage_address_of
 from amp_fx.stream_order import StreamOrder, accelerator_devices
+from amp_fx.tensor_swaps import before_swaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -244,6 +246,7 @@ class _WeightCache:
         unused = [c for c in self.copies.values() if c not in used and c.num_uses == 0]
         if not self.make_room(num_bytes, unused):
             return None
+        _watch_swaps()
         low = torch.empty_like(source, dtype=slot.dtype, requires_grad=False)
         copy = _Copy(source, low, plan.owner)
         self.copies[key] = copy
@@ -289,6 +292,19 @@ def _drop(ref: weakref.ref[_Copy], key: tuple[int, torch.dtype]) -> None:
         copy.finalizer.detach()
     for plan in list(copy.plans):
         plan.forget()
+
+
+@functools.cache
+def _watch_swaps() -> None:
+    before_swaps(_let_go)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    """Drops the copies of one tensor, and with them all that refers to it weakly."""
+    with _cache.lock:
+        for key, copy in list(_cache.copies.items()):
+            if key[0] == id(tensor):
+                _drop(weakref.ref(copy), key)
 
 
 def _is_pending_and_equal(item: tuple[_Copy, torch.Tensor, Any]) -> bool:

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from amp_fx.bodies import rewritten_bodies
 from amp_fx.casts import Cast, inserted_cast, is_widening
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.wrap_islands import rewritten_bodies
 from amp_fx.values import storage_id, tensors_in, value_of, version_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def _share_casts(graph: fx.Graph) -> int:
         cast = inserted_cast(node)
         if cast is None or not _may_share(node, cast):
             continue
-        source = node.all_input_nodes[0]
+        # By the tensor, not by the node: ``w.float()`` of a float32 ``w`` is ``w`` itself.
+        source = id(value_of(node.all_input_nodes[0]))
         key = (source, cast.dtype, cast.source_version, node.meta["site"].is_grad_enabled)
         kept = first.setdefault(key, node)
         if kept is not node:
@@ -71,17 +72,20 @@ def _share_casts(graph: fx.Graph) -> int:
 def _may_share(node: fx.Node, cast: Cast) -> bool:
     if cast.source_version is None or is_aliased(node):
         return False
-    source = value_of(node.all_input_nodes[0])
-    if not has_gradient(node):
-        return True
-    site = node.meta["site"]
-    is_cached_by_eager = (
-        source.is_leaf and not source._is_view() and cast.source_dtype == torch.float32
-    )
-    to_low_dtype = source.device.type in dict(site.state.low_dtypes) and (
-        cast.dtype == site.state.low_dtype(source.device.type)
-    )
-    return is_cached_by_eager and to_low_dtype and site.state.cache_enabled
+    return not has_gradient(node) or is_cached_by_eager(node)
+
+
+def is_cached_by_eager(node: fx.Node) -> bool:
+    """Whether eager autocast would cache a cast that autograd records.
+
+    Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    """
+    source: torch.Tensor = value_of(node.all_input_nodes[0])
+    if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
+        return False
+    state, device_type = node.meta["site"].state, source.device.type
+    is_low = dict(state.low_dtypes).get(device_type) == value_of(node).dtype
+    return is_low and bool(state.cache_enabled)
 
 
 def has_gradient(node: fx.Node) -> bool:

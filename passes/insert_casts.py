@@ -24,8 +24,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from amp_fx.capture import NotPlainError, Opener, Site
-from amp_fx.casts import add_cast
+from amp_fx.bodies import (
+    bodies_of,
+    body_nodes,
+    has_plain_bodies,
+    mark_rewritten,
+    operands_of,
+)
+from amp_fx.capture import NotPlainError, OpaqueKernelError, Opener, Site
+from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
 from amp_fx.module_place import NOWHERE
@@ -57,15 +64,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
-
-_hop = torch.ops.higher_order
-# Higher-order ops whose bodies are plain graphs called on their operands: where the bodies
-# and the operands stand among the arguments.
-_BODIES: dict[Any, tuple[tuple[int, ...], slice | int]] = {
-    _hop.tag_activation_checkpoint: ((0,), slice(1, None)),
-    _hop.wrap: ((0,), slice(1, None)),
-    _hop.cond: ((1, 2), 3),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +133,7 @@ class _Rewriter:
         try:
             opened, inputs = self.opener.open(node, site)
         except NotPlainError as error:
-            self._visit_refused(node, str(error))
+            self._visit_refused(node, error)
             return
         node.meta["decisions"] = opened.decisions
         if opened.graph is None:
@@ -144,14 +142,16 @@ class _Rewriter:
             self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate_opened)
             self.counts["nodes_opened"] += 1
 
-    def _visit_refused(self, node: fx.Node, reason: str) -> None:
+    def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
         """A node that cannot be opened: for the dtypes that it gets, or for what it is."""
         if _inputs_changed(node) and not self.probe.takes(node):
             self._restore_inputs(node)
             self._visit(node)
             return
-        node.meta["island"] = reason
+        node.meta["island"] = str(error)
         self._visit_island(node)
+        if isinstance(error, OpaqueKernelError) and error.result_dtype is not None:
+            self._cast_result(node, error.result_dtype)
 
     # Plain nodes.
 
@@ -185,7 +185,7 @@ class _Rewriter:
         for source in node.all_input_nodes:
             captured = captured_value(source)
             if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
-                self._cast_input(node, source, captured.dtype, "captured dtype")
+                self._cast_input(node, source, captured.dtype, CAPTURED_DTYPE)
                 self.counts["inputs_restored"] += 1
 
     def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
@@ -211,26 +211,32 @@ class _Rewriter:
     # Islands.
 
     def _visit_island(self, node: fx.Node) -> None:
-        if node.target in _BODIES and self._rewrite_bodies(node):
+        if has_plain_bodies(node) and self._rewrite_bodies(node):
             del node.meta["island"]
-            node.meta["has_rewritten_bodies"] = True
+            mark_rewritten(node)
             return
         evaluate_island(node, self.fake_mode, self.opener.around)
 
+    def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.float64):
+            return
+        with self.graph.inserting_after(node):
+            cast = add_cast(self.graph, node, dtype, KERNEL_RESULT)
+        self._evaluate(cast)
+        node.replace_all_uses_with(cast, lambda user: user is not cast)
+        cast.meta["captured"] = captured_value(node)
+
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
-        body_positions, operand_position = _BODIES[node.target]
-        body_nodes = [node.args[position] for position in body_positions]
-        if any(len(body_node.users) > 1 for body_node in body_nodes):  # type: ignore[union-attr]
+        if any(len(body_node.users) > 1 for body_node in body_nodes(node)):
             return False
-        operands = node.args[operand_position]
-        values = list(values_in(operands))
-        bodies = [getattr(self.gm, str(n.target)) for n in body_nodes]  # type: ignore[union-attr]
+        values = list(values_in(operands_of(node)))
+        bodies = bodies_of(self.gm, node)
         results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
-        for body in bodies:
-            body.recompile()
         set_value(node, results[0])
         return True
 

@@ -29,7 +29,7 @@ from amp_fx.casts import inserted_cast
 from amp_fx.kept_cast import Slot, kept_cast
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
-from amp_fx.values import analysis, detect_fake_mode, set_value, value_of, version_of
+from amp_fx.values import analysis, detect_fake_mode, is_written, set_value, value_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -55,12 +55,14 @@ class KeepWeightCasts:
         keepable = self._keepable(placeholders)
         fake_mode = detect_fake_mode(gm.graph)
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        for cast in [node for node in gm.graph.nodes if _can_keep(node, keepable)]:
-            source = cast.all_input_nodes[0]
+        for cast in list(gm.graph.nodes):
+            source = _kept_source(cast, keepable)
+            if source is None:
+                continue
             dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
                 kept[source, dtype] = _add_placeholder(gm.graph, source, dtype, fake_mode)
-            _replace(gm.graph, cast, kept[source, dtype])
+            _replace(gm.graph, cast, source, kept[source, dtype])
             counts["weight_casts_kept"] += 1
         for (source, dtype), node in kept.items():
             is_read = any(user.target is not kept_cast for user in source.users)
@@ -68,30 +70,23 @@ class KeepWeightCasts:
             node.meta["kept_input"] = Slot(index, dtype, is_read)
         return PassResult(counts)
 
-    def _keepable(self, placeholders: list[fx.Node]) -> set[fx.Node]:
-        """Weights to which the graph does not write, by whatever name it knows them."""
+    def _keepable(self, placeholders: list[fx.Node]) -> dict[int, fx.Node]:
+        """Weights to which the graph does not write, by the ``id`` of their values."""
         by_name = {node.name: node for node in placeholders}
         written = {name for name, node in by_name.items() if is_written(node)}
-        return {by_name[name] for name, sharing in self.weights if written.isdisjoint(sharing)}
+        weights = [by_name[name] for name, sharing in self.weights if written.isdisjoint(sharing)]
+        return {id(value_of(node)): node for node in weights}
 
 
-def _can_keep(node: fx.Node, keepable: set[fx.Node]) -> bool:
+def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
+    """The weight of a cast that can be kept; None for any other node."""
     cast = inserted_cast(node)
     if cast is None or not node.meta["site"].state.cache_enabled:
-        return False
-    source = node.all_input_nodes[0]
-    if source not in keepable or is_aliased(node) or free_symbols(value_of(source)):
-        return False
-    return all(user.op != "output" for user in node.users)
-
-
-def is_written(placeholder: fx.Node) -> bool:
-    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
-    value = value_of(placeholder)
-    if not isinstance(value, torch.Tensor):
-        return False
-    version = version_of(value)
-    return version is None or version != placeholder.meta["version"]
+        return None
+    source = keepable.get(id(value_of(node.all_input_nodes[0])))
+    if source is None or is_aliased(node) or free_symbols(value_of(source)):
+        return None
+    return source if all(user.op != "output" for user in node.users) else None
 
 
 def _add_placeholder(
@@ -110,12 +105,11 @@ def _add_placeholder(
     return node
 
 
-def _replace(graph: fx.Graph, cast: fx.Node, copy: fx.Node) -> None:
+def _replace(graph: fx.Graph, cast: fx.Node, source: fx.Node, copy: fx.Node) -> None:
     if not has_gradient(cast):
         cast.replace_all_uses_with(copy)
         graph.erase_node(cast)
         return
-    source = cast.all_input_nodes[0]
     cast.target = kept_cast
     cast.args = (source, copy)
     cast.kwargs = {}

@@ -42,7 +42,7 @@ class RestoreOutputs:
             captured, value = captured_value(node), value_of(node)
             if not isinstance(captured, torch.Tensor) or not isinstance(value, torch.Tensor):
                 continue
-            if captured.dtype == value.dtype or "cast" in node.meta:
+            if captured.dtype == value.dtype:
                 continue
             with gm.graph.inserting_before(output):
                 cast = add_cast(gm.graph, node, captured.dtype, "output")

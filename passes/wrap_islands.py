@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.bodies import rewritten_bodies
 from amp_fx.islands import TRANSFORM
 from amp_fx.passes.base import PassResult
 from amp_fx.values import argument_values, tensors_in
@@ -43,18 +44,6 @@ class WrapIslands:
         for body in rewritten_bodies(gm):
             counts.update(self.call(body).counts)
         return PassResult(counts)
-
-
-def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graphs inside higher-order ops that ``insert_casts`` rewrote."""
-    names = {
-        str(arg.target)
-        for node in gm.graph.nodes
-        if node.meta.get("has_rewritten_bodies")
-        for arg in node.all_input_nodes
-        if arg.op == "get_attr"
-    }
-    return [getattr(gm, name) for name in sorted(names)]
 
 
 def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:

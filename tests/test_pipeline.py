@@ -145,6 +145,7 @@ def test_default_passes_in_order(policy: Policy) -> None:
         "mark_regions",
         "insert_casts",
         "restore_outputs",
+        "hoist_casts",
         "fold_casts",
         "wrap_islands",
     ]

@@ -10,13 +10,12 @@ import torch
 from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_map_only
 
+from tests.parity import exceptions
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SEED = 1234
-
-UNINITIALIZED = ("empty", "new_empty")
-"""Ops whose names start with these return whatever lies in memory: only dtypes are compared."""
 
 
 @dataclasses.dataclass
@@ -29,9 +28,9 @@ class Call:
     kwargs: dict[str, Any]
 
     @property
-    def is_uninitialized(self) -> bool:
-        """Whether its result is whatever lies in memory."""
-        return self.name.startswith(UNINITIALIZED)
+    def is_reproducible(self) -> bool:
+        """Whether two runs of it in eager mode give the same numbers."""
+        return not self.name.startswith(tuple(exceptions.DTYPES_ONLY))
 
 
 def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -181,7 +181,6 @@ def as_subject(plan: Plan) -> Subject:
     return Subject(program, tuple(inputs), module=module)
 
 
-@pytest.mark.xfail(strict=True, reason="open: a call that returns a leaf unchanged hides it")
 @settings(
     max_examples=int(EXAMPLES or 60),
     derandomize=EXAMPLES is None,

@@ -66,6 +66,19 @@ def test_numbers_and_the_added_input(
     assert_same_bits(run_with_copy(captured, args), run_program(linear, args, torch.bfloat16))
 
 
+def behind_calls(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.contiguous() @ w.float() @ w
+
+
+def test_calls_that_return_the_weight_itself_hide_nothing(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    args = matrices(rng)
+    captured = capture(behind_calls, *args)
+    assert keep(captured, policy) == {"weight_casts_kept": 1}
+    assert_same_bits(run_with_copy(captured, args), run_program(behind_calls, args, torch.bfloat16))
+
+
 def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     w.mul_(2)
     return x @ w

@@ -399,7 +399,6 @@ def test_weights_tied_between_calls() -> None:
     EVAL.check(compiled, net, twin)
 
 
-@pytest.mark.xfail(strict=True, reason="swap_tensors refuses tensors with weak references")
 @torch.no_grad()
 def test_tensors_can_be_swapped() -> None:
     net, twin = make_net(), make_net()
@@ -409,6 +408,21 @@ def test_tensors_can_be_swapped() -> None:
         replacement = nn.Parameter(random(SIZE, SIZE, seed=i))
         twin.a.weight.data.copy_(replacement)
         torch.utils.swap_tensors(net.a.weight, replacement)  # type: ignore[no-untyped-call]
+    EVAL.check(compiled, net, twin)
+
+
+@torch.no_grad()
+def test_conversions_can_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    net, twin = make_net(), make_net()
+    compiled = EVAL.compile(net)
+    for dtype in (torch.float64, torch.float32):
+        EVAL.check(compiled, net, twin)
+        net.to(dtype)
+        twin.to(dtype)
+    net.load_state_dict(make_net(5).state_dict())
+    twin.load_state_dict(make_net(5).state_dict())
+    EVAL.check(compiled, net, twin)
 
 
 def test_two_models_of_one_class_share_code_and_no_copies() -> None:

@@ -1,0 +1,64 @@
+"""Graphs inside higher-order ops: where they and their operands stand among the arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_hop = torch.ops.higher_order
+
+_BODIES: dict[Any, tuple[slice, int | None]] = {
+    _hop.tag_activation_checkpoint: (slice(1), None),
+    _hop.wrap: (slice(1), None),
+    _hop.cond: (slice(1, 3), 3),
+}
+"""Higher-order ops whose bodies are plain graphs, called on operands: where the bodies
+stand, and which argument is the tuple of operands; None where all others are."""
+
+
+def has_plain_bodies(node: fx.Node) -> bool:
+    """Whether a node is a higher-order op whose bodies may be rewritten."""
+    return node.target in _BODIES
+
+
+def body_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The ``get_attr`` nodes of the bodies of a higher-order op."""
+    return node.args[_BODIES[node.target][0]]  # type: ignore[return-value]
+
+
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The bodies of one higher-order op of ``gm``."""
+    return [getattr(gm, str(body_node.target)) for body_node in body_nodes(node)]
+
+
+def operands_of(node: fx.Node) -> tuple[Any, ...]:
+    """What a higher-order op calls its bodies with."""
+    bodies, position = _BODIES[node.target]
+    operands: Any = node.args[bodies.stop :] if position is None else node.args[position]
+    return tuple(operands)
+
+
+def append_operand(node: fx.Node, operand: fx.Node) -> None:
+    """Calls the bodies with one more operand; each needs a placeholder for it."""
+    _, position = _BODIES[node.target]
+    if position is None:
+        node.args = (*node.args, operand)
+    else:
+        node.update_arg(position, (*operands_of(node), operand))
+
+
+def mark_rewritten(node: fx.Node) -> None:
+    """Records that the bodies of a higher-order op hold casts of their own."""
+    node.meta["has_rewritten_bodies"] = True
+
+
+def is_rewritten(node: fx.Node) -> bool:
+    """Whether ``mark_rewritten`` was called for a node."""
+    return "has_rewritten_bodies" in node.meta
+
+
+def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The rewritten graphs inside the higher-order ops of ``gm``."""
+    return [body for node in gm.graph.nodes if is_rewritten(node) for body in bodies_of(gm, node)]

@@ -1,0 +1,115 @@
+"""Takes casts of weights out of the bodies of higher-order ops.
+
+Before:
+    %y = higher_order.tag_activation_checkpoint(%body, %x, %weight)
+    body(%x, %weight):
+        %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
+        ...
+After:
+    %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
+    %y = higher_order.tag_activation_checkpoint(%body, %x, %weight, %weight_bfloat16)
+    body(%x, %weight, %weight_bfloat16):
+        ...
+
+Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it
+alike, which sets gradient bits, and a weight can be kept for the one as for the other: out
+there, the passes that share and keep casts find it. Left alone on purpose: casts of
+anything else, whose memory the checkpoint saves, and of weights that the graph writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from amp_fx.bodies import append_operand, bodies_of, is_rewritten, operands_of
+from amp_fx.casts import add_cast, inserted_cast
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
+from amp_fx.values import analysis, detect_fake_mode, evaluate, is_written, set_value, value_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class HoistCasts:
+    """Replaces casts inside bodies by operands that were cast outside.
+
+    Attributes:
+        weights: Names of the placeholders whose casts may be kept: they are taken out even
+            where eager autocast would not cache them.
+    """
+
+    name: ClassVar[str] = "hoist_casts"
+    weights: tuple[str, ...] = ()
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``casts_hoisted``, nested bodies included."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        kept = {id(value_of(node)) for node in placeholders if node.name in self.weights}
+        return PassResult(Counter(casts_hoisted=_hoist(gm, kept)))
+
+
+def _hoist(gm: fx.GraphModule, kept: set[int]) -> int:
+    """Hoists into one graph, once the bodies of its bodies have been hoisted into them."""
+    num_hoisted = 0
+    for node in [node for node in gm.graph.nodes if is_rewritten(node)]:
+        bodies = bodies_of(gm, node)
+        num_hoisted += sum(_hoist(body, kept) for body in bodies)
+        num_hoisted += _hoist_from(node, bodies, kept)
+    return num_hoisted
+
+
+def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> int:
+    num_hoisted = 0
+    added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
+    sources = {
+        id(value_of(n)): n
+        for n in operands_of(node)
+        if getattr(n, "op", None) == "placeholder" and not is_written(n)
+    }
+    for index, body in enumerate(bodies):
+        for cast in [n for n in body.graph.nodes if _can_hoist(n, kept)]:
+            key = id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
+            if key[0] not in sources:
+                continue
+            if key not in added:
+                outside = _cast_outside(node, sources[key[0]], cast)
+                append_operand(node, outside)
+                added[key] = [_add_placeholder(b.graph, outside) for b in bodies]
+            cast.replace_all_uses_with(added[key][index])
+            body.graph.erase_node(cast)
+            num_hoisted += 1
+    return num_hoisted
+
+
+def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
+    if inserted_cast(node) is None or is_aliased(node):
+        return False
+    if any(user.op == "output" for user in node.users):
+        return False
+    is_cached = has_gradient(node) and is_cached_by_eager(node)
+    return is_cached or id(value_of(node.all_input_nodes[0])) in kept
+
+
+def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
+    graph = node.graph
+    with graph.inserting_before(node):
+        outside = add_cast(graph, source, value_of(cast).dtype, cast.meta["cast"].reason)
+    outside.meta["site"] = cast.meta["site"]
+    is_grad_enabled = cast.meta["site"].is_grad_enabled
+    with analysis(detect_fake_mode(graph), is_grad_enabled=is_grad_enabled):
+        set_value(outside, evaluate(outside))
+    return outside
+
+
+def _add_placeholder(graph: fx.Graph, outside: fx.Node) -> fx.Node:
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.placeholder(outside.name)
+    node.meta["captured"] = value_of(outside)
+    node.meta["site"] = outside.meta["site"]
+    set_value(node, value_of(outside))
+    return node

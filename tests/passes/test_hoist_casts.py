@@ -1,0 +1,108 @@
+"""hoist_casts: casts of weights leave the bodies of checkpoints and branches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from amp_fx.passes.hoist_casts import HoistCasts
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.pipeline import run_passes
+from tests.graphs import assert_same_bits, graph_text, run_program, site
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+
+    from amp_fx.policy import Policy
+    from tests.graphs import Captured, Program
+
+
+def hoist(captured: Captured, policy: Policy, *weights: str) -> Counter[str]:
+    """Runs the pass after those that it needs; checks the graph."""
+    passes = (MarkRegions(site()), InsertCasts(policy), HoistCasts(weights))
+    return run_passes(captured.gm, passes, check=True)[-1].counts
+
+
+def matrices(rng: torch.Generator, *, is_frozen: bool = False) -> list[torch.Tensor]:
+    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(2)]
+
+
+def body_text(captured: Captured) -> list[str]:
+    [body] = [m for m in captured.gm.children() if isinstance(m, fx.GraphModule)]
+    return graph_text(body).splitlines()
+
+
+def in_checkpoint(function: Program) -> Program:
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return checkpoint(function, x, w, use_reentrant=False)
+
+    return program
+
+
+products = in_checkpoint(lambda x, w: (x * x) @ w @ w)
+
+
+def test_golden(capture: Callable[..., Captured], rng: torch.Generator, policy: Policy) -> None:
+    args = matrices(rng)
+    captured = capture(products, *args)
+    assert hoist(captured, policy) == {"casts_hoisted": 2}
+    assert "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)" in captured.text()
+    assert body_text(captured) == [
+        "graph(x: f32, w: f32, w__bfloat16: bf16)",
+        "mul: f32 = mul(x, x)",
+        "mul_bf16: bf16 = aten._to_copy.default(mul, dtype=torch.bfloat16)",
+        "matmul: bf16 = aten.matmul.default(mul_bf16, w__bfloat16)",
+        "matmul_1: bf16 = aten.matmul.default(matmul, w__bfloat16)",
+        "return (matmul_1,)",
+    ]
+
+    def run(*leaves: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = captured.gm(*(leaves[i] for i in captured.order))[0]
+        return result
+
+    assert_same_bits(run_program(run, args), run_program(products, args, torch.bfloat16))
+
+
+def test_frozen_weights_are_hoisted_if_they_are_to_be_kept(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    args = [matrices(rng)[0], matrices(rng, is_frozen=True)[1]]
+    captured = capture(products, *args)
+    assert hoist(captured, policy, captured.node("w").name) == {"casts_hoisted": 2}
+    assert not hoist(capture(products, *args), policy)
+
+
+def written(x: torch.Tensor, w: torch.Tensor) -> Any:
+    with torch.no_grad():
+        w.mul_(2)
+    return products(x, w)
+
+
+UNTOUCHED: dict[str, Program] = {
+    "activation": in_checkpoint(lambda x, w: (x * w) @ (x * w)),
+    "view": in_checkpoint(lambda x, w: (x * w) @ w.t()),
+    "weight that is written": written,
+    "no body": lambda x, w: x @ w,
+}
+
+
+@pytest.mark.parametrize("program", UNTOUCHED.values(), ids=UNTOUCHED)
+def test_non_matches_are_untouched(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
+) -> None:
+    captured = capture(program, *matrices(rng))
+    assert not hoist(captured, policy)
+
+
+def test_second_run_changes_nothing(
+    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
+) -> None:
+    captured = capture(products, *matrices(rng))
+    assert hoist(captured, policy)
+    assert not HoistCasts().call(captured.gm).modified

@@ -1,0 +1,45 @@
+"""inductor_repair: the program of pytorch#185509, whose gradients inductor loses on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from amp_fx import inductor_repair
+from amp_fx.inner import has_cpp_compiler
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+
+
+def program(x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    y = functional.interpolate(x, scale_factor=(1.5, 1.25), mode="bilinear", align_corners=False)
+    conv = functional.conv2d(y[:, :, 1:7, 1:8], weight, padding=1)
+    pool = functional.max_pool2d(conv, kernel_size=3, stride=1, padding=1)
+    return torch.where(mask, conv, pool)
+
+
+def gradient(*, compiled: bool) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 4, 8, generator=rng).requires_grad_()
+    weight = torch.randn(4, 3, 3, 3, generator=rng)
+    mask = torch.rand(1, 4, 5, 7, generator=rng) > 0.5
+    run = torch.compile(program) if compiled else program
+    run(x, weight, mask).square().sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def test_gradients_behind_a_scatter_are_right() -> None:
+    with inductor_repair.repaired():
+        found = gradient(compiled=True)
+    torch.testing.assert_close(found, gradient(compiled=False), rtol=1e-4, atol=1e-3)
+
+
+def test_caches_keep_apart_what_was_compiled_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    with inductor_repair.repaired(), inductor_repair.repaired():
+        tag = torch.compiler.config.cache_key_tag
+    assert tag.startswith("mine")
+    assert tag != "mine"
+    assert torch.compiler.config.cache_key_tag == "mine"
