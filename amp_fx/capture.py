@@ -278,12 +278,16 @@ def _rolled_back_unless(
     before = set(fx_tracer.graph.nodes)
     symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
     expressions = dict(fx_tracer.sympy_expr_tracker)
+    # A call that returns its input, such as ``to``, makes itself the tensor's source.
+    tensors = list(fx_tracer.tensor_tracker.items())
     yield
     if is_kept():
         return
     for node in reversed(list(fx_tracer.graph.nodes)):
         if node not in before:
             fx_tracer.graph.erase_node(node)
+    for tensor, proxy in tensors:
+        fx_tracer.tensor_tracker[tensor] = proxy
     fx_tracer.symnode_tracker.sym_node_dict = symnodes
     fx_tracer.sympy_expr_tracker = expressions
 

@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "output_dtype": "autocast",
         "weight_cache": False,
         "verify": True,
+        "range_guard": False,
         "bare_region": False,
         "fallback": False,
     }
