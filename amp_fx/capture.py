@@ -247,10 +247,16 @@ def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Whether a kernel is registered on the autocast key of a device type."""
+    """Whether a kernel is registered on the autocast key of a device type, by others than us."""
+    if (device_type, qualified_name(op)) in added_kernels:
+        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(
         qualified_name(op), autocast_key(device_type)
     )
+
+
+added_kernels: set[tuple[str, str]] = set()
+"""Device types and ops that have an autocast kernel only because ``policy_kernels`` gave one."""
 
 
 def autocast_key(device_type: str) -> str:

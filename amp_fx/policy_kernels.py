@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.capture import autocast_key
+from amp_fx.capture import added_kernels, autocast_key
 from amp_fx.casts import make_cast
 from amp_fx.module_place import current_place
 from amp_fx.op_names import all_ops
@@ -63,7 +63,7 @@ def prepare(policy: Policy, device_type: str) -> None:
         for device, name in _differences(policy):
             if device in devices | {"cpu", "cuda"}:
                 _prepare_op(name, device)
-        for name in _adjustable_ops() if policy.resolver.depends_on_place else ():
+        for name in _adjustable_ops(all_ops()) if policy.resolver.depends_on_place else ():
             for device in devices:
                 _prepare_op(name, device)
         _keep_alive.append(policy)
@@ -92,10 +92,10 @@ def _prepare_op(name: str, device_type: str) -> None:
         _replaced[device_type, name] = _replace(op, device_type)
 
 
-@functools.cache
-def _adjustable_ops() -> tuple[str, ...]:
+@functools.lru_cache(maxsize=1)
+def _adjustable_ops(names: frozenset[str]) -> tuple[str, ...]:
     """The ops that a module's policy or a rule is asked about, PyTorch's and other libraries'."""
-    found = ((name, _find_op(name)) for name in sorted(all_ops()))
+    found = ((name, _find_op(name)) for name in sorted(names))
     return tuple(name for name, op in found if op is not None and is_adjustable(op))
 
 
@@ -144,6 +144,8 @@ def _find_op(name: str) -> OpOverload | None:
 def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
     key = autocast_key(device_type)
     before = _kernel_before(op, key)
+    if before is None:
+        added_kernels.add((device_type, str(op.name())))  # type: ignore[no-untyped-call]
     library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")

@@ -240,8 +240,8 @@ def decisions_of(
         )
         for node in gm.graph.nodes:
             path = path_of(place_of(node, around))
-            for made in node.meta.get("decisions", ()):
-                found.append(Decided(made.op, path, made.policy.value, made.origin))
+            made = node.meta.get("decisions", ())
+            found.extend(Decided(d.op, path, d.policy.value, d.origin) for d in made)
         return gm
 
     torch.compile(program, backend=backend)(*args)

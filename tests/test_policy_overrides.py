@@ -226,7 +226,7 @@ def test_rule_beats_module_beats_op_and_later_beats_earlier(net: Decoder, x: tor
     def first(*_: Any) -> str:
         return "promote"
 
-    def second(op: str, path: str, *_: Any) -> str | None:
+    def second(_: str, path: str, *__: Any) -> str | None:
         return "keep" if path == "head" else None
 
     policy = DEFAULT.with_rule(first).with_rule(second)
@@ -245,7 +245,7 @@ def test_rule_beats_module_beats_op_and_later_beats_earlier(net: Decoder, x: tor
 
 @pytest.mark.parametrize("way", ["bare", "eager"])
 def test_a_rule_that_raises_names_the_op(way: str, net: Decoder, x: torch.Tensor) -> None:
-    def broken(op: str, path: str, *_: Any) -> None:
+    def broken(_: str, path: str, *__: Any) -> None:
         if path == "blocks.0.attn":
             raise KeyError("oops")
 
@@ -325,8 +325,8 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
         (lambda p: p.with_args("index_add", {"source": "same_as:x"}), "names none of its other"),
         (lambda p: p.with_args("index_add", {"source": "promote"}), "or same_as:<another"),
         (lambda p: p.with_dtype(torch.float64), "not one to autocast to"),
-        (lambda p: Policy.default("gpu"), "'gpu' has no table"),
-        (lambda p: as_policy(3), "neither an amp_fx.Policy, nor the name of a preset"),
+        (lambda _: Policy.default("gpu"), "'gpu' has no table"),
+        (lambda _: as_policy(3), "neither an amp_fx.Policy, nor the name of a preset"),
     ],
 )
 def test_mistakes_are_told(build: Callable[[Policy], object], message: str) -> None:
@@ -390,7 +390,7 @@ def test_a_policy_class_of_another_copy_says_so() -> None:
 def test_the_dtype_of_a_policy_is_that_of_its_regions(x: torch.Tensor) -> None:
     policy = Policy.default("cpu", torch.float16)
     net = nn.Linear(WIDTH, WIDTH)
-    options = {"policy": policy, "output_dtype": "autocast"}
+    options: dict[str, Any] = {"policy": policy, "output_dtype": "autocast"}
     assert compiled(net, **options)(x).dtype == torch.float16
     assert compiled(net, dtype=bf16, **options)(x).dtype == bf16
     with amp_fx.autocast("cpu", policy=policy):
