@@ -11,7 +11,7 @@ import functools
 import itertools
 import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -53,9 +53,14 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps ``(batch, context, width)`` to the same shape."""
-        for norm, change in zip(self.norms, (self._attend, self.mlp), strict=True):
-            x = x + change(norm(x)) if self.is_norm_first else norm(x + change(x))
-        return x
+        first, second = self.norms
+        if self.is_norm_first:
+            x = x + self._attend(first(x))
+            changed: torch.Tensor = x + self.mlp(second(x))
+            return changed
+        x = first(x + self._attend(x))
+        normed: torch.Tensor = second(x + self.mlp(x))
+        return normed
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         split = self.qkv(x).unflatten(-1, (3, self.heads, -1))
@@ -154,7 +159,7 @@ def _compare(
 def _trainer(name: str, settings: Settings, size: Size, *, is_norm_first: bool) -> _Trainer:
     torch.manual_seed(0)
     model = LanguageModel(size, is_norm_first=is_norm_first).to(settings.device)
-    options = {
+    options: dict[str, Any] = {
         "policy": policy_for(name, settings.device.type),
         "dtype": settings.dtype,
         "compiler": settings.compiler,
