@@ -109,6 +109,7 @@ class Plan:
         # By place: one graph may serve many layers, each with its own weights.
         self._snapshots: dict[Any, _Snapshot] = {}
         self._devices: tuple[torch.device, ...] = ()
+        self._has_parts = False
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
@@ -134,8 +135,7 @@ class Plan:
                 source.detach().to(slot.dtype)
                 for slot, source in zip(self.slots, sources, strict=True)
             )
-        place = _place(sources)
-        snapshot = self._snapshots.get(place)
+        snapshot = self._snapshots.get(self._place(sources))
         # The epoch comes last: a thread that notices a write raises it before it arms.
         if (
             snapshot is not None
@@ -156,14 +156,23 @@ class Plan:
     def remember(self, sources: Sequence[torch.Tensor], lows: tuple[torch.Tensor, ...]) -> None:
         """Takes the quick way as long as these sources stay as they are."""
         self._devices = accelerator_devices(lows)
+        self._has_parts = self._has_parts or any(map(_is_part, sources))
         if len(self._snapshots) >= _MAX_SNAPSHOTS:
             self._snapshots.clear()
-        self._snapshots[_place(sources)] = _Snapshot(
+        self._snapshots[self._place(sources)] = _Snapshot(
             epoch=_cache.watch.epoch,
             # The replay of a captured optimizer step asks for no pointer, but raises versions.
             versions=_versions(sources) if self._devices else None,
             lows=lows,
         )
+
+    def _place(self, sources: Sequence[torch.Tensor]) -> Any:
+        """Where weights lie: the addresses of their storages, and the offsets into them.
+
+        Dynamo guards sizes and dtypes: a weight that fills its storage lies at its start.
+        """
+        offsets = tuple(map(_offset_of, sources)) if self._has_parts else ()
+        return tuple(map(storage_address_of, sources)), offsets
 
     def forget(self) -> None:
         """Looks at every weight again on the next call."""
@@ -357,9 +366,9 @@ def _fits(low: torch.Tensor, source: torch.Tensor) -> bool:
 _MAX_SNAPSHOTS = 256
 
 
-def _place(tensors: Sequence[torch.Tensor]) -> Any:
-    """Where tensors lie: their storages' addresses and their offsets into them."""
-    return tuple(map(storage_address_of, tensors)), tuple(map(_offset_of, tensors))
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is smaller than its storage."""
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
 
 
 _offset_of: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset

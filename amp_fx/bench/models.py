@@ -1,4 +1,4 @@
-"""The models that are timed: ordinary shapes, random weights, no dropout."""
+"""The models that are timed and shown: ordinary shapes, random weights, no dropout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class GPT(nn.Module):
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
         self.blocks = nn.ModuleList(Block(size, is_causal=True) for _ in range(size.depth))
         self.norm = nn.LayerNorm(size.width)
-        nn.init.normal_(self.token.weight, std=0.02)
+        # The embedding is the output layer too: at this scale the first logits are about 1.
+        nn.init.normal_(self.token.weight, std=size.width**-0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits ``(batch, context, num_tokens)`` of tokens ``(batch, context)``."""

@@ -15,16 +15,19 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from amp_fx import stats
-from amp_fx.demo.model import GPT, Size
+from amp_fx.bench.models import GPT, Loss, Size
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
+from amp_fx.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterator
 
 LEARNING_RATE = 4e-3
+SMALL = Size(width=64, depth=2, heads=4, context=64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Settings:
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.bfloat16
     compiler: str = "inductor"
-    size: Size = dataclasses.field(default_factory=Size)
+    size: Size = SMALL
     batch: int = 8
     seed: int = 0
 
@@ -114,7 +117,7 @@ def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) ->
         The losses and times of each.
     """
     torch.manual_seed(settings.seed)
-    model = GPT(NUM_BYTES, settings.size).to(settings.device)
+    model = Loss(GPT(NUM_BYTES, settings.size)).to(settings.device)
     trainers = _trainers(model, settings)
     stats.reset()
     for batch in _batches(settings):
@@ -126,19 +129,21 @@ def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) ->
     return Comparison(float32, amp_fx, autocast, stats.snapshot())
 
 
-def _trainers(model: GPT, settings: Settings) -> tuple[Trainer, Trainer, Trainer]:
+def _trainers(model: nn.Module, settings: Settings) -> tuple[Trainer, Trainer, Trainer]:
     device_type, dtype, compiler = settings.device.type, settings.dtype, settings.compiler
     options = {"dtype": dtype, "compiler": compiler}
     # float16 gradients need scaling; a scaler that is not enabled passes everything through.
-    scaler = functools.partial(torch.amp.GradScaler, device_type, enabled=dtype is torch.float16)
-    no_scaler = functools.partial(torch.amp.GradScaler, device_type, enabled=False)
+    is_scaled = dtype is torch.float16
+    scaler = torch.amp.GradScaler(device_type, enabled=is_scaled)
+    no_scaler = torch.amp.GradScaler(device_type, enabled=False)
+    own_scaler = GradScaler(device_type, enabled=is_scaled)
     return (
-        _trainer("float32", model, no_scaler(), backend=compiler),
-        _trainer("amp_fx", model, scaler(), backend="amp_fx", options=options),
+        _trainer("float32", model, no_scaler, backend=compiler),
+        _trainer("amp_fx", model, own_scaler, backend="amp_fx", options=options),
         _trainer(
             "torch.autocast",
             model,
-            scaler(),
+            scaler,
             region=functools.partial(torch.autocast, device_type, dtype),
             backend=compiler,
         ),
@@ -147,7 +152,7 @@ def _trainers(model: GPT, settings: Settings) -> tuple[Trainer, Trainer, Trainer
 
 def _trainer(
     name: str,
-    model: GPT,
+    model: nn.Module,
     scaler: torch.amp.GradScaler,
     region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **compile_arguments: Any,

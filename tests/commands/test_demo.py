@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from amp_fx.bench.models import GPT, Loss, Size
 from amp_fx.cli import main
 from amp_fx.commands import demo
-from amp_fx.demo.model import GPT, Size
 from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
 from amp_fx.demo.train import Comparison, Run, Settings
 
@@ -120,7 +120,7 @@ def test_targets_follow_tokens() -> None:
 
 def test_no_token_sees_what_follows_it() -> None:
     """A changed last token leaves the losses of all positions before it as they were."""
-    model = GPT(NUM_BYTES, TINY)
+    model = Loss(GPT(NUM_BYTES, TINY))
     tokens = torch.randint(NUM_BYTES, (1, 16))
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % NUM_BYTES
