@@ -1,10 +1,10 @@
 """The ``lean`` preset: normalizations and softmax give back the dtype that they got.
 
 They compute in float32, as everywhere; but torch also keeps their outputs in float32 (CUDA and
-its siblings), so that a residual stream or an attention matrix is saved for the backward at
-twice the size, next to the low copy that the next matrix product makes of it. Inside a fused
-kernel the cast back costs nothing, and that product would have made it anyway. Losses and
-``log_softmax`` keep float32, on which the training rests.
+its siblings), and what is added to them becomes float32 too: a residual stream behind a
+normalization is twice the size. Inside a fused kernel the cast back costs nothing, and the next
+matrix product would make it anyway. Losses and ``log_softmax`` keep float32, on which the training
+rests. In eager code the casts are kernels and copies of their own, and nothing is saved.
 
 Source: pytorch/pytorch issue 188955. CPU lists none of these ops: they stay low there as it is.
 """

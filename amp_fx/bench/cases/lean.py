@@ -195,14 +195,14 @@ def policy_for(name: str, device_type: str) -> Policy:
 def _size(settings: Settings) -> Size:
     return Size(
         width=settings.pick(tiny=16, cpu=128, accelerator=768),
-        depth=settings.num_layers(settings.pick(tiny=1, cpu=4, accelerator=12)),
+        depth=settings.num_layers(settings.pick(tiny=1, cpu=2, accelerator=12)),
         heads=settings.pick(tiny=2, cpu=4, accelerator=12),
         context=settings.pick(tiny=8, cpu=128, accelerator=512),
     )
 
 
 def _num_steps(settings: Settings) -> int:
-    return settings.pick(tiny=WARM_UP_CALLS, cpu=100, accelerator=1000)
+    return settings.pick(tiny=WARM_UP_CALLS, cpu=60, accelerator=1000)
 
 
 def _milestones(num_steps: int) -> list[int]:
@@ -212,7 +212,7 @@ def _milestones(num_steps: int) -> list[int]:
 
 def _batches(settings: Settings, size: Size) -> Iterator[Batch]:
     data, rng = corpus(), torch.Generator().manual_seed(0)
-    num = settings.pick(tiny=1, cpu=8, accelerator=32)
+    num = settings.pick(tiny=1, cpu=4, accelerator=32)
     while True:
         batch = random_batch(data, num, size.context, rng)
         yield Batch(batch.tokens.to(settings.device), batch.targets.to(settings.device))
