@@ -10,6 +10,7 @@ from amp_fx.custom_function import custom_bwd, custom_fwd
 from amp_fx.devices import register_device
 from amp_fx.grad_scaler import GradScaler
 from amp_fx.policy import Policy, preset
+from amp_fx.registered_ops import register_op
 
 __all__ = [
     "CastPolicy",
@@ -21,5 +22,6 @@ __all__ = [
     "custom_fwd",
     "preset",
     "register_device",
+    "register_op",
     "weight_cache",
 ]

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from amp_fx.errors import RegionError
-from amp_fx.policy_state import as_policy, codes_of
+from amp_fx.policy import as_policy
+from amp_fx.policy_state import codes_of
 from amp_fx.regions import CARRIERS, autocast_device_types
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
@@ -51,7 +53,7 @@ def autocast(
     enabled: bool = True,
     cache_enabled: bool | None = None,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
 ) -> AutocastRegion:
     """A region of mixed precision, as ``torch.autocast`` has it, in eager and compiled code.
 
@@ -61,30 +63,35 @@ def autocast(
 
     Args:
         device_type: As in ``torch.device(...).type``.
-        dtype: What low-precision ops run in; by default ``torch.get_autocast_dtype``.
+        dtype: What low-precision ops run in; by default what the policy says, else
+            ``torch.get_autocast_dtype``.
         enabled: Whether autocast is on in the region.
         cache_enabled: Whether casts of weights are shared inside the region.
-        policy: Which op is cast how, a ``Policy`` or the name of a preset. None keeps the
-            policy of the region around this one, at the outermost that of PyTorch. Regions
-            of ``torch.autocast`` inside this one keep its policy too. In eager code
+        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``). None keeps the policy of the region around this one, at
+            the outermost that of PyTorch. Regions of ``torch.autocast`` inside this one keep
+            its policy too. In eager code
             ``torch.utils.checkpoint`` restores autocast but no policy when it recomputes:
             compile such code, or recompute in a region of its own.
 
     Raises:
         RegionError: There is no such device type; or, on leaving, the region is not the
             innermost active one. The state is then that before the region.
-        PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
+        PolicyError: The policy is none of these.
     """
     if torch.compiler.is_compiling():
         if policy is None:
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
-        codes = _codes_while_compiling(policy)
-        return _policy_region(codes, (device_type, dtype, enabled, cache_enabled))
+        codes = _codes_while_compiling(policy, device_type)
+        low_dtype = _dtype_while_compiling(policy, device_type) if dtype is None else dtype
+        return _policy_region(codes, (device_type, low_dtype, enabled, cache_enabled))
     skip_in_dynamo()
     check_device_type(device_type)
     if policy is None:
         return _Region(device_type, dtype, enabled, cache_enabled)
-    return _PolicyRegion(as_policy(policy), (device_type, dtype, enabled, cache_enabled))
+    found = as_policy(policy)
+    low_dtype = found.low_dtype(device_type) if dtype is None else dtype
+    return _PolicyRegion(found, (device_type, low_dtype, enabled, cache_enabled))
 
 
 def check_device_type(device_type: object) -> None:
@@ -171,7 +178,7 @@ class _PolicyRegion:
     def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
         from amp_fx.policy_kernels import prepare
 
-        prepare(policy)
+        prepare(policy, settings[0])
         self._policy = policy
         self._codes = codes_of(policy)
         self._region = _Region(*settings)
@@ -221,16 +228,21 @@ def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) ->
         yield
 
 
-def _codes_while_compiling(policy: Policy | str) -> tuple[torch.dtype, ...]:
+def _codes_while_compiling(policy: Any, device_type: str) -> tuple[torch.dtype, ...]:
     from amp_fx.policy_kernels import prepare
 
     found = as_policy(policy)
-    prepare(found)
+    prepare(found, device_type)
     return codes_of(found)
+
+
+def _dtype_while_compiling(policy: Any, device_type: str) -> torch.dtype | None:
+    return as_policy(policy).low_dtype(device_type)
 
 
 # As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
 _codes_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dtype_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def skip_in_dynamo() -> None:
@@ -247,7 +259,7 @@ def skip_in_dynamo() -> None:
     from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code
 
-    for name in ("policy_kernels", "policy_state", "policy", "rules", "casts"):
+    for name in _SKIPPED:
         trace_rules.add(f"amp_fx.{name}")
     functions: list[Any] = [autocast, check_device_type, autocast_device_types]
     functions += [_enter, _leave, _Active.__init__]
@@ -256,4 +268,15 @@ def skip_in_dynamo() -> None:
         skip_code(function.__code__)
 
 
+_SKIPPED = (
+    "casts",
+    "module_place",
+    "policy",
+    "policy_kernels",
+    "policy_overrides",
+    "policy_state",
+    "registered_ops",
+    "rules",
+    "treatment",
+)
 _done: list[object] = []

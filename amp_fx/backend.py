@@ -16,8 +16,12 @@ from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
 from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
+from amp_fx.module_place import NOWHERE, guard_place, surroundings
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
+from amp_fx.policy import preset
+from amp_fx.policy_overrides import warn_unused
+from amp_fx.policy_state import carrying, policy_of
 from amp_fx.region_cast import one_region
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
@@ -61,15 +65,24 @@ def amp_fx(
     parsed = Options.parse(options, mode)
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
+    policy = policy_of(state) or parsed.policy
+    if policy != preset("torch"):
+        state = carrying(state, policy)
+    around = surroundings() if policy.resolver.depends_on_place else NOWHERE
+    guard_place(around)
+    if around.root is not None:
+        warn_unused(policy, around.root)
     site = Site(state, torch.is_grad_enabled())
     restores_outputs = not ambient.enabled and parsed.output_dtype == "original"
     weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else ()
     passes = default_passes(
-        parsed.policy,
+        policy,
         site,
         restores_outputs=restores_outputs,
         kept_weights=weights,
         shares_region=parsed.compiler == "eager",
+        around=around,
+        guards_range=parsed.range_guard,
     )
     with no_autocast():
         rewritten = _rewrite(gm, passes, parsed) or as_native_region(
@@ -97,7 +110,7 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
     device_type = graph_device_type(gm) if options.bare_region else None
     if device_type is None:
         return ambient
-    dtype = options.dtype or default_dtype(device_type)
+    dtype = options.dtype or options.policy.low_dtype(device_type) or default_dtype(device_type)
     check_device_dtype(device_type, dtype)
     return ambient.turned(device_type, enabled=True, dtype=dtype)
 

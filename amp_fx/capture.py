@@ -21,9 +21,11 @@ from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.casts import make_cast
-from amp_fx.errors import BannedOpError
+from amp_fx.errors import BannedOpError, PolicyError
+from amp_fx.module_place import NOWHERE, place_of
 from amp_fx.policy_state import policy_of
-from amp_fx.rules import apply_policy, qualified_name, reaches_autocast
+from amp_fx.registered_ops import report_mixture
+from amp_fx.rules import qualified_name, reaches_autocast, restore_results
 from amp_fx.tables.kernels import OPAQUE_KERNELS
 from amp_fx.values import analysis, call_target, value_of
 
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.cast_policy import CastPolicy
+    from amp_fx.module_place import Around, Place
     from amp_fx.policy import Policy
     from amp_fx.regions import AutocastState
+    from amp_fx.treatment import Resolver
 
 
 class NotPlainError(Exception):
@@ -95,11 +99,15 @@ class Opener:
     Args:
         policy: The op tables.
         fake_mode: The fake mode of the values; None for a graph of real tensors.
+        around: The modules around the compiled frame (``module_place.surroundings``).
     """
 
-    def __init__(self, policy: Policy, fake_mode: FakeTensorMode | None) -> None:
+    def __init__(
+        self, policy: Policy, fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+    ) -> None:
         self.policy = policy
         self.fake_mode = fake_mode
+        self.around = around
         self.num_traced = 0
         self._memo: dict[Any, Opened | NotPlainError] = {}
 
@@ -113,12 +121,17 @@ class Opener:
         Raises:
             NotPlainError: The node's effect cannot be seen by tracing it.
             BannedOpError: The node makes an op that autocast bans.
+            PolicyError: A rule of the policy failed; the message names the node.
         """
         inputs = node.all_input_nodes
-        key = (_call_key(node, inputs), site)
+        resolver = (policy_of(site.state) or self.policy).resolver
+        place = place_of(node, self.around) if resolver.depends_on_place else ()
+        key = (_call_key(node, inputs), site, resolver.place_key(place))
         if key not in self._memo:
             try:
-                self._memo[key] = self._trace(node, inputs, site)
+                self._memo[key] = self._trace(node, inputs, site, resolver, place)
+            except PolicyError as error:
+                raise PolicyError(f"{error} (node {node.format_node()})") from error
             except NotPlainError as error:
                 self._memo[key] = error
         found = self._memo[key]
@@ -126,9 +139,11 @@ class Opener:
             raise found
         return found, inputs
 
-    def _trace(self, node: fx.Node, inputs: list[fx.Node], site: Site) -> Opened:
+    def _trace(
+        self, node: fx.Node, inputs: list[fx.Node], site: Site, resolver: Resolver, place: Place
+    ) -> Opened:
         self.num_traced += 1
-        table = _PolicyTable(policy_of(site.state) or self.policy, site.state)
+        table = _PolicyTable(resolver, site.state, place)
 
         def call(*values: Any) -> Any:
             env = dict(zip(inputs, values, strict=True))
@@ -151,12 +166,13 @@ class _PolicyTable:
     decomposed, and the decomposition kept only if a cast came out of it.
     """
 
-    def __init__(self, policy: Policy, state: AutocastState) -> None:
+    def __init__(self, resolver: Resolver, state: AutocastState, place: Place) -> None:
         self.tracer: _MakefxTracer | None = None
         self.decisions: list[Decision] = []
         self.num_changed = 0
-        self._policy = policy
+        self._resolver = resolver
         self._state = state
+        self._place = place
         self._is_settled = False
 
     def __bool__(self) -> bool:
@@ -173,23 +189,27 @@ class _PolicyTable:
             self._is_settled = False
             return NotImplemented
         has_policy = False
+        restored_dtype = None
         call = (op, args, kwargs)
         for device_type in self._state.enabled:
             if not reaches_autocast(args, kwargs, device_type):
                 continue
-            policy = self._policy.rule(call[0], device_type)
+            treatment = self._resolver.treatment(call, device_type, self._place)
             low_dtype = self._state.low_dtype(device_type)
-            if policy is None:
+            if treatment is None:
                 _refuse_native_kernel(op, device_type)
                 _refuse_opaque_kernel(op, low_dtype)
+                report_mixture(call, device_type)
                 continue
             has_policy = True
-            self.decisions.append(Decision(qualified_name(op), device_type, policy))
-            call = apply_policy(policy, call, device_type, low_dtype, make_cast)
+            name, policy, origin = qualified_name(op), treatment.policy, treatment.origin
+            self.decisions.append(Decision(name, device_type, policy, origin))
+            call, restored = treatment.apply(call, device_type, low_dtype, make_cast)
+            restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op:
             self.num_changed += 1
             self._is_settled = True
-            return call[0](*call[1], **call[2])
+            return restore_results(call[0](*call[1], **call[2]), restored_dtype)
         return NotImplemented if has_policy else self._look_into(op, args, kwargs)
 
     def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,10 +247,16 @@ def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Whether a kernel is registered on the autocast key of a device type."""
+    """Whether a kernel is registered on the autocast key of a device type, by others than us."""
+    if (device_type, qualified_name(op)) in added_kernels:
+        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(
         qualified_name(op), autocast_key(device_type)
     )
+
+
+added_kernels: set[tuple[str, str]] = set()
+"""Device types and ops that have an autocast kernel only because ``policy_kernels`` gave one."""
 
 
 def autocast_key(device_type: str) -> str:
@@ -258,12 +284,16 @@ def _rolled_back_unless(
     before = set(fx_tracer.graph.nodes)
     symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
     expressions = dict(fx_tracer.sympy_expr_tracker)
+    # A call that returns its input, such as ``to``, makes itself the tensor's source.
+    tensors = list(fx_tracer.tensor_tracker.items())
     yield
     if is_kept():
         return
     for node in reversed(list(fx_tracer.graph.nodes)):
         if node not in before:
             fx_tracer.graph.erase_node(node)
+    for tensor, proxy in tensors:
+        fx_tracer.tensor_tracker[tensor] = proxy
     fx_tracer.symnode_tracker.sym_node_dict = symnodes
     fx_tracer.sympy_expr_tracker = expressions
 
@@ -348,7 +378,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     try:
         with _without_meta_errors():
             return tracer.trace(fn, *values).graph
-    except (NotPlainError, BannedOpError):
+    except (NotPlainError, BannedOpError, PolicyError):
         raise
     except Exception as error:
         raise NotPlainError(f"{type(error).__name__}: {error}") from error

@@ -9,7 +9,8 @@ class CastPolicy(enum.Enum):
     """What autocast does to a call of an op; the names are ATen's.
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
-    the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``.
+    the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP`` and
+    ``SAME_AS_INPUT`` are amp_fx's own: no table of PyTorch's has them.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -24,3 +25,7 @@ class CastPolicy(enum.Enum):
     """Cast eligible inputs to the widest of their dtypes; float64 is ignored."""
     BANNED = "banned"
     """Raise: the op is unsafe under autocast."""
+    KEEP = "keep"
+    """Leave the call alone, and do not look into it."""
+    SAME_AS_INPUT = "same_as_input"
+    """Compute in float32, give back the dtype of the first floating-point input."""

@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 from amp_fx.autocast_region import autocast
 from amp_fx.errors import CompileTargetError, OptionError
 from amp_fx.options import Options
-from amp_fx.policy_state import as_policy
+from amp_fx.policy import as_policy
 from amp_fx.regions import CARRIERS, autocast_device_types
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
@@ -104,7 +105,7 @@ def compile(  # noqa: A001
     *,
     device_type: str | None = ...,
     dtype: torch.dtype | str | None = ...,
-    policy: Policy | str | None = ...,
+    policy: Policy | str | os.PathLike[str] | None = ...,
     weight_cache: bool = ...,
     **torch_compile_kwargs: Any,
 ) -> T: ...
@@ -116,7 +117,7 @@ def compile(  # noqa: A001
     *,
     device_type: str | None = ...,
     dtype: torch.dtype | str | None = ...,
-    policy: Policy | str | None = ...,
+    policy: Policy | str | os.PathLike[str] | None = ...,
     weight_cache: bool = ...,
     **torch_compile_kwargs: Any,
 ) -> Callable[[T], T]: ...
@@ -127,7 +128,7 @@ def compile(  # noqa: A001
     *,
     device_type: str | None = None,
     dtype: torch.dtype | str | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
     weight_cache: bool = True,
     **torch_compile_kwargs: Any,
 ) -> Any:
@@ -140,8 +141,9 @@ def compile(  # noqa: A001
         dtype: What low-precision ops run in, or its name; by default
             ``torch.get_autocast_dtype``. One that the device does not support turns the
             region off with the warning that ``torch.autocast`` gives.
-        policy: Which op is cast how: a ``Policy`` or the name of a preset. None keeps that
-            of a region around the call, else that of PyTorch.
+        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``), read now. None keeps that of a region around the call,
+            else that of PyTorch.
         weight_cache: Whether casts of weights are kept across calls.
         **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
             may hold those of this backend (``amp_fx.options.Options``) and inductor's.
@@ -153,7 +155,7 @@ def compile(  # noqa: A001
         CompileTargetError: What is given is neither a module nor a function.
         RegionError: The device type cannot autocast.
         OptionError: An option is unknown or has a value that is not allowed.
-        PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
+        PolicyError: The policy is none of these.
     """
     settings = RegionSettings(
         device_type,

@@ -15,6 +15,10 @@ class PolicyError(AmpFxError, ValueError):
     """A policy, an op table or an entry of one is not usable."""
 
 
+class PolicyWarning(UserWarning):
+    """A part of a policy does nothing: no module of the model fits a pattern."""
+
+
 class BannedOpError(AmpFxError, RuntimeError):
     """An op that autocast bans was called with floating-point inputs in a region."""
 

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.module_place import module_path
+from amp_fx.policy_kernels import prepare_state
 from amp_fx.values import captured_value, remember_captured
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def as_native_region(
         restores_outputs: Whether outputs are cast to the dtypes that were captured.
     """
     remember_captured(gm.graph)
+    prepare_state(state)
     graph = gm.graph
     output = graph.output_node()
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -136,15 +139,9 @@ def _op_name(node: fx.Node) -> str:
 def _place(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) for entry in stack.values() if str(entry[0])]
-    module = f" in {_module_path(paths[-1])}" if paths else ""
+    module = f" in {module_path(paths[-1]) or paths[-1]}" if paths else ""
     lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
     return module + (f" ({lines[-1][0]}:{lines[-1][1]})" if lines else "")
-
-
-def _module_path(name: str) -> str:
-    """``layers.0`` for Dynamo's ``L['self']._modules['layers']._modules['0']``."""
-    plain = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]", r".\1\2", name)
-    return re.sub(r"^L\.?(self|fn|mod)?\.?", "", plain) or name
 
 
 _SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from amp_fx.module_place import NOWHERE, place_of
+from amp_fx.policy_kernels import prepare_state
+from amp_fx.policy_state import at_place, carrying, policy_of
 from amp_fx.values import (
     adopt_captured,
     analysis,
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.module_place import Around
 
 TRANSFORM = "torch.func transform"
 """The reason of islands that stand inside a torch.func transform (``meta["island"]``)."""
@@ -44,8 +50,11 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         yield [node]
 
 
-def evaluate_island(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+def evaluate_island(
+    node: fx.Node, fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+) -> None:
     """Runs one island under native autocast, as it will be run, and records its value."""
+    _lay_down_place([node], around)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
     if not tensors_in(args, kwargs):
@@ -55,11 +64,14 @@ def evaluate_island(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
         set_value(node, adopt_captured(captured, call_target(node, args, kwargs)))
 
 
-def evaluate_together(nodes: list[fx.Node], fake_mode: FakeTensorMode | None) -> None:
+def evaluate_together(
+    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+) -> None:
     """Runs the nodes of one torch.func transform, whose inner values are wrapped.
 
     Only what leaves the transform gets its value; wrapped tensors must not outlive it.
     """
+    _lay_down_place(nodes, around)
     values: dict[fx.Node, Any] = {}
 
     def lookup(node: fx.Node) -> Any:
@@ -75,9 +87,21 @@ def evaluate_together(nodes: list[fx.Node], fake_mode: FakeTensorMode | None) ->
         set_value(node, values[node] if is_result else captured_value(node))
 
 
+def _lay_down_place(nodes: list[fx.Node], around: Around) -> None:
+    """Gives islands the policy of their module: where they run, no module does."""
+    site = nodes[0].meta["site"]
+    policy = policy_of(site.state)
+    if policy is None or not policy.resolver.depends_on_place:
+        return
+    state = carrying(site.state, at_place(policy, place_of(nodes[0], around)))
+    for node in nodes:
+        node.meta["site"] = dataclasses.replace(node.meta["site"], state=state)
+
+
 @contextlib.contextmanager
 def _native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
     site = node.meta["site"]
+    prepare_state(site.state)
     with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
         yield
 

@@ -79,6 +79,11 @@ def find_overloads(text: str, also: Iterable[str] = ()) -> tuple[str, ...]:
     return tuple(sorted(functional or found))
 
 
+def qualified_pattern(text: str) -> str:
+    """A name or a glob for names with its namespace: ``aten::linalg_*`` for ``linalg_*``."""
+    return _qualified(text)
+
+
 def _qualified(text: str) -> str:
     name = text.strip()
     for prefix, replacement in _PREFIXES:

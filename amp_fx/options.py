@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import OptionError
-from amp_fx.policy import Policy, preset
+from amp_fx.policy import Policy, as_policy, preset
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,13 +25,16 @@ class Options:
     Attributes:
         dtype: What low-precision ops run in, where no ambient autocast says it; by
             default ``torch.get_autocast_dtype`` of the device. A dtype or its name.
-        policy: Which op is cast how: a ``Policy`` or the name of a preset.
+        policy: Which op is cast how: a ``Policy``, the name of a preset, or the path of a
+            policy file (``*.toml``), which is read when a graph is compiled.
         compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
         output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
             ``"autocast"``: those that autocast leaves. Under an ambient autocast they
             are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
         verify: Whether every call compares kept casts with fresh ones.
+        range_guard: Whether numbers that a low dtype cannot hold are looked for, as
+            ``amp_fx.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
@@ -46,6 +50,7 @@ class Options:
     output_dtype: str = "original"
     weight_cache: bool = True
     verify: bool = False
+    range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
     mode: str | None = None
@@ -95,11 +100,12 @@ def _to_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _to_policy(name: str, value: Any) -> Policy:
-    if isinstance(value, Policy):
-        return value
-    if isinstance(value, str):
-        return preset(value)
-    raise OptionError(f"{name}={value!r} is neither an amp_fx.Policy nor the name of a preset")
+    if isinstance(value, (str, os.PathLike)) or type(value).__name__ == Policy.__name__:
+        return as_policy(value)
+    raise OptionError(
+        f"{name}={value!r} is neither an amp_fx.Policy, nor the name of a preset, nor the path "
+        "of a policy file"
+    )
 
 
 _CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES}
@@ -134,6 +140,7 @@ _CONVERT = {
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
     "verify": _to_bool,
+    "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
     "mode": _to_mode,

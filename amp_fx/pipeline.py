@@ -13,6 +13,7 @@ from torch._logging._internal import trace_structured
 
 from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
+from amp_fx.module_place import NOWHERE
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amp_fx.capture import Site
+    from amp_fx.module_place import Around
     from amp_fx.passes.base import Pass
     from amp_fx.policy import Policy
 
@@ -51,6 +53,8 @@ def default_passes(
     *,
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
+    around: Around = NOWHERE,
+    guards_range: bool = True,
     shares_region: bool = False,
 ) -> tuple[Pass, ...]:
     """The pipeline.
@@ -60,12 +64,14 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
+        around: The modules around the compiled frame (``module_place.surroundings``).
+        guards_range: Whether numbers that the low dtype cannot hold are looked for.
         shares_region: Whether casts of leaves are shared with what runs around the graph
             (``ShareRegionCasts``).
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy),
+        InsertCasts(policy, around, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),

@@ -13,17 +13,21 @@ Left alone on purpose: in-place and ``out=`` ops. The casts made here are not ca
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.capture import autocast_key
+from amp_fx.capture import added_kernels, autocast_key
 from amp_fx.casts import make_cast
+from amp_fx.module_place import current_place
+from amp_fx.op_names import all_ops
 from amp_fx.policy import preset
-from amp_fx.policy_state import ambient_policy
-from amp_fx.rules import apply_policy
+from amp_fx.policy_state import ambient_policy, policy_of
+from amp_fx.rules import restore_results
+from amp_fx.treatment import is_adjustable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,25 +35,68 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from amp_fx.policy import Policy
+    from amp_fx.regions import AutocastState
+    from amp_fx.rules import Call
+    from amp_fx.treatment import Resolver, Treatment
 
 _lock = threading.Lock()
-_prepared: set[int] = set()
+_prepared: set[tuple[int, str]] = set()
 _replaced: dict[tuple[str, str], Any] = {}
 """Per device type and op: what keeps the registration alive."""
 _keep_alive: list[Policy] = []
 
 
-def prepare(policy: Policy) -> None:
-    """Sees to it that eager regions with this policy run by it, in any thread."""
-    if id(policy) in _prepared:
+def prepare(policy: Policy, device_type: str) -> None:
+    """Sees to it that eager regions with this policy run by it, in any thread.
+
+    Args:
+        policy: The policy.
+        device_type: That of the region; regions inside of it may also be for the CPU, for CUDA
+            or for the machine's accelerator. What holds for modules, and rules, needs a kernel
+            for every op, which others of these have only if they are the accelerator.
+    """
+    if (id(policy), device_type) in _prepared:
         return
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {device_type} | ({accelerator.type} if accelerator is not None else set())
     with _lock:
-        for device_type, name in _differences(policy):
-            op = _find_op(name)
-            if op is not None and (device_type, name) not in _replaced:
-                _replaced[device_type, name] = _replace(op, device_type)
+        for device, name in _differences(policy):
+            if device in devices | {"cpu", "cuda"}:
+                _prepare_op(name, device)
+        for name in _adjustable_ops(all_ops()) if policy.resolver.depends_on_place else ():
+            for device in devices:
+                _prepare_op(name, device)
         _keep_alive.append(policy)
-        _prepared.add(id(policy))
+        _prepared.add((id(policy), device_type))
+
+
+def prepare_state(state: AutocastState) -> None:
+    """Does so for code that will run in this state: an island, a graph that is not rewritten."""
+    policy = policy_of(state)
+    if policy is not None:
+        for device_type in state.enabled:
+            prepare(policy, device_type)
+
+
+def prepare_op(name: str) -> None:
+    """Gives eager autocast of all devices a kernel for a registered op."""
+    with _lock:
+        for device_type in preset("torch").tables:
+            if hasattr(torch._C.DispatchKey, autocast_key(device_type)):
+                _prepare_op(name, device_type)
+
+
+def _prepare_op(name: str, device_type: str) -> None:
+    op = _find_op(name)
+    if op is not None and (device_type, name) not in _replaced:
+        _replaced[device_type, name] = _replace(op, device_type)
+
+
+@functools.lru_cache(maxsize=1)
+def _adjustable_ops(names: frozenset[str]) -> tuple[str, ...]:
+    """The ops that a module's policy or a rule is asked about, PyTorch's and other libraries'."""
+    found = ((name, _find_op(name)) for name in sorted(names))
+    return tuple(name for name, op in found if op is not None and is_adjustable(op))
 
 
 def prepare_device(device_type: str) -> None:
@@ -73,12 +120,13 @@ def prepare_device(device_type: str) -> None:
 
 
 def _differences(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Where a policy treats an op otherwise than the installed torch does."""
+    """Where a policy treats an op otherwise than the installed torch does, wherever it runs."""
     default = preset("torch").tables
+    changed_args = {op for override in policy.args for op in override.overloads}
     for device_type in {*policy.tables, *default}:
         ours, theirs = policy.tables.get(device_type, {}), default.get(device_type, {})
-        for name in sorted({*ours, *theirs}):
-            if ours.get(name) is not theirs.get(name):
+        for name in sorted({*ours, *theirs, *changed_args}):
+            if ours.get(name) is not theirs.get(name) or name in changed_args:
                 yield device_type, name
 
 
@@ -96,6 +144,8 @@ def _find_op(name: str) -> OpOverload | None:
 def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
     key = autocast_key(device_type)
     before = _kernel_before(op, key)
+    if before is None:
+        added_kernels.add((device_type, str(op.name())))  # type: ignore[no-untyped-call]
     library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
@@ -115,26 +165,38 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
     dispatch_key = getattr(torch._C.DispatchKey, key)
     own_key = torch._C.DispatchKeySet(dispatch_key)
     keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
-    default = preset("torch").rule(op, device_type)
     is_composite = op._can_decompose()
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        call = (op, args, kwargs)
         policy = ambient_policy()
-        rule = default if policy is None else policy.rule(op, device_type)
-        if rule is default and before is not None and not _has_number(op, args):
+        default = preset("torch").resolver.treatment(call, device_type, ())
+        treatment = default if policy is None else _treatment(policy.resolver, call, device_type)
+        is_default = _what(treatment) == _what(default)
+        if is_default and before is not None and not _has_number(op, args):
             return before.call_boxed(keyset, *args, **kwargs)
-        if rule is None and is_composite:
+        if treatment is None and is_composite:
             # As if no kernel were here: the ops inside are still autocast.
             args = tuple(_numbers_as_tensors(op, args))
             return op.redispatch(keyset & keys_below, *args, **kwargs)
-        call = (op, args, kwargs)
+        restored_dtype = None
         with torch._C._ExcludeDispatchKeyGuard(own_key):
-            if rule is not None:
+            if treatment is not None:
                 low_dtype = torch.get_autocast_dtype(device_type)
-                call = apply_policy(rule, call, device_type, low_dtype, make_cast)
-            return call[0](*call[1], **call[2])
+                call, restored_dtype = treatment.apply(call, device_type, low_dtype, make_cast)
+            return restore_results(call[0](*call[1], **call[2]), restored_dtype)
 
     return kernel
+
+
+def _treatment(resolver: Resolver, call: Call, device_type: str) -> Treatment | None:
+    place = current_place() if resolver.depends_on_place else ()
+    return resolver.treatment(call, device_type, place)
+
+
+def _what(treatment: Treatment | None) -> object:
+    """What a treatment does, wherever it was laid down."""
+    return None if treatment is None else (treatment.policy, treatment.args)
 
 
 def _has_number(op: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -13,35 +13,27 @@ pair of dtypes there is the number of a policy. Then
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policy import Policy, preset
+from amp_fx.module_place import path_of
+from amp_fx.policy_overrides import ModuleOverride, RuleOverride
 from amp_fx.regions import CARRIERS, AutocastState, is_code
+
+if TYPE_CHECKING:
+    from amp_fx.cast_policy import CastPolicy
+    from amp_fx.module_place import Place
+    from amp_fx.policy import Policy
 
 _lock = threading.Lock()
 _numbers: dict[int, int] = {}
 """Number of a policy by ``id``; ``_policies`` keeps them alive."""
 _policies: list[Policy] = []
 _distinct: dict[Policy, int] = {}
-
-
-def as_policy(policy: Policy | str) -> Policy:
-    """The policy that somebody means.
-
-    Raises:
-        PolicyError: It is neither a policy nor the name of a preset.
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str):
-        return preset(policy)
-    raise PolicyError(
-        f"policy={policy!r} is neither an amp_fx.Policy nor the name of a preset; "
-        "amp_fx.preset(name) makes one"
-    )
 
 
 def codes_of(policy: Policy) -> tuple[torch.dtype, ...]:
@@ -66,6 +58,44 @@ def policy_of(state: AutocastState) -> Policy | None:
 def ambient_policy() -> Policy | None:
     """The same for the calling thread."""
     return _policy_of_codes(tuple(torch.get_autocast_dtype(carrier) for carrier in CARRIERS))
+
+
+def carrying(state: AutocastState, policy: Policy) -> AutocastState:
+    """A state in which a policy holds."""
+    codes = dict(zip(CARRIERS, codes_of(policy), strict=True))
+    low_dtypes = tuple((device, codes.get(device, low)) for device, low in state.low_dtypes)
+    return dataclasses.replace(state, low_dtypes=low_dtypes)
+
+
+def at_place(policy: Policy, place: Place) -> Policy:
+    """A policy as it holds at one place of a program, wherever it is asked.
+
+    A compiled graph is inside of no module when it runs: what holds for the modules around is
+    laid down for all, and rules are told of these.
+    """
+    if not policy.resolver.depends_on_place:
+        return policy
+    override = policy.resolver.module_override(place)
+    return dataclasses.replace(
+        policy,
+        modules=() if override is None else (ModuleOverride("*", override.policy),),
+        rules=tuple(RuleOverride(_PlacedRule(rule, path_of(place))) for rule in policy.rules),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedRule:
+    """A rule that is told of one module path, wherever it is asked."""
+
+    rule: RuleOverride
+    path: str
+
+    @property
+    def __name__(self) -> str:
+        return self.rule.name
+
+    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> CastPolicy | str | None:
+        return self.rule.function(op, self.path, shapes, dtypes)
 
 
 def _policy_of_codes(codes: tuple[torch.dtype | None, ...]) -> Policy | None:

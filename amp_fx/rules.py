@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.errors import BannedOpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
     from torch._ops import OpOverload
 
@@ -72,7 +73,13 @@ def _on_device(arg: object, device_type: str) -> bool:
 
 
 def apply_policy(
-    policy: CastPolicy, call: Call, device_type: str, low_dtype: torch.dtype, cast: CastFn
+    policy: CastPolicy,
+    call: Call,
+    device_type: str,
+    low_dtype: torch.dtype,
+    cast: CastFn,
+    *,
+    kept: Collection[str] = (),
 ) -> Call:
     """One call as autocast would make it.
 
@@ -82,6 +89,7 @@ def apply_policy(
         device_type: Only tensors on this device type are cast.
         low_dtype: What ``lower_precision_fp`` casts to.
         cast: Makes the cast of one tensor to one dtype.
+        kept: Names of arguments that are left alone.
 
     Returns:
         The call to make instead; the same object if nothing changes.
@@ -89,66 +97,126 @@ def apply_policy(
     Raises:
         BannedOpError: The op is banned, with the advice that PyTorch gives.
     """
+    if policy is CastPolicy.KEEP:
+        return call
     if policy is CastPolicy.BANNED:
-        raise BannedOpError(_BANNED_MESSAGE)
+        raise BannedOpError(banned_message(call[0]))
     if policy is CastPolicy.FP32_SET_OPT_DTYPE:
         return _set_opt_dtype(call, device_type)
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return _append_dtype(call, device_type)
     if policy is CastPolicy.PROMOTE:
-        return _cast_inputs(call, device_type, promoted_dtype(call, device_type, low_dtype), cast)
-    dtype = low_dtype if policy is CastPolicy.LOWER_PRECISION_FP else torch.float32
-    return _cast_inputs(call, device_type, dtype, cast)
+        dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
+    else:
+        dtype = low_dtype if policy is CastPolicy.LOWER_PRECISION_FP else torch.float32
+    names = [name for name in castable_arguments(call[0]) if name not in kept]
+    return cast_arguments(call, dict.fromkeys(names, dtype), device_type, cast)
 
 
-def promoted_dtype(call: Call, device_type: str, low_dtype: torch.dtype) -> torch.dtype:
+def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
+    """What ``same_as_input`` gives back: the dtype of the first eligible input, if it is low.
+
+    Args:
+        call: The call as the program makes it, before ``apply_policy``.
+        device_type: Only tensors on this device type count.
+
+    Returns:
+        None where results stay as they are: the first input is float32, or there is none.
+    """
+    first = next((t for t in castable_tensors(call) if is_eligible(t, device_type)), None)
+    return None if first is None or first.dtype == torch.float32 else first.dtype
+
+
+def restore_results(results: Any, dtype: torch.dtype | None) -> Any:
+    """The second half of ``same_as_input``: float32 results in the dtype of the input.
+
+    Args:
+        results: What the op gave, a tensor or nested tensors.
+        dtype: As ``result_dtype`` says; None leaves the results alone.
+    """
+    if dtype is None:
+        return results
+
+    def restore(value: Any) -> Any:
+        is_raised = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_raised else value
+
+    return pytree.tree_map(restore, results)
+
+
+def banned_message(op: OpOverload) -> str:
+    """Why an op is refused: PyTorch's advice for its own ban, else that the policy says so."""
+    if qualified_name(op) == "aten::binary_cross_entropy":
+        return _BANNED_MESSAGE
+    return f"{qualified_name(op)} is banned by the policy: call it outside of the region"
+
+
+def promoted_dtype(
+    call: Call, device_type: str, low_dtype: torch.dtype, *, kept: Collection[str] = ()
+) -> torch.dtype:
     """The dtype in which a ``promote`` op runs: the low dtype if all inputs have it.
 
     ATen raises on a third reduced dtype (``at::autocast::prioritize``); float32 holds
     every value of both, so that is what it becomes here.
     """
-    tensors = [t for t in _castable_tensors(call) if is_eligible(t, device_type)]
+    tensors = [t for t in castable_tensors(call, kept=kept) if is_eligible(t, device_type)]
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
 def _set_opt_dtype(call: Call, device_type: str) -> Call:
     op, args, kwargs = call
-    bound = _bind(op, args, kwargs)
+    bound = bind(op, args, kwargs)
     first = next(iter(bound.values()))
     if not isinstance(first, torch.Tensor) or not is_eligible(first, device_type):
         return call
     if bound.get("dtype") is not None:
         return call
     # The argument may have been given as a positional None.
-    return _unbind(op, {**bound, "dtype": torch.float32})
+    return unbind(op, {**bound, "dtype": torch.float32})
 
 
 def _append_dtype(call: Call, device_type: str) -> Call:
     op, args, kwargs = call
-    first: torch.Tensor = next(iter(_bind(op, args, kwargs).values()))
+    first: torch.Tensor = next(iter(bind(op, args, kwargs).values()))
     dtype = torch.float32 if is_eligible(first, device_type) else first.dtype
     overload = getattr(op.overloadpacket, _WITH_DTYPE[qualified_name(op)])
-    return _unbind(overload, {**_defaults(op), **_bind(op, args, kwargs), "dtype": dtype})
+    return unbind(overload, {**_defaults(op), **bind(op, args, kwargs), "dtype": dtype})
 
 
-def _cast_inputs(call: Call, device_type: str, dtype: torch.dtype, cast: CastFn) -> Call:
+def cast_arguments(
+    call: Call, dtypes: Mapping[str, torch.dtype], device_type: str, cast: CastFn
+) -> Call:
+    """A call with its eligible tensors cast.
+
+    Args:
+        call: ``(op, args, kwargs)``.
+        dtypes: By name of an argument that can be cast, the dtype for its tensors.
+        device_type: Only tensors on this device type are cast.
+        cast: Makes the cast of one tensor to one dtype.
+
+    Returns:
+        The call to make instead; the same object if nothing changes.
+    """
     op, args, kwargs = call
 
-    def cast_one(value: Any) -> Any:
+    def cast_one(value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, torch.Tensor) or not is_eligible(value, device_type):
             return value
         return value if value.dtype == dtype else cast(value, dtype)
 
     changed = False
-    bound = _bind(op, args, kwargs)
+    bound = bind(op, args, kwargs)
     # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left;
     # where one tensor feeds two arguments, their order is that of the gradients' sum.
-    for name in reversed(_castable_arguments(op)):
-        value = bound.get(name)
-        new = [cast_one(v) for v in value] if isinstance(value, (list, tuple)) else cast_one(value)
+    for name in reversed([name for name in castable_arguments(op) if name in dtypes]):
+        value, dtype = bound.get(name), dtypes[name]
+        if isinstance(value, (list, tuple)):
+            new: Any = [cast_one(v, dtype) for v in value]
+        else:
+            new = cast_one(value, dtype)
         if _differs(value, new):
             bound[name], changed = new, True
-    return _unbind(op, bound) if changed else call
+    return unbind(op, bound) if changed else call
 
 
 def _differs(old: Any, new: Any) -> bool:
@@ -157,24 +225,75 @@ def _differs(old: Any, new: Any) -> bool:
     return old is not new
 
 
-def _castable_tensors(call: Call) -> list[torch.Tensor]:
+def castable_tensors(call: Call, *, kept: Collection[str] = ()) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that autocast may cast, in order."""
     op, args, kwargs = call
-    bound = _bind(op, args, kwargs)
-    values = [bound.get(name) for name in _castable_arguments(op)]
+    bound = bind(op, args, kwargs)
+    values = [bound.get(name) for name in castable_arguments(op) if name not in kept]
     flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
-def _castable_arguments(op: OpOverload) -> list[str]:
+CAST_ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "List[Tensor]")
+"""Types of the arguments that can be cast."""
+
+
+def castable_arguments(op: OpOverload) -> list[str]:
     """Arguments that ``cached_cast`` has an overload for: Tensor, Tensor?, Tensor[].
 
-    A ``Tensor?[]`` (the indices of ``index_put``) goes through its catch-all, uncast.
+    A ``Tensor?[]`` (the indices of ``index_put``) goes through its catch-all, uncast. Of ops
+    that keep running statistics, which no table of PyTorch's lists, only the input: they write
+    to the statistics without saying so, and a cast would be written to in their place.
     """
-    types = ("Tensor", "Optional[Tensor]", "List[Tensor]")
-    return [arg.name for arg in op._schema.arguments if str(arg.type) in types]
+    arguments = op._schema.arguments
+    names = [arg.name for arg in arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
+    return names[:1] if "running_mean" in names else names
 
 
-def _bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
+    """Whether a policy can be laid down for an op overload.
+
+    Args:
+        op: Its qualified name; one that is not registered takes anything.
+        policy: The policy.
+        is_listed: Whether a table has the op, so that somebody knows that it can be cast.
+    """
+    name, _, overload = op.partition(".")
+    if not torch._C._dispatch_has_kernel(op) and not _has_schema(name, overload):
+        return True
+    schema = torch._C._get_schema(name, overload)
+    if schema.is_mutable:
+        return False
+    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
+        return any(arg.name == "dtype" and arg.default_value is None for arg in schema.arguments)
+    if policy is CastPolicy.FP32_APPEND_DTYPE:
+        return op in _WITH_DTYPE
+    if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
+        return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
+    return computes(schema)
+
+
+def _has_schema(name: str, overload: str) -> bool:
+    try:
+        torch._C._get_schema(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def computes(schema: torch.FunctionSchema) -> bool:
+    """Whether an op makes new tensors of tensors: no write, no view, no number.
+
+    Casting the input of a view would tear it from its base.
+    """
+    if any(arg.alias_info is not None for arg in schema.arguments):
+        return False
+    has_input = any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
+    return has_input and any("Tensor" in str(result.type) for result in schema.returns)
+
+
+def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by name."""
     names = [arg.name for arg in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -183,7 +302,7 @@ def _defaults(op: OpOverload) -> dict[str, Any]:
     return {arg.name: arg.default_value for arg in op._schema.arguments if arg.has_default_value()}
 
 
-def _unbind(op: OpOverload, bound: dict[str, Any]) -> Call:
+def unbind(op: OpOverload, bound: dict[str, Any]) -> Call:
     """Arguments by name as ``(args, kwargs)``: positional up to the first one left out."""
     args: list[Any] = []
     rest = dict(bound)

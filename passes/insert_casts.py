@@ -33,12 +33,13 @@ from amp_fx.bodies import (
 )
 from amp_fx.capture import NotPlainError, OpaqueKernelError, Opener, Site
 from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
-from amp_fx.fills import clamp_fill_value
 from amp_fx.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.mixtures import MixtureProbe
+from amp_fx.module_place import NOWHERE
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 from amp_fx.splice import is_getitem, spell_out_tuples, splice
 from amp_fx.values import (
     analysis,
@@ -57,9 +58,12 @@ from amp_fx.values import (
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from amp_fx.module_place import Around
     from amp_fx.policy import Policy
 
 log = logging.getLogger(__name__)
+
+_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +72,21 @@ class InsertCasts:
 
     Attributes:
         policy: Which op is cast how, per device type.
+        around: The modules around the compiled frame (``module_place.surroundings``).
+        guards_range: Whether numbers that the low dtype cannot hold are looked for
+            (``range_guard``).
     """
 
     name: ClassVar[str] = "insert_casts"
     policy: Policy
+    around: Around = NOWHERE
+    guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
         remember_captured(gm.graph)
-        rewriter = _Rewriter(gm, Opener(self.policy, detect_fake_mode(gm.graph)))
+        opener = Opener(self.policy, detect_fake_mode(gm.graph), self.around)
+        rewriter = _Rewriter(gm, opener, guards_range=self.guards_range)
         rewriter.run()
         return PassResult(rewriter.counts)
 
@@ -84,10 +94,11 @@ class InsertCasts:
 class _Rewriter:
     """One walk over one graph; bodies of higher-order ops get their own."""
 
-    def __init__(self, gm: fx.GraphModule, opener: Opener) -> None:
+    def __init__(self, gm: fx.GraphModule, opener: Opener, *, guards_range: bool) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.opener = opener
+        self.guards_range = guards_range
         self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
@@ -103,7 +114,7 @@ class _Rewriter:
             set_value(node, value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                evaluate_together(nodes, self.fake_mode)
+                evaluate_together(nodes, self.fake_mode, self.opener.around)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -128,7 +139,7 @@ class _Rewriter:
         if opened.graph is None:
             self._keep(node)
         else:
-            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate)
+            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate_opened)
             self.counts["nodes_opened"] += 1
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
@@ -151,12 +162,12 @@ class _Rewriter:
         if not tensors_in(args, kwargs):
             set_value(node, captured)
             return
+        if self.guards_range:
+            self._guard_range(node)
         is_changed = _inputs_changed(node)
-        if is_changed:
-            clamp_fill_value(node)
-            if not self.probe.takes(node):
-                self._restore_inputs(node)
-                is_changed = False
+        if is_changed and not self.probe.takes(node):
+            self._restore_inputs(node)
+            is_changed = False
         try:
             self._evaluate(node)
         except Exception as error:
@@ -174,12 +185,28 @@ class _Rewriter:
         for source in node.all_input_nodes:
             captured = captured_value(source)
             if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
-                with self.graph.inserting_before(node):
-                    restored = add_cast(self.graph, source, captured.dtype, CAPTURED_DTYPE)
-                restored.meta["site"] = node.meta["site"]
-                self._evaluate(restored)
-                node.replace_input_with(source, restored)
+                self._cast_input(node, source, captured.dtype, CAPTURED_DTYPE)
                 self.counts["inputs_restored"] += 1
+
+    def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
+        with self.graph.inserting_before(node):
+            cast = add_cast(self.graph, source, dtype, reason)
+        cast.meta["site"] = node.meta["site"]
+        self._evaluate(cast)
+        node.replace_input_with(source, cast)
+
+    def _guard_range(self, node: fx.Node) -> None:
+        """Clamps numbers that a low dtype cannot hold, or keeps the op in float32."""
+        reason = reason_for_float32(node)
+        if reason is None:
+            clamp_fill_value(node)
+            return
+        for source in node.all_input_nodes:
+            value = value_of(source)
+            if isinstance(value, torch.Tensor) and value.dtype in _LOW_DTYPES:
+                self._cast_input(node, source, torch.float32, "range guard")
+        record_kept_in_float32(node, reason)
+        self.counts["ops_kept_in_float32"] += 1
 
     # Islands.
 
@@ -188,7 +215,7 @@ class _Rewriter:
             del node.meta["island"]
             mark_rewritten(node)
             return
-        evaluate_island(node, self.fake_mode)
+        evaluate_island(node, self.fake_mode, self.opener.around)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
@@ -216,7 +243,7 @@ class _Rewriter:
     def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)
-        rewriter = _Rewriter(body, self.opener)
+        rewriter = _Rewriter(body, self.opener, guards_range=self.guards_range)
         result = rewriter.run(values)
         self.counts.update(rewriter.counts)
         return result
@@ -228,6 +255,11 @@ class _Rewriter:
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
             return self.fake_mode.from_tensor(value, static_shapes=True)
         return value
+
+    def _evaluate_opened(self, node: fx.Node) -> None:
+        if self.guards_range:
+            clamp_fill_value(node)
+        self._evaluate(node)
 
     def _evaluate(self, node: fx.Node) -> None:
         is_grad_enabled = node.meta["site"].is_grad_enabled

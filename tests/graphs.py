@@ -11,11 +11,15 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from amp_fx.capture import Site
+from amp_fx.module_place import path_of, place_of, surroundings
+from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.regions import AutocastState
 from amp_fx.values import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from amp_fx.policy import Policy
 
     Program = Callable[..., Any]
 
@@ -209,3 +213,36 @@ def assert_same_bits(actual: Run, expected: Run) -> None:
         atol=0,
         equal_nan=True,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """An op with a policy in a rewritten graph: how it is cast, in which module, and why."""
+
+    op: str
+    path: str
+    policy: str
+    origin: str
+
+
+def decisions_of(
+    program: Program, *args: torch.Tensor, policy: Policy, dtype: torch.dtype = torch.bfloat16
+) -> list[Decided]:
+    """What a policy decided about a program of any modules, in the order of its ops."""
+    found: list[Decided] = []
+
+    def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:
+        around = surroundings()
+        run_passes(
+            gm,
+            default_passes(policy, site(dtype), restores_outputs=True, around=around),
+            check=True,
+        )
+        for node in gm.graph.nodes:
+            path = path_of(place_of(node, around))
+            made = node.meta.get("decisions", ())
+            found.extend(Decided(d.op, path, d.policy.value, d.origin) for d in made)
+        return gm
+
+    torch.compile(program, backend=backend)(*args)
+    return found

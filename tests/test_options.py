@@ -23,6 +23,7 @@ def test_every_field_can_be_given() -> None:
         "output_dtype": "autocast",
         "weight_cache": False,
         "verify": True,
+        "range_guard": False,
         "bare_region": False,
         "fallback": False,
     }
@@ -64,7 +65,7 @@ def test_unknown_preset_lists_those_there_are() -> None:
 
 
 def test_policy_of_another_type() -> None:
-    with pytest.raises(OptionError, match="Policy nor the name of a preset"):
+    with pytest.raises(OptionError, match="Policy, nor the name of a preset"):
         Options.parse({"policy": {}})
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.errors import OptionError
 from amp_fx.op_names import find_overloads
-from amp_fx.policy import Policy, preset, preset_names
+from amp_fx.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.versions import SINCE, UNTIL
 
@@ -29,6 +29,7 @@ examples:
   python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
   python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
   python -m amp_fx policy rms_norm --preset torch-2.11
+  python -m amp_fx policy --preset amp.toml     what a policy file says
   python -m amp_fx policy --check               compare with the installed torch
 """
 
@@ -42,6 +43,8 @@ MEANING = {
     CastPolicy.FP32_APPEND_DTYPE.value: "calls the overload with dtype=, with float32",
     CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
     CastPolicy.BANNED.value: "raises: unsafe under autocast",
+    CastPolicy.KEEP.value: "left alone, and not looked into",
+    CastPolicy.SAME_AS_INPUT.value: "computes in float32, gives back its first input's dtype",
     OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
     NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
 }
@@ -67,7 +70,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="only this device type; may be given more than once",
     )
     parser.add_argument(
-        "--preset", default="torch", help=f"{', '.join(preset_names())}; default: %(default)s"
+        "--preset",
+        default="torch",
+        help=f"{', '.join(preset_names())}, or a policy file (*.toml); default: %(default)s",
     )
     parser.add_argument(
         "--check",
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         PolicyError: There is no such op or preset.
         OptionError: ``--check`` and an op exclude each other.
     """
-    policy = preset(args.preset)
+    policy = as_policy(args.preset)
     devices = tuple(dict.fromkeys(args.device or policy.tables))
     console = Console(highlight=False, markup=False, soft_wrap=False)
     if args.check:
@@ -119,6 +124,9 @@ def _show_all(policy: Policy, devices: Sequence[str], console: Console) -> None:
             names_gone = ", ".join(map(_short, gone))
             console.print(f"Listed, but not in torch {torch.__version__}: {names_gone}\n")
     _explain(words, console)
+    for what in ("modules", "args", "rules"):
+        if getattr(policy, what):
+            console.print(f"It has {what} of its own as well: {len(getattr(policy, what))}.")
 
 
 def _alike(policy: Policy, devices: Sequence[str]) -> list[list[str]]:

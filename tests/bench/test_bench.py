@@ -18,7 +18,7 @@ from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, gpt, mlp
-from amp_fx.bench.compare import Comparison, Measured, compare
+from amp_fx.bench.compare import Comparison, Figure, Measured, compare
 from amp_fx.bench.contenders import CONTENDERS, NAMES, contenders_of, prepare, with_own_code
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.models import MLP
@@ -171,6 +171,18 @@ def test_scalers_take_part() -> None:
     for comparison in comparisons:
         assert [measured.name for measured in comparison.measured] == ["bare", "torch", "amp_fx"]
     assert torch.get_num_threads() == num_threads
+
+
+def test_lean_is_compared_with_the_default_policy() -> None:
+    outcomes = list(CASES["lean"].run(TINY, ignore))
+    comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
+    for comparison in comparisons:
+        assert [measured.name for measured in comparison.measured] == ["torch", "lean"]
+        assert all(measured.peak_bytes for measured in comparison.measured)
+    losses = [o for o in outcomes if isinstance(o, Figure) and o.unit == "nats"]
+    assert len(comparisons) == 2
+    assert len(losses) >= 2 * len(comparisons)
+    assert all(4 < figure.value < 8 for figure in losses), "bytes at random cost 5.5 nats"
 
 
 @pytest.mark.parametrize("contender", compile_time.COMPILED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import compile_time, conv, gpt, lstm, mlp, overhead, scaler, vit
+from amp_fx.bench.cases import compile_time, conv, gpt, lean, lstm, mlp, overhead, scaler, vit
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ CASES = {
     "conv": _workloads("shaped like ResNet-18, inference and training", conv.workloads),
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", lstm.workloads),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
+    "lean": Case("training with the lean preset: memory, time, losses", lean.run),
     "overhead": Case("what a call costs where 300 weights are cached", overhead.run),
     "scaler": Case("what loss scaling adds to an optimizer's step", scaler.run),
 }
