@@ -1,10 +1,9 @@
-"""Which op gets which cast policy on which device: op tables under a name."""
+"""Which op is cast how: op tables under a name, and what a user changes on top of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import functools
 import os
 import types
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.op_names import all_ops, is_functional, overloads_by_packet
+from amp_fx.op_names import all_ops
 from amp_fx.policy_overrides import arg_override, module_overrides, op_overrides, rule_override
-from amp_fx.tables import DEVICES
-from amp_fx.tables.build import build_table, check_entry
-from amp_fx.tables.ipex import IPEX_ROWS
-from amp_fx.tables.lean import lean
+from amp_fx.tables.build import check_entry
+from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
-from amp_fx.tables.versions import VERSIONS, Version, active
+from amp_fx.tables.versions import active
 from amp_fx.treatment import Resolver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from amp_fx.cast_policy import CastPolicy
     from amp_fx.policy_overrides import (
@@ -354,7 +351,7 @@ def preset(name: str) -> Policy:
     Raises:
         PolicyError: There is no such preset; lists those there are.
     """
-    if name not in _PRESETS:
+    if name not in PRESETS:
         raise PolicyError(_unknown_preset(name))
     return _build(name)
 
@@ -371,13 +368,7 @@ def add_device(device_type: str, table: Table | None) -> None:
 
 def preset_names() -> tuple[str, ...]:
     """The names that ``preset`` takes."""
-    return tuple(_PRESETS)
-
-
-def torch_version() -> Version:
-    """The installed torch's version, without its patch: ``(2, 13)``."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return tuple(PRESETS)
 
 
 _added: dict[str, Table] = {}
@@ -386,32 +377,7 @@ _added: dict[str, Table] = {}
 
 @functools.cache
 def _build(name: str) -> Policy:
-    return Policy(name, {**_PRESETS[name](), **_added})
-
-
-def _tables_of(version: Version) -> dict[str, Table]:
-    return {device_type: active(table, version) for device_type, table in DEVICES.items()}
-
-
-def _installed_tables() -> dict[str, Table]:
-    return _tables_of(torch_version())
-
-
-def _ipex_tables() -> dict[str, Table]:
-    packets = overloads_by_packet()
-    cpu = build_table((policy, _expand(names, packets)) for policy, names in IPEX_ROWS)
-    return {**_installed_tables(), "cpu": cpu}
-
-
-def _lean_tables() -> dict[str, Table]:
-    return {device_type: lean(table) for device_type, table in _installed_tables().items()}
-
-
-def _expand(names: Iterable[str], packets: Mapping[str, list[str]]) -> list[str]:
-    """Packets as their functional overloads; a packet that is gone stands as it is."""
-    found = [packet for name in names for packet in fnmatch.filter(packets, name) or (name,)]
-    overloads = (op for packet in found for op in packets.get(packet, ()))
-    return [*filter(is_functional, overloads), *(p for p in found if p not in packets)]
+    return Policy(name, {**PRESETS[name](), **_added})
 
 
 def _read_only(table: Table) -> Table:
@@ -421,14 +387,6 @@ def _read_only(table: Table) -> Table:
 
 
 def _unknown_preset(name: str) -> str:
-    near = difflib.get_close_matches(name, _PRESETS, n=1)
+    near = difflib.get_close_matches(name, PRESETS, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"there is no preset {name!r}; there are {', '.join(_PRESETS)}{meant}"
-
-
-_PRESETS: Mapping[str, Callable[[], dict[str, Table]]] = {
-    "torch": _installed_tables,
-    "ipex": _ipex_tables,
-    "lean": _lean_tables,
-    **{"torch-{}.{}".format(*v): functools.partial(_tables_of, v) for v in VERSIONS},
-}
+    return f"there is no preset {name!r}; there are {', '.join(PRESETS)}{meant}"

@@ -13,7 +13,8 @@ import torch
 
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.errors import PolicyError
-from amp_fx.policy import Policy, preset, preset_names, torch_version
+from amp_fx.policy import Policy, preset, preset_names
+from amp_fx.tables.presets import torch_version
 
 aten = torch.ops.aten
 

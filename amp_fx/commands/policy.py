@@ -29,7 +29,6 @@ examples:
   python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
   python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
   python -m amp_fx policy rms_norm --preset torch-2.11
-  python -m amp_fx policy --preset amp.toml     what a policy file says
   python -m amp_fx policy --check               compare with the installed torch
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from amp_fx.cast_policy import CastPolicy
-from amp_fx.policy import torch_version
+from amp_fx.tables.presets import torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active
 

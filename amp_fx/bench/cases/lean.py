@@ -107,6 +107,21 @@ class _Trainer:
         self.optimizer.zero_grad()
         self.losses.append(loss.detach().item())
 
+    def saved_bytes(self, batch: Batch) -> int:
+        """Bytes of activations that a forward keeps for its backward; weights are not counted."""
+        weights = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in weights and tensor.dim() >= 2:
+                saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.model(batch.tokens, batch.targets)
+        rows = batch.tokens.numel()
+        return sum(t.untyped_storage().nbytes() for t in saved.values() if t.numel() % rows == 0)
+
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """Loss curves, then memory and time of a step, for both orders of norm and change."""
@@ -149,6 +164,9 @@ def _compare(
             for name, _, first_call, peak in measured
         ),
     )
+    for trainer in trainers:
+        saved = trainer.saved_bytes(batches[-1]) / 2**20
+        yield Figure(f"{kind}: saved for the backward with {trainer.name}", saved, "MiB")
     for start in _milestones(len(batches)):
         for trainer in trainers:
             window = trainer.losses[start : start + max(1, len(batches) // 10)]
