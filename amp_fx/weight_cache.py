@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import StaleWeightError
-from amp_fx.policy import torch_version
 from amp_fx.regions import no_autocast
 from amp_fx.storage_watch import StorageWatch, arm, is_armed, storage_address_of
 from amp_fx.stream_order import StreamOrder, accelerator_devices
+from amp_fx.tables.presets import torch_version
 from amp_fx.tensor_swaps import before_swaps
 
 if TYPE_CHECKING:
