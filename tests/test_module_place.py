@@ -70,6 +70,13 @@ class Net(nn.Module):
         return [out for layer in self.layers for out in layer(x)]
 
 
+class EachAlone(nn.ModuleList):
+    """Gives the same input to each of its modules."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [module(x) for module in self]
+
+
 def dtypes(outputs: list[torch.Tensor]) -> list[torch.dtype]:
     return [out.dtype for out in outputs]
 
@@ -106,6 +113,26 @@ def test_equal_modules_are_told_apart(pattern: str, by_rule: bool) -> None:
         torch._dynamo.reset()
         for _ in range(2):
             torch.testing.assert_close(call(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_rule", [False, True])
+def test_islands_run_by_the_policy_of_their_module(by_rule: bool) -> None:
+    """In one graph, where no module is on the stack; the function keeps its own gradient."""
+    net, x = EachAlone(Custom() for _ in range(3)), torch.randn(4, 4)
+    policy = Policy.default().with_modules({"1": "fp32"})
+    if by_rule:
+        policy = Policy.default().with_rule(lambda _, path, *__: "fp32" if path == "1" else None)
+
+    for compiler in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        x = x.detach().requires_grad_()
+        call = compiled(net, compiler=compiler, policy=policy, output_dtype="autocast")
+        outputs = call(x)
+        assert dtypes(outputs) == [bf16, f32, bf16]
+        [grad] = torch.autograd.grad(outputs[1].sum(), x)
+        weight = net.get_parameter("1.weight")
+        expected = torch.ones(4, 4) @ weight.t() * 3
+        torch.testing.assert_close(grad, expected)
 
 
 def test_disabled_functions_know_their_module() -> None:

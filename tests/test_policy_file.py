@@ -63,6 +63,14 @@ def test_any_policy_survives_its_text(name: str, changes: list[Any]) -> None:
     assert str(again) == str(policy)
 
 
+def test_a_glob_that_came_later_still_wins() -> None:
+    """In one table a name wins over a glob."""
+    policy = DEFAULT.with_ops({"mm": "fp32"}).with_ops({"*mm": "keep"})
+    again = Policy.loads(str(policy))
+    assert again.rule(torch.ops.aten.mm.default, "cpu") is CastPolicy.KEEP
+    assert again == policy
+
+
 def test_a_policy_of_other_tables_survives_its_text() -> None:
     policy = Policy("mine", {"cpu": {"aten::mm": CastPolicy.FP32}}).with_ops({"exp": "keep"})
     again = Policy.loads(str(policy))
