@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.capture import added_kernels
 from amp_fx.errors import PolicyError
 from amp_fx.measure import AUTOGRAD_KEYS, measure
 from amp_fx.tables import OWN_KERNELS
@@ -83,13 +84,14 @@ def find_drift(policy: Policy, device_types: Iterable[str] | None = None) -> tup
 
 
 def registered_ops(device_type: str) -> frozenset[str]:
-    """The ops for which the installed torch registers an autocast kernel.
+    """The ops for which the installed torch registers an autocast kernel, not amp_fx.
 
     Relies on the registrations of a dispatch key being listed by qualified overload name, for
     devices that the build does not support as well.
     """
     key = AUTOCAST_KEYS[device_type]
-    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    ours = {op for device, op in added_kernels if device == device_type}
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key)) - ours
 
 
 def _drift_on(policy: Policy, device_type: str) -> list[Difference]:

@@ -82,5 +82,9 @@ class ScalerStateDictError(AmpFxError, RuntimeError, KeyError, ValueError):
     __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
+class ScaleCollapseError(AmpFxError, RuntimeError):
+    """What `ScaleCollapseWarning` says, for a scaler that was told to raise it."""
+
+
 class ScaleCollapseWarning(UserWarning):
     """Gradients overflow however small the scale gets; names the parameters that do."""

@@ -45,11 +45,12 @@ _FILLERS: dict[str, Any] = {
     "float": 1.0,
     "bool": False,
     "number": 1,
-    "str": "",
+    "str": "dimname::any",  # before torch 2.13 a string may be the name of a dimension
     "List[int]": [1],
     "List[SymInt]": [1],
     "List[float]": [1.0],
     "List[bool]": [False],
+    "List[str]": ["dimname::any"],
 }
 
 # Kernels and the autocast state belong to the process and the thread: one measurement at a time.

@@ -26,7 +26,8 @@ from amp_fx.module_place import current_place
 from amp_fx.op_names import all_ops
 from amp_fx.policy import preset
 from amp_fx.policy_state import ambient_policy, policy_of
-from amp_fx.rules import restore_results
+from amp_fx.rules import qualified_name, restore_results
+from amp_fx.tables.kernels import OPAQUE_KERNELS
 from amp_fx.treatment import is_adjustable
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
     dispatch_key = getattr(torch._C.DispatchKey, key)
     own_key = torch._C.DispatchKeySet(dispatch_key)
     keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
-    is_composite = op._can_decompose()
+    calls_others = op._can_decompose() or qualified_name(op) in OPAQUE_KERNELS
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = (op, args, kwargs)
@@ -175,7 +176,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
         is_default = _what(treatment) == _what(default)
         if is_default and before is not None and not _has_number(op, args):
             return before.call_boxed(keyset, *args, **kwargs)
-        if treatment is None and is_composite:
+        if treatment is None and calls_others:
             # As if no kernel were here: the ops inside are still autocast.
             args = tuple(_numbers_as_tensors(op, args))
             return op.redispatch(keyset & keys_below, *args, **kwargs)

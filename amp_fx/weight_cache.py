@@ -31,6 +31,7 @@ from amp_fx.errors import StaleWeightError
 from amp_fx.regions import no_autocast
 from amp_fx.storage_watch import StorageWatch, arm, is_armed, storage_address_of
 from amp_fx.stream_order import StreamOrder, accelerator_devices
+from amp_fx.tables.presets import torch_version
 from amp_fx.tensor_swaps import before_swaps
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Plan:
         self._snapshots: dict[Any, _Snapshot] = {}
         self._devices: tuple[torch.device, ...] = ()
         self._has_parts = False
+        self._needs_layouts = not _guards_see_layouts()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
@@ -172,7 +174,8 @@ class Plan:
         Dynamo guards sizes and dtypes: a weight that fills its storage lies at its start.
         """
         offsets = tuple(map(_offset_of, sources)) if self._has_parts else ()
-        return tuple(map(storage_address_of, sources)), offsets
+        layouts = tuple((s.size(), s.stride()) for s in sources) if self._needs_layouts else ()
+        return tuple(map(storage_address_of, sources)), offsets, layouts
 
     def forget(self) -> None:
         """Looks at every weight again on the next call."""
@@ -372,6 +375,15 @@ def _is_part(tensor: torch.Tensor) -> bool:
 
 
 _offset_of: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
+
+
+def _guards_see_layouts() -> bool:
+    """Whether Dynamo looks at the sizes and strides of a module's weights on every call.
+
+    Before pytorch#177525 it takes a module whose dictionaries were not written for
+    unchanged, so that a graph outlives ``weight.t_()``; torch 2.13 has it.
+    """
+    return torch_version() >= (2, 13)
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

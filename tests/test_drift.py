@@ -30,7 +30,7 @@ def _edited(device_type: str, **edits: CastPolicy | None) -> Policy:
 @pytest.mark.parametrize(
     ("device_type", "name", "policy", "line"),
     [
-        ("cuda", "rms_norm", None, "cuda: aten::rms_norm: missing here (fp32)"),
+        ("cuda", "layer_norm", None, "cuda: aten::layer_norm: missing here (fp32)"),
         ("cpu", "relu", CastPolicy.FP32, "cpu: aten::relu: missing in torch (fp32)"),
         ("cuda", "mm", CastPolicy.FP32, "other policy (fp32 here, lower_precision_fp in torch)"),
         ("mtia", "mm", None, "mtia: aten::mm: missing here (what torch does cannot be measured"),

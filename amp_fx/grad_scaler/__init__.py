@@ -3,12 +3,15 @@
 In the order in which a training step meets them:
 
 * ``scaler``: ``GradScaler``, the public interface; the rest serves it.
+* ``bookkeeping``: its methods that touch no gradient: reports, settings, state.
 * ``core``: the scale itself, and what all ways to step share.
+* ``limits``: how far the scale may move.
 * ``arguments``: checks of what users pass in.
 * ``outputs``: scaling of outputs in any structure.
 * ``states``: what has happened to each optimizer since the last update.
 * ``gradients``: an optimizer's gradients, grouped for fused kernels.
 * ``unscale``: unscaling, checking and clipping of such groups.
+* ``agreement``: several processes skip steps together.
 * ``stepping``: the two ways in which `step` steps an optimizer.
 * ``predicated``: a step that undoes itself on the device when gradients overflowed.
 * ``compiled_step``: unscale, check, clip and step as one compiled call.

@@ -55,6 +55,13 @@ def whole(value: object, name: str, minimum: int) -> int:
     return number
 
 
+def one_of(value: object, name: str, allowed: tuple[str, ...]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ScalerValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+    return value
+
+
 def max_norm(value: object) -> float:
     """A number of at least 0; infinity measures without clipping."""
     number = _real(value, "max_norm", "a number of at least 0")

@@ -33,8 +33,9 @@ class CompiledStep:
 
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
-    tensors in their state, which nothing on the device can put back, and for sparse gradients or
-    gradients on several devices. Optimizers that are fused run eagerly too, and do not wait.
+    tensors in their state, which nothing on the device can put back, for sparse gradients or
+    gradients on several devices, and where several processes have to agree. Optimizers that are
+    fused run eagerly too, and do not wait.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -82,8 +83,7 @@ class CompiledStep:
         scaler, optimizer = self._scaler, self._optimizer
         if not scaler.is_enabled():
             return self._step_eagerly()
-        scaler._check_scale_growth_tracker("step")
-        state = scaler._states.of(optimizer)
+        state = scaler._begin("step", optimizer)
         groups = scaler._group(optimizer) if state.stage is OptState.READY else []
         if self._can_run_compiled(groups):
             result = self._step_compiled(groups)
@@ -101,6 +101,8 @@ class CompiledStep:
             return self._give_up("its gradients are sparse")
         if len({group.device for group in groups}) > 1:
             return self._give_up("its gradients are on several devices")
+        if not self._scaler._agreement.is_alone(self._optimizer):
+            return self._give_up("several processes have to agree on each of them")
         return all(id(param) in self._params_with_state for param in self._params())
 
     def _give_up(self, reason: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from amp_fx.grad_scaler.ledger import Ledger, any_skipped
 from amp_fx.grad_scaler.names import ParameterNames
 from amp_fx.grad_scaler.reports import StepReport, count_overflows
 from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates, weakly
-from amp_fx.grad_scaler.torch_private import update_scale_
 
-# The smallest scale that float32 can invert without loss.
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+if TYPE_CHECKING:
+    from amp_fx.grad_scaler.agreement import Agreement
+    from amp_fx.grad_scaler.limits import Limits
 
 _NOT_SCALED = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the "
@@ -30,7 +30,8 @@ _NOT_SCALED = (
 class ScalerCore(torch.amp.GradScaler):
     """The inner half of `GradScaler`."""
 
-    _min_scale: float
+    _limits: Limits
+    _agreement: Agreement
     _history_size: int
     _allow_fp16: bool
 
@@ -39,7 +40,6 @@ class ScalerCore(torch.amp.GradScaler):
         self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
         self._names = ParameterNames()
         self._host_scale = HostScale(init_scale)
-        self._floor = min(self._min_scale, init_scale)
         self._ledger = Ledger(init_scale, self._history_size)
         self._is_updated_by_step = False
 
@@ -52,21 +52,28 @@ class ScalerCore(torch.amp.GradScaler):
             raise ScalerStateError(f"Attempted {funcname} but _scale is None. {_NOT_SCALED}")
         return self._scale, self._growth_tracker
 
+    def _begin(self, name: str, optimizer: Any) -> OptimizerState:
+        """The optimizer's state, for a call that needs a scale."""
+        if self._scale is None and self._agreement.process_group is not None:
+            # A process that had no loss must not leave the others waiting for its flag.
+            params = arguments.optimizer(optimizer).param_groups[0]["params"]
+            self._lazy_init_scale_growth_tracker(params[0].device)
+        self._check_scale_growth_tracker(name)
+        return self._states.of(arguments.optimizer(optimizer))
+
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Check gradients without unscaling them; part of torch's contract with optimizers."""
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        state = self._states.of(optimizer)
+        state = self._begin("_check_inf_per_device", optimizer)
         inv_scale = self._inv_scale() if self._may_amplify() else None
-        state.found_inf = unscale.check(self._group(optimizer, allow_fp16=True), inv_scale)
-        return state.found_inf
+        found_inf = unscale.check(self._group(optimizer, allow_fp16=True), inv_scale)
+        return self._found(optimizer, state, found_inf)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """What the checks found; part of torch's contract with optimizers."""
         return self._states.of(optimizer).found_inf
 
     def _begin_unscale(self, name: str, optimizer: Any) -> OptimizerState:
-        self._check_scale_growth_tracker(name)
-        state = self._states.of(arguments.optimizer(optimizer))
+        state = self._begin(name, optimizer)
         if state.stage is OptState.UNSCALED:
             raise ScalerStateError(
                 f"{name}() or another unscaling has already been called on this optimizer since "
@@ -89,7 +96,24 @@ class ScalerCore(torch.amp.GradScaler):
         """Whether the scale may be below 1, as far as is known without waiting."""
         return self._host_scale.lower_bound < 1.0
 
-    def _unscaled(self, optimizer: Any, state: OptimizerState) -> None:
+    def _found(
+        self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
+    ) -> dict[torch.device, Tensor]:
+        """Keep what a check found: here, or in any process that takes part.
+
+        Without gradients nothing was infinite.
+        """
+        if not found_inf or not self._agreement.is_alone(optimizer):
+            flag = self._combine(found_inf)
+            self._agreement.reduce_(flag, optimizer)
+            found_inf = {flag.device: flag}
+        state.found_inf = found_inf
+        return found_inf
+
+    def _unscaled(
+        self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
+    ) -> None:
+        self._found(optimizer, state, found_inf)
         state.stage = OptState.UNSCALED
         self._report(optimizer, state)
 
@@ -112,19 +136,14 @@ class ScalerCore(torch.amp.GradScaler):
         return state.report
 
     def _adjust_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: list[Tensor]) -> None:
-        update_scale_(
-            scale,
-            growth_tracker,
-            unscale.combine(found_inf, scale.device),
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-        )
+        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        flag = unscale.combine(found_inf, scale.device)
+        self._limits.adjust_(scale, growth_tracker, flag, factors)
         skipped = any_skipped(self._states.reports())
         self._host_scale.follow_update(scale, self._backoff_factor, skipped)
-        if self._host_scale.lower_bound < self._floor:
-            scale.clamp_min_(self._floor)
-            self._host_scale.tell_floor(self._floor)
+        if self._host_scale.lower_bound < self._limits.floor:
+            scale.clamp_min_(self._limits.floor)
+            self._host_scale.tell_floor(self._limits.floor)
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         """Take over a scale that the user chose; it may lie below the floor, which then follows."""
@@ -136,6 +155,6 @@ class ScalerCore(torch.amp.GradScaler):
         else:
             value = arguments.positive_float(new_scale, "new_scale")
             scale.fill_(value)
-        self._floor = min(self._min_scale, _SMALLEST_SCALE if value is None else value)
+        self._limits.follow(scale if value is None else value)
         self._host_scale.tell(value)
         self._ledger.forget_peak(value)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from amp_fx.errors import Float16GradientError, ScalerValueError
+from amp_fx.grad_scaler.agreement import any_dtensor, local
 from amp_fx.grad_scaler.torch_private import group_by_device_and_dtype
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ _NUM_NAMES_SHOWN = 5
 
 
 class GradGroup(NamedTuple):
-    """Dense gradients of one device and dtype; for sparse ones their values."""
+    """Dense gradients of one device and dtype.
+
+    For sparse ones their values, for DTensors their part in this process.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -46,13 +50,17 @@ def group_gradients(
         Float16GradientError: there are float16 gradients, and they are not allowed.
         ScalerValueError: a gradient is on the meta device and so has no values.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    # One pass over the Python objects: thousands of them do not stay in the cache for a second.
-    strided = torch.strided
-    grads = [g for param in params if (g := param.grad) is not None and g.layout is strided]
     others: list[Tensor] = []
-    if len(grads) < len(params):
-        others = [p for p in params if p.grad is not None and p.grad.layout is not strided]
+    strided, set_aside = torch.strided, others.append  # which is falsy
+    # One pass over the Python objects: thousands of them do not stay in the cache for a second.
+    grads = [
+        grad
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if (grad := param.grad) is not None and (grad.layout is strided or set_aside(param))
+    ]
+    if any_dtensor(grads):
+        grads = [local(grad) for grad in grads]
     grouped = group_by_device_and_dtype([*grads, *(_grad(param) for param in others)])
     for device, dtype in grouped:
         if dtype is torch.float16 and not allow_fp16:

@@ -76,11 +76,15 @@ class Ledger:
         """The last updates, oldest first; may wait for the device."""
         return [record.resolve() for record in self._updates]
 
-    def find_collapse(self, scale: float | None, backoff_factor: float) -> str | None:
-        """A warning, once, if the scale that was last seen tells of a collapse."""
-        if scale is None or self._has_warned:
+    def find_collapse(
+        self, scale: float | None, backoff_factor: float, *, is_told_once: bool
+    ) -> str | None:
+        """A warning if the scale that was last seen tells of a collapse."""
+        if scale is None or (is_told_once and self._has_warned):
             return None
         self._highest = max(self._highest, scale)
+        if any_skipped(self._last_reports) is False:
+            return None
         if scale >= 1.0 or scale > self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE:
             return None
         self._has_warned = True

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from amp_fx.grad_scaler.agreement import local
 from amp_fx.grad_scaler.unscale import OnDevices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def stepped_tensors(optimizer: Any) -> list[Tensor] | None:
@@ -19,7 +23,7 @@ def stepped_tensors(optimizer: Any) -> list[Tensor] | None:
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not all(optimizer.state.get(param) for param in params):
         return None
-    return params + state_tensors(optimizer, params)
+    return [local(tensor) for tensor in params + state_tensors(optimizer, params)]
 
 
 def state_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
@@ -33,23 +37,15 @@ def state_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def step_unless(
-    found_inf: Tensor,
-    optimizer: Any,
-    tensors: list[Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Step the optimizer; on overflow put all tensors back as they were.
+def step_unless(found_inf: Tensor, tensors: list[Tensor], step: Callable[..., Any]) -> Any:
+    """Step an optimizer; on overflow put all tensors back as they were.
 
     Costs a copy of `tensors` for the time of the step.
 
     Args:
         found_inf: 0-dim; not 0 where gradients overflowed.
-        optimizer: what to step.
         tensors: what the step writes.
-        args: for the optimizer's step.
-        kwargs: for the optimizer's step.
+        step: the optimizer's.
 
     Returns:
         What the optimizer's step returns.
@@ -57,7 +53,7 @@ def step_unless(
     overflowed = OnDevices(found_inf != 0)
     old = [tensor.clone() for tensor in tensors]
     with torch.enable_grad():
-        result = optimizer.step(*args, **kwargs)
+        result = step()
     for tensor, value in zip(tensors, old, strict=True):
         tensor.copy_(torch.where(overflowed[tensor.device], value, tensor))
     return result

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.grad_scaler import host_scale
+from amp_fx.grad_scaler.agreement import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,5 +190,5 @@ def _count(named_grads: list[tuple[str, Tensor]]) -> list[Overflow]:
 
 def _values(grad: Tensor) -> Tensor:
     if grad.layout is torch.strided:
-        return grad
+        return local(grad)
     return grad.coalesce()._values() if grad.layout is torch.sparse_coo else grad.values()

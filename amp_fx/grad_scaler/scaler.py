@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import ScaleCollapseWarning, ScalerStateError, ScalerTypeError
+from amp_fx.errors import (
+    ScaleCollapseError,
+    ScaleCollapseWarning,
+    ScalerStateError,
+)
 from amp_fx.grad_scaler import arguments, host_scale, unscale
+from amp_fx.grad_scaler.agreement import Agreement, any_dtensor, clip_together_, params_of
+from amp_fx.grad_scaler.bookkeeping import Bookkeeping
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.core import ScalerCore
+from amp_fx.grad_scaler.limits import Limits
 from amp_fx.grad_scaler.outputs import map_nested, widen
 from amp_fx.grad_scaler.states import OptimizerStates
 from amp_fx.grad_scaler.stepping import refuse_closure, step_checked, step_fused
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from amp_fx.grad_scaler.names import NamedParameters
-    from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
 
 
-class GradScaler(ScalerCore):
+class GradScaler(Bookkeeping):
     """Scales losses so that float16 gradients do not vanish, and keeps overflows from the weights.
 
     A drop-in for :class:`torch.amp.GradScaler`, with the same methods, state dict and errors::
@@ -62,7 +70,14 @@ class GradScaler(ScalerCore):
             given names need no others.
         allow_fp16: whether gradients that are float16 themselves may be unscaled.
         min_scale: the scale does not shrink below this (unless it was set lower).
+        max_scale: the scale does not grow above this (unless it was set higher); None for no limit.
+        hysteresis: how many updates in a row with an overflow it takes to back off, the last of
+            them and all that follow doing so; 1 backs off at once. Steps are skipped regardless.
+        on_collapse: what to do when the scale shrinks without end: "warn", once, or "raise".
         history_size: how many updates `history` remembers.
+        process_group: the processes that skip a step together if one of them overflowed, so that
+            their scales stay equal. Each must call the same methods, whether it has gradients or
+            not. Those of DTensor parameters' meshes take part by themselves.
 
     Raises:
         ScalerValueError: an argument has a value that is not allowed.
@@ -81,7 +96,11 @@ class GradScaler(ScalerCore):
         named_parameters: NamedParameters | None = None,
         allow_fp16: bool = False,
         min_scale: float = 2.0**-64,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        on_collapse: Literal["warn", "raise"] = "warn",
         history_size: int = 100,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         """Check the settings; the scale is made on the device of the first output to be scaled."""
         device = arguments.device_type(device)
@@ -107,8 +126,12 @@ class GradScaler(ScalerCore):
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._allow_fp16 = allow_fp16
-        self._min_scale = arguments.positive_float(min_scale, "min_scale")
+        self._limits = Limits(min_scale, max_scale, hysteresis)
+        self._on_collapse = arguments.one_of(on_collapse, "on_collapse", ("warn", "raise"))
+        self._agreement = Agreement(process_group)
         self._history_size = arguments.whole(history_size, "history_size", minimum=0)
+        if enabled:
+            self._limits.follow(init_scale)
         self._start(init_scale)
         if named_parameters is not None:
             self.name_parameters(named_parameters)
@@ -170,10 +193,8 @@ class GradScaler(ScalerCore):
             return
         state = self._begin_unscale("unscale_", optimizer)
         groups = self._group(optimizer)
-        state.found_inf = unscale.unscale_(
-            groups, self._inv_scale(), may_overflow=self._may_amplify()
-        )
-        self._unscaled(optimizer, state)
+        found_inf = unscale.unscale_(groups, self._inv_scale(), may_overflow=self._may_amplify())
+        self._unscaled(optimizer, state, found_inf)
 
     def unscale_and_clip_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
@@ -203,24 +224,33 @@ class GradScaler(ScalerCore):
             ScalerTypeError: this is no optimizer.
         """
         max_norm, norm_type = arguments.max_norm(max_norm), arguments.norm_type(norm_type)
+        params = params_of(arguments.optimizer(optimizer))
+        are_spread = any_dtensor(params)
         if not self._enabled:
-            groups = self._group(arguments.optimizer(optimizer), allow_fp16=True, coalesce=True)
+            if are_spread:
+                return clip_together_(params, max_norm, norm_type)
+            groups = self._group(optimizer, allow_fp16=True, coalesce=True)
             return unscale.clip_(groups, max_norm, norm_type)
         state = self._begin_unscale("unscale_and_clip_", optimizer)
         groups = self._group(optimizer, coalesce=True)
         inv_scale, may_amplify = self._inv_scale(), self._may_amplify()
-        if not may_amplify:
+        if not (may_amplify or are_spread):
             done = unscale.unscale_and_clip_(groups, inv_scale, max_norm, norm_type)
             if done is not None:
-                state.found_inf, norm = done
-                self._unscaled(optimizer, state)
+                found_inf, norm = done
+                self._unscaled(optimizer, state, found_inf)
                 return norm
-        state.found_inf = unscale.unscale_(groups, inv_scale, may_overflow=may_amplify)
-        self._unscaled(optimizer, state)  # counts overflows before clipping spreads them
+        found_inf = unscale.unscale_(groups, inv_scale, may_overflow=may_amplify)
+        # Counts overflows before clipping spreads them.
+        self._unscaled(optimizer, state, found_inf)
+        if are_spread:
+            return clip_together_(params, max_norm, norm_type)
         return unscale.clip_(groups, max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; unscales them first if need be.
+
+        Without any gradients the optimizer's step is called as it is.
 
         Fused optimizers unscale and skip in their own kernels. Capturable ones are stepped and, on
         overflow, put back on the device. For all others the host waits for the check; see
@@ -235,22 +265,25 @@ class GradScaler(ScalerCore):
             What the optimizer's step returns; None if it was skipped.
 
         Raises:
-            ScalerStateError: called twice, before `scale`, or without any gradients.
+            ScalerStateError: called twice, or before `scale`.
             RuntimeError: a closure was passed; how often it would run is not defined.
             ScalerTypeError: this is no optimizer.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         refuse_closure(args, kwargs)
-        self._check_scale_growth_tracker("step")
-        state = self._states.of(arguments.optimizer(optimizer))
+        state = self._begin("step", optimizer)
         if state.stage is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
+        step = partial(optimizer.step, *args, **kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            return step_fused(self, optimizer, state, args, kwargs)
-        if state.stage is OptState.READY:
-            self.unscale_(optimizer)
-        return step_checked(self, optimizer, state, args, kwargs)
+            result = step_fused(self, optimizer, state, step)
+        else:
+            if state.stage is OptState.READY:
+                self.unscale_(optimizer)
+            result = step_checked(self, optimizer, state, step)
+        self._stepped(optimizer, state)
+        return result
 
     def compile_step(
         self,
@@ -309,6 +342,7 @@ class GradScaler(ScalerCore):
             ScalerStateError: nothing was unscaled or stepped since the last update.
             ScalerValueError: `new_scale` is not a finite number above 0, or a tensor of more than
                 one element, on another device type or with requires_grad. The scale stays.
+            ScaleCollapseError: the scale shrinks without end, and `on_collapse` is "raise".
         """
         if not self._enabled:
             return
@@ -329,104 +363,11 @@ class GradScaler(ScalerCore):
         self._ledger.end_iteration(scale, self._states.reports())
         self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
         self._is_updated_by_step = False
-        collapse = self._ledger.find_collapse(self._host_scale.seen, self._backoff_factor)
-        if collapse is not None:
-            warnings.warn(collapse, ScaleCollapseWarning, stacklevel=2)
-
-    def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-        """Step a learning-rate scheduler if the last step of its optimizer was not skipped.
-
-        Call it after `step`; before or after `update` makes no difference. May wait for the device
-        where the scaler itself did not have to.
-
-        Args:
-            scheduler: of an optimizer that this scaler steps.
-            args: for the scheduler's step.
-            kwargs: for the scheduler's step.
-
-        Returns:
-            Whether the scheduler was stepped.
-
-        Raises:
-            ScalerStateError: this scaler has not stepped the scheduler's optimizer yet.
-            ScalerTypeError: this is no scheduler.
-        """
-        if not callable(getattr(scheduler, "step", None)):
-            raise ScalerTypeError(
-                f"expected a learning-rate scheduler; got {type(scheduler).__name__!r}."
-            )
-        if self._enabled and self._ledger.report_of(getattr(scheduler, "optimizer", None)).skipped:
-            return False
-        scheduler.step(*args, **kwargs)
-        return True
-
-    # What happened -------------------------------------------------------------------------------
-
-    @property
-    def last_step(self) -> StepReport | None:
-        """What became of the newest step; None before the first and for a disabled scaler."""
-        return self._ledger.last_step
-
-    def history(self) -> list[UpdateRecord]:
-        """Scale, skips and overflows of the last `history_size` updates, oldest first.
-
-        May wait for the device. Parameters that overflowed are known where the scaler knew at once
-        that the step was skipped, and where `last_step` was asked in time.
-        """
-        return self._ledger.history()
-
-    def name_parameters(self, named_parameters: NamedParameters) -> None:
-        """Learn what parameters are called, for reports and errors.
-
-        Args:
-            named_parameters: pairs of name and parameter, as `model.named_parameters()` gives.
-
-        Raises:
-            ScalerTypeError: there is something else in it.
-        """
-        self._names.add(named_parameters)
-
-    # Settings and state --------------------------------------------------------------------------
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; above 1."""
-        self._growth_factor = arguments.growth_factor(new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale shrinks after an overflow; between 0 and 1."""
-        self._backoff_factor = arguments.backoff_factor(new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of updates without overflow after which the scale grows; at least 1."""
-        self._growth_interval = arguments.growth_interval(new_interval)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class or of torch.amp.GradScaler returned.
-
-        Raises:
-            ScalerStateDictError: an entry is missing, not known or wrong. Nothing is loaded then.
-        """
-        if not self._enabled:
+        collapse = self._ledger.find_collapse(
+            self._host_scale.seen, self._backoff_factor, is_told_once=self._on_collapse == "warn"
+        )
+        if collapse is None:
             return
-        state = arguments.state_dict(state_dict)
-        super().load_state_dict(state)
-        self._floor = min(self._min_scale, state["scale"])
-        self._host_scale.tell(state["scale"])
-        self._ledger.set_scale(state["scale"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Settings, scale and growth; not the names, the history or the last step."""
-        if len(self._states):
-            raise ScalerStateError(
-                "A GradScaler instance may only be pickled at the beginning of an iteration, or "
-                "at the end after scaler.update()."
-            )
-        state = super().__getstate__()
-        for key in ("_names", "_host_scale", "_ledger", "_per_optimizer_states"):
-            del state[key]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on from the saved scale and growth, on whatever device asks first."""
-        super().__setstate__(state)
-        self._start(state.get("_init_scale", 1.0))
+        if self._on_collapse == "raise":
+            raise ScaleCollapseError(collapse)
+        warnings.warn(collapse, ScaleCollapseWarning, stacklevel=2)

@@ -29,13 +29,16 @@ def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def step_fused(
-    scaler: ScalerCore,
-    optimizer: Any,
-    state: OptimizerState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    scaler: ScalerCore, optimizer: Any, state: OptimizerState, step: Callable[..., Any]
 ) -> Any:
-    """Step an optimizer that takes `grad_scale` and `found_inf` (torch's contract for it)."""
+    """Step an optimizer that takes `grad_scale` and `found_inf` (torch's contract for it).
+
+    Args:
+        scaler: whose scale and checks it takes.
+        optimizer: what to step.
+        state: the optimizer's.
+        step: the optimizer's, with the caller's arguments.
+    """
     if _takes_scaler(optimizer.step):
         warnings.warn(
             "GradScaler is going to stop passing itself as a keyword argument to the passed "
@@ -45,9 +48,7 @@ def step_fused(
             FutureWarning,
             stacklevel=3,
         )
-        result = optimizer.step(*args, **kwargs, grad_scaler=scaler)
-        scaler._stepped(optimizer, state)
-        return result
+        return step(grad_scaler=scaler)
     scale, _ = scaler._check_scale_growth_tracker("step")
     if state.stage is OptState.UNSCALED:
         optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
@@ -56,11 +57,9 @@ def step_fused(
         optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
     optimizer.found_inf = scaler._combine(state.found_inf)
     try:
-        result = optimizer.step(*args, **kwargs)
+        return step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    scaler._stepped(optimizer, state)
-    return result
 
 
 def _takes_scaler(step: Callable[..., Any]) -> bool:
@@ -73,28 +72,19 @@ def _takes_scaler(step: Callable[..., Any]) -> bool:
 
 
 def step_checked(
-    scaler: ScalerCore,
-    optimizer: Any,
-    state: OptimizerState,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    scaler: ScalerCore, optimizer: Any, state: OptimizerState, step: Callable[..., Any]
 ) -> Any:
-    """Step an optimizer whose gradients are unscaled and checked, if they are finite."""
-    if not state.found_inf:
-        raise ScalerStateError(
-            "No inf checks were recorded for this optimizer: none of its parameters had a "
-            "gradient. Call backward() on the scaled loss first, or leave out step() for an "
-            "optimizer that has nothing to do in this iteration."
-        )
+    """Step an optimizer whose gradients are unscaled and checked, if they are finite.
+
+    The arguments are those of `step_fused`.
+    """
     report = scaler._report(optimizer, state)
-    is_capturable = all(group.get("capturable", False) for group in optimizer.param_groups)
-    if is_capturable and report.peek_skipped() is None:
+    if report.peek_skipped() is None and _is_capturable(optimizer):
         tensors = predicated.stepped_tensors(optimizer)
         if tensors is not None:
-            found_inf = scaler._combine(state.found_inf)
-            result = predicated.step_unless(found_inf, optimizer, tensors, args, kwargs)
-            scaler._stepped(optimizer, state)
-            return result
-    result = None if report.learn_skipped() else optimizer.step(*args, **kwargs)
-    scaler._stepped(optimizer, state)
-    return result
+            return predicated.step_unless(scaler._combine(state.found_inf), tensors, step)
+    return None if report.learn_skipped() else step()
+
+
+def _is_capturable(optimizer: Any) -> bool:
+    return all(group.get("capturable", False) for group in optimizer.param_groups)

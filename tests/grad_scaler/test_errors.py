@@ -48,11 +48,6 @@ def update_twice(case: Case) -> None:
     case.scaler.update()
 
 
-def step_without_gradients(case: Case) -> None:
-    case.optimizer.zero_grad()
-    case.scaler.step(case.optimizer)
-
-
 def step_without_scale(case: Case) -> None:
     type(case.scaler)("cpu").step(case.optimizer)
 
@@ -103,7 +98,6 @@ MISUSES = [
     step_twice,
     update_with_nothing_recorded,
     update_twice,
-    step_without_gradients,
     step_without_scale,
     unscale_without_scale,
     update_without_scale,
@@ -133,11 +127,6 @@ def test_a_positional_closure_does_not_slip_through() -> None:
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         case.scaler.step(case.optimizer, lambda: 0.0)
     case.scaler.step(case.optimizer, None)  # as Accelerate calls it
-
-
-def test_a_step_without_gradients_says_what_to_do() -> None:
-    with pytest.raises(errors.ScalerStateError, match=r"none of its parameters had a gradient"):
-        step_without_gradients(Case())
 
 
 NUMBERS: list[tuple[dict[str, Any], str]] = [

@@ -67,6 +67,40 @@ def test_missing_empty_and_strided_gradients(is_noncontiguous: bool) -> None:
     assert (grad == 2.0).all()
 
 
+class OwnWay(torch.optim.SGD):
+    """Steps in a way that asks for no gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(1.0)
+        return "stepped"
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_", "unscale_and_clip_"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_without_gradients_the_optimizer_steps_its_own_way(call: str, is_fused: bool) -> None:
+    scaler, param = make_scaler(growth_interval=1), torch.nn.Parameter(torch.zeros(2))
+    optimizer = OwnWay([param], lr=1.0, fused=is_fused)
+    if call != "step":
+        getattr(scaler, call)(optimizer, *([1.0] if call == "unscale_and_clip_" else []))
+    assert scaler.step(optimizer) == "stepped"
+    assert param.tolist() == [1.0, 1.0]
+    assert scaler.last_step is not None
+    assert not scaler.last_step.skipped
+    scaler.update()
+    assert scaler.get_scale() == 16.0  # nothing was infinite
+
+
+def test_an_optimizer_without_gradients_leaves_the_decision_to_the_other() -> None:
+    scaler = make_scaler()
+    scaler.step(sgd(torch.tensor([1.0, math.nan])))
+    assert scaler.step(OwnWay(make_params((2,)), lr=1.0)) == "stepped"
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 def sparse(values: list[float], dtype: torch.dtype) -> Tensor:
     """Index 1 twice: what an embedding that saw a word twice gets."""
     return torch.sparse_coo_tensor(

@@ -433,7 +433,7 @@ def cond() -> Subject:
     def forward(x: Tensor) -> Any:
         y = model(x)
         return torch.cond(
-            x.sum() > 0, lambda z: torch.mm(z, z.mT), lambda z: torch.mm(z * 2, z.mT), (y,)
+            x.sum() > 0, lambda z: torch.mm(z, z.t()), lambda z: torch.mm(z * 2, z.t()), (y,)
         )
 
     def drive(program: Program, x: Tensor) -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from amp_fx.policy import Policy
+from amp_fx.policy_kernels import prepare
 from amp_fx.tables.kernels import OPAQUE_KERNELS
 
 if TYPE_CHECKING:
@@ -46,8 +48,12 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("op", OPAQUE_KERNELS)
-def test_autocast_acts_inside_the_kernel(op: str, rng: torch.Generator) -> None:
+def test_autocast_acts_inside_the_kernel(op: str, is_prepared: bool, rng: torch.Generator) -> None:
+    """Also once a policy by module was used, for which every op gets a kernel of ours."""
+    if is_prepared:
+        prepare(Policy.default().with_modules({"no.such.module": "fp32"}), "cpu")
     x = torch.randn(16, 16, generator=rng)
     with torch.no_grad():
         torch.manual_seed(0)
