@@ -105,7 +105,7 @@ class Bookkeeping(ScalerCore):
                 "at the end after scaler.update()."
             )
         state = super().__getstate__()
-        for key in ("_names", "_host_scale", "_ledger", "_per_optimizer_states"):
+        for key in ("_names", "_host_scale", "_ledger", "_states"):
             del state[key]
         return state
 

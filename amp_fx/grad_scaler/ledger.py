@@ -98,7 +98,7 @@ class Ledger:
 
 def any_skipped(reports: tuple[StepReport, ...]) -> bool | None:
     """Whether a step was skipped; None where only the device knows."""
-    outcomes = [report.peek_skipped() for report in reports]
+    outcomes = [report.known_skipped for report in reports]
     if any(outcomes):
         return True
     return None if None in outcomes or not outcomes else False

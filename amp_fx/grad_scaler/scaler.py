@@ -347,7 +347,7 @@ class GradScaler(Bookkeeping):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found_inf = [flag for state in self._states for flag in state.found_inf.values()]
+        found_inf = self._states.found_infs()
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif found_inf:
@@ -361,7 +361,7 @@ class GradScaler(Bookkeeping):
                 "unscaled or stepped since the last update()."
             )
         self._ledger.end_iteration(scale, self._states.reports())
-        self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
+        self._states = OptimizerStates()
         self._is_updated_by_step = False
         collapse = self._ledger.find_collapse(
             self._host_scale.seen, self._backoff_factor, is_told_once=self._on_collapse == "warn"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch.amp.grad_scaler import OptState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch
     from torch import Tensor
@@ -38,8 +38,9 @@ class ByOptimizer(Generic[Value]):
 
 @dataclass
 class OptimizerState:
-    """One optimizer's part in the current iteration."""
+    """One optimizer's part in the current iteration; ``alive`` gives the optimizer while it is."""
 
+    alive: Callable[[], Any]
     stage: OptState = OptState.READY
     found_inf: dict[torch.device, Tensor] = field(default_factory=dict)
     report: StepReport | None = None
@@ -60,19 +61,19 @@ class OptimizerStates:
         """How many optimizers an update is due for."""
         return sum(s.stage is not OptState.READY or bool(s.found_inf) for s in self._states)
 
-    def __iter__(self) -> Iterator[OptimizerState]:
-        """In the order in which it happened."""
-        return iter(self._states)
+    def found_infs(self) -> list[Tensor]:
+        """All flags of this iteration."""
+        return [flag for state in self._states for flag in state.found_inf.values()]
 
     def reports(self) -> tuple[StepReport, ...]:
         """What is known of each optimizer's gradients."""
-        return tuple(state.report for state in self._states if state.report is not None)
+        return tuple([s.report for s in self._states if s.report is not None])
 
     def of(self, optimizer: Any) -> OptimizerState:
         """The optimizer's state; a fresh one if nothing has happened to it yet."""
         state = self._by_optimizer.get(optimizer)
         if state is None:
-            state = OptimizerState()
+            state = OptimizerState(weakly(optimizer))
             self._states.append(state)
             self._by_optimizer.set(optimizer, state)
         return state

@@ -12,8 +12,6 @@ from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.torch_private import check_and_unscale_, has_check_and_unscale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from amp_fx.grad_scaler.gradients import GradGroup
 
 # These norms scale with their input, and their powers stay well inside float64.
@@ -86,8 +84,10 @@ def unscale_(
     return found_inf
 
 
-def combine(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
+def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
     """One flag out of several, on a device: not 0 if any is not 0."""
+    if len(found_infs) == 1 and found_infs[0].device == device:
+        return found_infs[0]
     flags = [flag if flag.device == device else OnDevices(flag)[device] for flag in found_infs]
     if not flags:
         return torch.zeros((), device=device)
@@ -163,7 +163,11 @@ def _norm_dtype(groups: list[GradGroup]) -> torch.dtype:
 
 
 def _no_inf(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
-    return {device: torch.zeros((), device=device) for device in {g.device for g in groups}}
+    found_inf: dict[torch.device, Tensor] = {}
+    for group in groups:
+        if group.device not in found_inf:
+            found_inf[group.device] = torch.zeros((), device=group.device)
+    return found_inf
 
 
 def _check_(group: GradGroup, found_inf: Tensor) -> None:
