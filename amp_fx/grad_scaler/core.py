@@ -13,7 +13,7 @@ from amp_fx.grad_scaler import arguments, host_scale, unscale
 from amp_fx.grad_scaler.agreement import params_of
 from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
 from amp_fx.grad_scaler.host_scale import HostScale
-from amp_fx.grad_scaler.ledger import Ledger, any_skipped
+from amp_fx.grad_scaler.ledger import Ledger
 from amp_fx.grad_scaler.names import ParameterNames
 from amp_fx.grad_scaler.reports import StepReport, count_overflows
 from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates
@@ -26,6 +26,10 @@ _NOT_SCALED = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the "
     "iteration."
 )
+
+
+_FINITE = StepReport()
+"""Shared by all steps that are known to have gone well."""
 
 
 class ScalerCore(torch.amp.GradScaler):
@@ -51,7 +55,8 @@ class ScalerCore(torch.amp.GradScaler):
 
     def _begin(self, name: str, optimizer: Any) -> OptimizerState:
         """The optimizer's state, for a call that needs a scale."""
-        arguments.optimizer(optimizer)
+        if self._states.known(optimizer) is None:
+            arguments.optimizer(optimizer)
         if self._scale is None:
             if self._agreement.process_group is not None:
                 # A process that had no loss must not leave the others waiting for its flag.
@@ -116,9 +121,9 @@ class ScalerCore(torch.amp.GradScaler):
         state.stage = OptState.UNSCALED
         self._report(state)
 
-    def _stepped(self, optimizer: Any, state: OptimizerState) -> None:
+    def _stepped(self, state: OptimizerState) -> None:
         state.stage = OptState.STEPPED
-        self._ledger.note_step(optimizer, state.report or self._report(state))
+        state.last_step = self._ledger.last_step = state.report or self._report(state)
 
     def _combine(self, found_inf: dict[torch.device, Tensor]) -> Tensor:
         assert self._scale is not None
@@ -126,19 +131,28 @@ class ScalerCore(torch.amp.GradScaler):
 
     def _report(self, state: OptimizerState) -> StepReport:
         """A report on the checks that were made; looks at the gradients if some overflowed."""
+        if host_scale.peek(flag := self._combine(state.found_inf)) == 0.0:
+            state.report = _FINITE
+            return _FINITE
         alive, names = state.alive, self._names
         state.report = StepReport(
-            self._combine(state.found_inf),
+            flag,
             lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
         )
         return state.report
 
-    def _adjust_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: list[Tensor]) -> None:
+    def _adjust_scale(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_inf: list[Tensor],
+        was_skipped: bool | None,
+    ) -> None:
         limits, on_host = self._limits, self._host_scale
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
         flag = unscale.combine(found_inf, scale.device)
         limits.adjust_(scale, growth_tracker, flag, factors)
-        on_host.follow_update(scale, self._backoff_factor, any_skipped(self._states.reports()))
+        on_host.follow_update(scale, self._backoff_factor, was_skipped)
         if on_host.lower_bound < limits.floor:
             scale.clamp_min_(limits.floor)
             on_host.tell_floor(limits.floor)

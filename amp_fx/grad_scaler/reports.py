@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,7 @@ class StepReport:
         return f"StepReport(skipped=True, overflows=[{describe(self._overflows or ())}])"
 
 
-@dataclass(frozen=True)
-class PendingRecord:
+class PendingRecord(NamedTuple):
     """An `UpdateRecord` whose values may still be on the device."""
 
     scale: float | Tensor
