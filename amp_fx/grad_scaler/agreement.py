@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
 
 class Agreement:
     """The processes that a scaler agrees with: those of a group, and those of DTensors' meshes.
@@ -40,7 +42,9 @@ class Agreement:
 
     def is_alone(self, optimizer: Any) -> bool:
         """Whether there is nobody to ask about the gradients of this optimizer."""
-        return self.process_group is None and not self._meshes(optimizer)
+        if self.process_group is not None:
+            return False
+        return not (dist.is_available() and dist.is_initialized()) or not self._meshes(optimizer)
 
     def reduce_(self, found_inf: Tensor, optimizer: Any) -> None:
         """Take the largest flag of all processes; each has to call this, gradients or not.
@@ -84,9 +88,10 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Whether one of the tensors is spread over processes."""
+    kinds = {*map(type, tensors)} - _PLAIN
     # Importing it takes a second, and where nobody has done so there is none.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(issubclass(t, module.DTensor) for t in {*map(type, tensors)})
+    module = sys.modules.get("torch.distributed.tensor") if kinds else None
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:

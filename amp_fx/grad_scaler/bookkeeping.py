@@ -64,10 +64,19 @@ class Bookkeeping(ScalerCore):
             raise ScalerTypeError(
                 f"expected a learning-rate scheduler; got {type(scheduler).__name__!r}."
             )
-        if self._enabled and self._ledger.report_of(getattr(scheduler, "optimizer", None)).skipped:
+        if self._enabled and self._last_step_of(getattr(scheduler, "optimizer", None)).skipped:
             return False
         scheduler.step(*args, **kwargs)
         return True
+
+    def _last_step_of(self, optimizer: Any) -> StepReport:
+        state = self._states.known(optimizer)
+        if state is None or state.last_step is None:
+            raise ScalerStateError(
+                "this scaler has not stepped the scheduler's optimizer yet; call "
+                "scaler.step(optimizer) first."
+            )
+        return state.last_step
 
     # Settings and state --------------------------------------------------------------------------
 
@@ -105,7 +114,7 @@ class Bookkeeping(ScalerCore):
                 "at the end after scaler.update()."
             )
         state = super().__getstate__()
-        for key in ("_names", "_host_scale", "_ledger", "_per_optimizer_states"):
+        for key in ("_names", "_host_scale", "_ledger", "_states"):
             del state[key]
         return state
 

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler.predicated import state_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
-from amp_fx.grad_scaler.unscale import OnDevices, clip_factor
+from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,7 +153,7 @@ class CompiledStep:
         if self._compiled is None:
             self._compiled = torch.compile(self._function(), **self._compile_options)
         params = self._params()
-        inv_scale = OnDevices(scaler._inv_scale())[groups[0].device]
+        inv_scale = on_devices(scaler._inv_scale())[groups[0].device]
         with self._learning_rates_as_tensors():
             result, found_inf, self.norm = self._compiled(
                 params, state_tensors(optimizer, params), _grads(params), inv_scale
@@ -161,7 +161,7 @@ class CompiledStep:
         mark_stepped(optimizer)
         state = scaler._states.of(optimizer)
         state.found_inf = {found_inf.device: found_inf}
-        scaler._stepped(optimizer, state)
+        scaler._stepped(state)
         return result
 
     @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,12 +10,13 @@ from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
 from amp_fx.grad_scaler import arguments, host_scale, unscale
+from amp_fx.grad_scaler.agreement import params_of
 from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
 from amp_fx.grad_scaler.host_scale import HostScale
-from amp_fx.grad_scaler.ledger import Ledger, any_skipped
+from amp_fx.grad_scaler.ledger import Ledger
 from amp_fx.grad_scaler.names import ParameterNames
 from amp_fx.grad_scaler.reports import StepReport, count_overflows
-from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates, weakly
+from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates
 
 if TYPE_CHECKING:
     from amp_fx.grad_scaler.agreement import Agreement
@@ -25,6 +26,10 @@ _NOT_SCALED = (
     "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the "
     "iteration."
 )
+
+
+_FINITE = StepReport()
+"""Shared by all steps that are known to have gone well."""
 
 
 class ScalerCore(torch.amp.GradScaler):
@@ -37,15 +42,11 @@ class ScalerCore(torch.amp.GradScaler):
 
     def _start(self, init_scale: float) -> None:
         """Set up what belongs to this process and is never saved."""
-        self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
+        self._states = OptimizerStates()
         self._names = ParameterNames()
         self._host_scale = HostScale(init_scale)
         self._ledger = Ledger(init_scale, self._history_size)
         self._is_updated_by_step = False
-
-    @property
-    def _states(self) -> OptimizerStates:
-        return cast("OptimizerStates", self._per_optimizer_states)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -54,12 +55,14 @@ class ScalerCore(torch.amp.GradScaler):
 
     def _begin(self, name: str, optimizer: Any) -> OptimizerState:
         """The optimizer's state, for a call that needs a scale."""
-        if self._scale is None and self._agreement.process_group is not None:
-            # A process that had no loss must not leave the others waiting for its flag.
-            params = arguments.optimizer(optimizer).param_groups[0]["params"]
-            self._lazy_init_scale_growth_tracker(params[0].device)
-        self._check_scale_growth_tracker(name)
-        return self._states.of(arguments.optimizer(optimizer))
+        if self._states.known(optimizer) is None:
+            arguments.optimizer(optimizer)
+        if self._scale is None:
+            if self._agreement.process_group is not None:
+                # A process that had no loss must not leave the others waiting for its flag.
+                self._lazy_init_scale_growth_tracker(params_of(optimizer)[0].device)
+            self._check_scale_growth_tracker(name)
+        return self._states.of(optimizer)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Check gradients without unscaling them; part of torch's contract with optimizers."""
@@ -90,7 +93,8 @@ class ScalerCore(torch.amp.GradScaler):
         return group_gradients(optimizer, self._names, allow_fp16=allow_fp16, coalesce=coalesce)
 
     def _inv_scale(self) -> Tensor:
-        return cast("Tensor", self._scale).reciprocal()
+        assert self._scale is not None
+        return self._scale.reciprocal()
 
     def _may_amplify(self) -> bool:
         """Whether the scale may be below 1, as far as is known without waiting."""
@@ -115,35 +119,43 @@ class ScalerCore(torch.amp.GradScaler):
     ) -> None:
         self._found(optimizer, state, found_inf)
         state.stage = OptState.UNSCALED
-        self._report(optimizer, state)
+        self._report(state)
 
-    def _stepped(self, optimizer: Any, state: OptimizerState) -> None:
+    def _stepped(self, state: OptimizerState) -> None:
         state.stage = OptState.STEPPED
-        self._ledger.note_step(optimizer, self._report(optimizer, state))
+        state.last_step = self._ledger.last_step = state.report or self._report(state)
 
     def _combine(self, found_inf: dict[torch.device, Tensor]) -> Tensor:
-        return unscale.combine(found_inf.values(), cast("Tensor", self._scale).device)
+        assert self._scale is not None
+        return unscale.combine(list(found_inf.values()), self._scale.device)
 
-    def _report(self, optimizer: Any, state: OptimizerState) -> StepReport:
-        """The report on the checks that were made; looks at the gradients if some overflowed."""
-        if state.report is None:
-            alive = weakly(optimizer)
-            names = self._names
-            state.report = StepReport(
-                self._combine(state.found_inf),
-                lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
-            )
+    def _report(self, state: OptimizerState) -> StepReport:
+        """A report on the checks that were made; looks at the gradients if some overflowed."""
+        if host_scale.peek(flag := self._combine(state.found_inf)) == 0.0:
+            state.report = _FINITE
+            return _FINITE
+        alive, names = state.alive, self._names
+        state.report = StepReport(
+            flag,
+            lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
+        )
         return state.report
 
-    def _adjust_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: list[Tensor]) -> None:
+    def _adjust_scale(
+        self,
+        scale: Tensor,
+        growth_tracker: Tensor,
+        found_inf: list[Tensor],
+        was_skipped: bool | None,
+    ) -> None:
+        limits, on_host = self._limits, self._host_scale
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
         flag = unscale.combine(found_inf, scale.device)
-        self._limits.adjust_(scale, growth_tracker, flag, factors)
-        skipped = any_skipped(self._states.reports())
-        self._host_scale.follow_update(scale, self._backoff_factor, skipped)
-        if self._host_scale.lower_bound < self._limits.floor:
-            scale.clamp_min_(self._limits.floor)
-            self._host_scale.tell_floor(self._limits.floor)
+        limits.adjust_(scale, growth_tracker, flag, factors)
+        on_host.follow_update(scale, self._backoff_factor, was_skipped)
+        if on_host.lower_bound < limits.floor:
+            scale.clamp_min_(limits.floor)
+            on_host.tell_floor(limits.floor)
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         """Take over a scale that the user chose; it may lie below the floor, which then follows."""

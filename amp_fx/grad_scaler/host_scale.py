@@ -14,7 +14,7 @@ _LOOK_BELOW = 1024.0
 
 def peek(value: Tensor) -> float | None:
     """The value of a 0-dim tensor where reading it waits for nothing: on the CPU."""
-    return float(cast("float", value.tolist())) if value.is_cpu else None
+    return value.item() if value.is_cpu else None
 
 
 def wait_for(value: Tensor) -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from amp_fx.errors import ScalerStateError
 from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.reports import PendingRecord, StepReport, UpdateRecord, describe
-from amp_fx.grad_scaler.states import ByOptimizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +22,6 @@ class Ledger:
     def __init__(self, scale: float, size: int) -> None:
         """Remember up to `size` updates of a scale that starts here."""
         self.last_step: StepReport | None = None
-        self._last_steps: ByOptimizer[StepReport] = ByOptimizer()
         self._updates: deque[PendingRecord] = deque(maxlen=size)
         self._last_reports: tuple[StepReport, ...] = ()
         self._has_warned = False
@@ -45,25 +42,6 @@ class Ledger:
             report.close()
         self._last_reports = ()
 
-    def note_step(self, optimizer: Any, report: StepReport) -> None:
-        """An optimizer was stepped, or kept from it."""
-        self.last_step = report
-        self._last_steps.set(optimizer, report)
-
-    def report_of(self, optimizer: Any) -> StepReport:
-        """The last step of an optimizer.
-
-        Raises:
-            ScalerStateError: there was none.
-        """
-        report = self._last_steps.get(optimizer)
-        if report is None:
-            raise ScalerStateError(
-                "this scaler has not stepped the scheduler's optimizer yet; call "
-                "scaler.step(optimizer) first."
-            )
-        return report
-
     def end_iteration(self, scale: Tensor, reports: tuple[StepReport, ...]) -> None:
         """The scale was updated; kept as a copy where only the device knows it."""
         known = host_scale.peek(scale)
@@ -71,6 +49,8 @@ class Ledger:
         self._updates.append(PendingRecord(self._scale, new_scale, reports))
         self._scale = new_scale
         self._last_reports = reports
+        if known is not None and known > self._highest:
+            self._highest = known
 
     def history(self) -> list[UpdateRecord]:
         """The last updates, oldest first; may wait for the device."""
@@ -83,8 +63,6 @@ class Ledger:
         if scale is None or (is_told_once and self._has_warned):
             return None
         self._highest = max(self._highest, scale)
-        if any_skipped(self._last_reports) is False:
-            return None
         if scale >= 1.0 or scale > self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE:
             return None
         self._has_warned = True
@@ -98,7 +76,7 @@ class Ledger:
 
 def any_skipped(reports: tuple[StepReport, ...]) -> bool | None:
     """Whether a step was skipped; None where only the device knows."""
-    outcomes = [report.peek_skipped() for report in reports]
+    outcomes = [report.known_skipped for report in reports]
     if any(outcomes):
         return True
     return None if None in outcomes or not outcomes else False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_fx.grad_scaler.agreement import local
-from amp_fx.grad_scaler.unscale import OnDevices
+from amp_fx.grad_scaler.unscale import on_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def step_unless(found_inf: Tensor, tensors: list[Tensor], step: Callable[..., An
     Returns:
         What the optimizer's step returns.
     """
-    overflowed = OnDevices(found_inf != 0)
+    overflowed = on_devices(found_inf != 0)
     old = [tensor.clone() for tensor in tensors]
     with torch.enable_grad():
         result = step()

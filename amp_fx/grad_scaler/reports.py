@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class StepReport:
     to. Asking which parameters overflowed reads their gradients, so it has to happen before these
     are cleared, or before `scale` starts the next iteration; where the scaler knows at once that
     the step was skipped, it has read them already.
+
+    Attributes:
+        known_skipped: `skipped` where that is known without waiting, else None.
     """
 
     def __init__(
@@ -78,18 +81,21 @@ class StepReport:
         """
         self._found_inf = found_inf
         self._count = count
-        self._skipped: bool | None = None if found_inf is not None else False
         self._overflows: tuple[Overflow, ...] | None = None
-        if self.peek_skipped():
+        self.known_skipped: bool | None = False
+        if found_inf is not None:
+            value = host_scale.peek(found_inf)
+            self.known_skipped = None if value is None else value != 0.0
+        if self.known_skipped:
             self._look()
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer was kept from stepping; may wait for the device."""
-        if self._skipped is None:
+        if self.known_skipped is None:
             assert self._found_inf is not None
-            self._skipped = host_scale.wait_for(self._found_inf) != 0.0
-        return self._skipped
+            self.known_skipped = host_scale.wait_for(self._found_inf) != 0.0
+        return self.known_skipped
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
@@ -100,13 +106,6 @@ class StepReport:
         if self.skipped:
             self._look()
         return self._overflows or ()
-
-    def peek_skipped(self) -> bool | None:
-        """`skipped` where that is known without waiting, else None."""
-        if self._skipped is None and self._found_inf is not None:
-            found_inf = host_scale.peek(self._found_inf)
-            self._skipped = None if found_inf is None else found_inf != 0.0
-        return self._skipped
 
     def learn_skipped(self) -> bool:
         """`skipped`, and which parameters overflowed if so; may wait for the device."""
@@ -125,15 +124,14 @@ class StepReport:
 
     def __repr__(self) -> str:
         """What is known, without looking anything up."""
-        if self._skipped is None:
+        if self.known_skipped is None:
             return "StepReport(skipped=<on the device>)"
-        if not self._skipped:
+        if not self.known_skipped:
             return "StepReport(skipped=False)"
         return f"StepReport(skipped=True, overflows=[{describe(self._overflows or ())}])"
 
 
-@dataclass(frozen=True)
-class PendingRecord:
+class PendingRecord(NamedTuple):
     """An `UpdateRecord` whose values may still be on the device."""
 
     scale: float | Tensor

@@ -19,9 +19,9 @@ from amp_fx.grad_scaler import arguments, host_scale, unscale
 from amp_fx.grad_scaler.agreement import Agreement, any_dtensor, clip_together_, params_of
 from amp_fx.grad_scaler.bookkeeping import Bookkeeping
 from amp_fx.grad_scaler.compiled_step import CompiledStep
+from amp_fx.grad_scaler.ledger import any_skipped
 from amp_fx.grad_scaler.limits import Limits
 from amp_fx.grad_scaler.outputs import map_nested, widen
-from amp_fx.grad_scaler.states import OptimizerStates
 from amp_fx.grad_scaler.stepping import refuse_closure, step_checked, step_fused
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class GradScaler(Bookkeeping):
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(value.device)
                 if not scales:
-                    scales.append(unscale.OnDevices(cast("Tensor", self._scale)))
+                    scales.append(unscale.on_devices(cast("Tensor", self._scale)))
                 return widen(value) * scales[0][value.device]
             return map_nested(scaled, value)
 
@@ -271,7 +271,8 @@ class GradScaler(Bookkeeping):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        refuse_closure(args, kwargs)
+        if args or kwargs:
+            refuse_closure(args, kwargs)
         state = self._begin("step", optimizer)
         if state.stage is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
@@ -282,7 +283,7 @@ class GradScaler(Bookkeeping):
             if state.stage is OptState.READY:
                 self.unscale_(optimizer)
             result = step_checked(self, optimizer, state, step)
-        self._stepped(optimizer, state)
+        self._stepped(state)
         return result
 
     def compile_step(
@@ -347,11 +348,13 @@ class GradScaler(Bookkeeping):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found_inf = [flag for state in self._states for flag in state.found_inf.values()]
+        found_inf = self._states.found_infs()
+        reports = self._states.reports()
+        was_skipped = any_skipped(reports)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif found_inf:
-            self._adjust_scale(scale, growth_tracker, found_inf)
+            self._adjust_scale(scale, growth_tracker, found_inf, was_skipped)
         elif self._is_updated_by_step:
             self._is_updated_by_step = False
             return
@@ -360,9 +363,11 @@ class GradScaler(Bookkeeping):
                 "No inf checks were recorded prior to update: no optimizer with gradients was "
                 "unscaled or stepped since the last update()."
             )
-        self._ledger.end_iteration(scale, self._states.reports())
-        self._per_optimizer_states = OptimizerStates()  # type: ignore[assignment]
+        self._ledger.end_iteration(scale, reports)
+        self._states.begin_iteration()
         self._is_updated_by_step = False
+        if was_skipped is False:
+            return
         collapse = self._ledger.find_collapse(
             self._host_scale.seen, self._backoff_factor, is_told_once=self._on_collapse == "warn"
         )

@@ -1,86 +1,100 @@
-"""What has happened to each optimizer since the last update of the scale."""
+"""What has happened to each optimizer: since the last update of the scale, and at its last step."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch
     from torch import Tensor
 
     from amp_fx.grad_scaler.reports import StepReport
 
-Value = TypeVar("Value")
 
-
-class ByOptimizer(Generic[Value]):
-    """Values by the optimizer itself, held weakly, not by its ``id``, which another one can get."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._entries: dict[int, tuple[Callable[[], Any], Value]] = {}
-
-    def get(self, optimizer: Any) -> Value | None:
-        """The optimizer's value, or None."""
-        entry = self._entries.get(id(optimizer))
-        return entry[1] if entry is not None and entry[0]() is optimizer else None
-
-    def set(self, optimizer: Any, value: Value) -> None:
-        """Keep a value for as long as the optimizer lives."""
-        self._entries[id(optimizer)] = (weakly(optimizer), value)
-
-
-@dataclass
 class OptimizerState:
-    """One optimizer's part in the current iteration."""
+    """What a scaler knows of one optimizer, which it holds weakly.
 
-    stage: OptState = OptState.READY
-    found_inf: dict[torch.device, Tensor] = field(default_factory=dict)
-    report: StepReport | None = None
+    Attributes:
+        alive: gives the optimizer as long as it lives, None from then on.
+        last_step: what became of its newest step.
+        stage: how far it is in this iteration.
+        found_inf: what the check found in this iteration, per device.
+        report: on that check.
+    """
+
+    __slots__ = ("alive", "found_inf", "last_step", "report", "stage")
+
+    def __init__(self, alive: Callable[[], Any]) -> None:
+        """Nothing has happened yet."""
+        self.alive = alive
+        self.last_step: StepReport | None = None
+        self.begin_iteration()
+
+    def begin_iteration(self) -> None:
+        """Nothing has happened in this iteration."""
+        self.stage = OptState.READY
+        self.found_inf: dict[torch.device, Tensor] = {}
+        self.report: StepReport | None = None
 
 
 class OptimizerStates:
-    """The states of all optimizers in this iteration.
+    """The states of all optimizers.
 
     What an optimizer found before it died still counts for the update.
     """
 
     def __init__(self) -> None:
-        """Start an iteration in which nothing has happened."""
-        self._states: list[OptimizerState] = []
-        self._by_optimizer: ByOptimizer[OptimizerState] = ByOptimizer()
+        """Know no optimizer."""
+        # By id, which another optimizer can get: an entry counts as long as its optimizer lives.
+        self._entries: dict[int, OptimizerState] = {}
+        self._in_use: list[OptimizerState] = []  # in this iteration, in the order of first use
 
     def __len__(self) -> int:
         """How many optimizers an update is due for."""
-        return sum(s.stage is not OptState.READY or bool(s.found_inf) for s in self._states)
+        return sum(s.stage is not OptState.READY or bool(s.found_inf) for s in self._in_use)
 
-    def __iter__(self) -> Iterator[OptimizerState]:
-        """In the order in which it happened."""
-        return iter(self._states)
-
-    def reports(self) -> tuple[StepReport, ...]:
-        """What is known of each optimizer's gradients."""
-        return tuple(state.report for state in self._states if state.report is not None)
+    def known(self, optimizer: Any) -> OptimizerState | None:
+        """The optimizer's state, or None if it was never asked for."""
+        state = self._entries.get(id(optimizer))
+        return state if state is not None and state.alive() is optimizer else None
 
     def of(self, optimizer: Any) -> OptimizerState:
-        """The optimizer's state; a fresh one if nothing has happened to it yet."""
-        state = self._by_optimizer.get(optimizer)
+        """The optimizer's state, which from now on is in use."""
+        state = self.known(optimizer)
         if state is None:
-            state = OptimizerState()
-            self._states.append(state)
-            self._by_optimizer.set(optimizer, state)
+            state = self._entries[id(optimizer)] = OptimizerState(self._weakly(optimizer))
+        if state not in self._in_use:
+            self._in_use.append(state)
         return state
 
+    def found_infs(self) -> list[Tensor]:
+        """All flags of this iteration."""
+        return [flag for state in self._in_use for flag in state.found_inf.values()]
 
-def weakly(optimizer: Any) -> Callable[[], Any]:
-    """A call that gives the optimizer as long as it lives, None from then on."""
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:  # an object with __slots__
-        return lambda: optimizer
+    def reports(self) -> tuple[StepReport, ...]:
+        """What is known of each optimizer's gradients in this iteration."""
+        return tuple([s.report for s in self._in_use if s.report is not None])
+
+    def begin_iteration(self) -> None:
+        """Forget flags and reports."""
+        for state in self._in_use:
+            state.begin_iteration()
+        self._in_use.clear()
+
+    def _weakly(self, optimizer: Any) -> Callable[[], Any]:
+        """A call that gives the optimizer as long as it lives; with it goes its entry."""
+        entries, key = self._entries, id(optimizer)
+
+        def forget(reference: Any) -> None:
+            if key in entries and entries[key].alive is reference:
+                del entries[key]
+
+        try:
+            return weakref.ref(optimizer, forget)
+        except TypeError:  # an object with __slots__
+            return lambda: optimizer

@@ -78,8 +78,8 @@ def step_checked(
 
     The arguments are those of `step_fused`.
     """
-    report = scaler._report(optimizer, state)
-    if report.peek_skipped() is None and _is_capturable(optimizer):
+    report = state.report or scaler._report(state)
+    if report.known_skipped is None and _is_capturable(optimizer):
         tensors = predicated.stepped_tensors(optimizer)
         if tensors is not None:
             return predicated.step_unless(scaler._combine(state.found_inf), tensors, step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,7 +63,7 @@ def group_by_device_and_dtype(
     if not tensors:
         return {}
     grouped = torch._C._group_tensors_by_device_and_dtype([tensors], False)  # type: ignore[list-item]
-    return {key: cast("list[Tensor]", lists[0]) for key, (lists, _) in grouped.items()}
+    return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -12,8 +12,6 @@ from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.torch_private import check_and_unscale_, has_check_and_unscale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from amp_fx.grad_scaler.gradients import GradGroup
 
 # These norms scale with their input, and their powers stay well inside float64.
@@ -23,17 +21,18 @@ _HOMOGENEOUS_NORMS = (1.0, 2.0, math.inf)
 class OnDevices(dict[torch.device, Tensor]):
     """Copies of one 0-dim tensor, made as devices ask for them."""
 
-    def __init__(self, source: Tensor) -> None:
-        """Serve this tensor."""
-        super().__init__({source.device: source})
-        self._source = source
-
     def __missing__(self, device: torch.device) -> Tensor:
         """Copy the tensor to a device that asks for the first time."""
+        source = next(iter(self.values()))
         # A copy to the host that nobody waits for could be read before it has arrived.
-        copy = self._source.to(device, non_blocking=device.type != "cpu")
+        copy = source.to(device, non_blocking=device.type != "cpu")
         self[device] = copy
         return copy
+
+
+def on_devices(source: Tensor) -> OnDevices:
+    """Serve copies of this tensor."""
+    return OnDevices({source.device: source})
 
 
 @torch.no_grad()
@@ -51,7 +50,7 @@ def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torc
     for group in groups:
         _check_(group, found_inf[group.device])
     if inv_scale is not None:
-        factors = OnDevices(inv_scale)
+        factors = on_devices(inv_scale)
         for group in groups:
             _check_product_(group, factors[group.device], found_inf[group.device])
     return found_inf
@@ -73,7 +72,7 @@ def unscale_(
         Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
     """
     found_inf = _no_inf(groups)
-    factor = OnDevices(inv_scale)
+    factor = on_devices(inv_scale)
     for group in groups:
         flag = found_inf[group.device]
         if has_check_and_unscale(group.device, group.dtype):
@@ -86,9 +85,11 @@ def unscale_(
     return found_inf
 
 
-def combine(found_infs: Iterable[Tensor], device: torch.device) -> Tensor:
+def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
     """One flag out of several, on a device: not 0 if any is not 0."""
-    flags = [flag if flag.device == device else OnDevices(flag)[device] for flag in found_infs]
+    if len(found_infs) == 1 and found_infs[0].device == device:
+        return found_infs[0]
+    flags = [flag if flag.device == device else on_devices(flag)[device] for flag in found_infs]
     if not flags:
         return torch.zeros((), device=device)
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
@@ -120,7 +121,7 @@ def unscale_and_clip_(
     known = host_scale.peek(scaled_norm)
     if known is not None and not math.isfinite(known):
         return None
-    inv_scale = OnDevices(inv_scale)[scaled_norm.device]
+    inv_scale = on_devices(inv_scale)[scaled_norm.device]
     norm = scaled_norm * inv_scale
     factor = clip_factor(norm, max_norm)
     if known is None:  # keeps infinities and NaNs where they are, for reports to count
@@ -133,7 +134,7 @@ def unscale_and_clip_(
 def clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
     """Clip unscaled gradients by their norm, and return it."""
     norm = _total_norm(groups, norm_type).to(_norm_dtype(groups))
-    factors = OnDevices(clip_factor(norm, max_norm))
+    factors = on_devices(clip_factor(norm, max_norm))
     for group in groups:
         torch._foreach_mul_(group.grads, factors[group.device])
     return norm
@@ -163,7 +164,11 @@ def _norm_dtype(groups: list[GradGroup]) -> torch.dtype:
 
 
 def _no_inf(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
-    return {device: torch.zeros((), device=device) for device in {g.device for g in groups}}
+    found_inf: dict[torch.device, Tensor] = {}
+    for group in groups:
+        if group.device not in found_inf:
+            found_inf[group.device] = torch.zeros((), device=group.device)
+    return found_inf
 
 
 def _check_(group: GradGroup, found_inf: Tensor) -> None:

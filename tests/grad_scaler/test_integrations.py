@@ -1,4 +1,4 @@
-"""Trainers take the scaler as they take torch's."""
+"""Trainers take the scaler as they take torch's; imported late, as each takes seconds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def batch(i: int) -> torch.Tensor:
 
 
 def with_fabric(scaler: Any, model: Any, optimizer: Any) -> None:
-    fabric_module = pytest.importorskip("lightning.fabric")
-    precision = pytest.importorskip("lightning.fabric.plugins.precision.amp")
-    plugin = precision.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
-    fabric = fabric_module.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     model, optimizer = fabric.setup(model, optimizer)
     for i in range(5):
         optimizer.zero_grad()
@@ -40,10 +41,10 @@ def with_fabric(scaler: Any, model: Any, optimizer: Any) -> None:
 
 
 def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
-    lightning = pytest.importorskip("lightning")
-    plugins = pytest.importorskip("lightning.pytorch.plugins")
+    import lightning
+    from lightning.pytorch.plugins import MixedPrecision
 
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -58,7 +59,7 @@ def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        plugins=[plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
+        plugins=[MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
         gradient_clip_val=0.1,
         logger=False,
         enable_checkpointing=False,
@@ -70,8 +71,9 @@ def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
 
 
 def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    accelerator = Accelerator(cpu=True)
     accelerator.scaler = scaler
     model, optimizer = accelerator.prepare(model, optimizer)
     skipped = []
