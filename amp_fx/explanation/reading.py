@@ -10,7 +10,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from amp_fx.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.explanation.flops import FlopMeter
 from amp_fx.explanation.places import Place, input_path, op_name, place_of
-from amp_fx.explanation.reasons import origin_and_reason
+from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.kept_cast import kept_cast
 from amp_fx.values import recorded_value, tensors_in
@@ -126,7 +126,7 @@ class GraphReader:
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(
             DecisionRecord(d.op, self.device or d.device_type, d.policy.value, d.origin)
-            for d in node.meta.get("decisions", ())
+            for d in decisions_on(node)
         )
 
     def _tensor(self, tensor: torch.Tensor) -> TensorRecord:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.policy_state import policy_of
 from amp_fx.regions import CARRIERS
+from amp_fx.rules import qualified_name
 
 if TYPE_CHECKING:
     from torch import fx
@@ -54,13 +57,22 @@ def origin_and_reason(
             return "region", "autocast is off in the region around it"
         return "off", "autocast is off"
     region = "" if state == start else f", in a region of its own ({describe(state)})"
-    decisions: tuple[Decision, ...] = node.meta.get("decisions", ())
+    decisions = decisions_on(node)
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
     origin = decisions[0].origin
     if origin == "table" and policy_of(state) is not policy_of(start):
         origin = "region"
     return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
+
+
+def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
+    """The decisions on a node: the last op that a call was opened into carries all of them."""
+    found: tuple[Decision, ...] = node.meta.get("decisions", ())
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found
+    name = qualified_name(node.target)
+    return tuple(decision for decision in found if decision.op == name) or found
 
 
 def _sentence(decision: Decision, state: AutocastState) -> str:
