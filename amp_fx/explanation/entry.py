@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_fx.compiled import _as_dtype
+from amp_fx.compiled import RegionSettings, as_dtype
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.graphs import read_graphs
+from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
 from amp_fx.options import check_device_dtype, default_dtype
@@ -29,7 +29,6 @@ from amp_fx.regions import AutocastState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from amp_fx.compiled import RegionSettings
     from amp_fx.policy import Policy
 
 # What fake tensors cannot answer, and real ones can.
@@ -81,10 +80,13 @@ def explain(
     if isinstance(model, type) or not callable(model):
         raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
     target, settings = _unwrap(model)
+    given = settings or RegionSettings(None, None, None)
     request = _Request(
-        dtype=_as_dtype(dtype) if dtype is not None else settings and settings.dtype,
-        policy=as_policy(policy) if policy is not None else _policy_of(settings),
-        device_type=device_type or (settings and settings.device_type),
+        dtype=given.dtype if dtype is None else as_dtype(dtype),
+        policy=given.policy or ambient_policy() or as_policy("torch")
+        if policy is None
+        else as_policy(policy),
+        device_type=device_type or given.device_type,
         settings=settings,
         backward=backward,
         options=_checked(options),
@@ -109,20 +111,14 @@ class _Request:
     options: dict[str, Any]
 
 
-def _policy_of(settings: RegionSettings | None) -> Policy:
-    named = settings.policy if settings is not None else None
-    return named or ambient_policy() or as_policy("torch")
-
-
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     given = dict(options or {})
-    for name in ("dtype", "policy", "compiler", "mode"):
+    for name in ("dtype", "policy"):
         if name in given:
-            raise OptionError(
-                f"options={{{name!r}: ...}}: "
-                + (f"give {name} to amp_fx.explain itself" if name != "compiler" and name != "mode"
-                   else "explain compiles no kernels")
-            )
+            raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.explain itself")
+    for name in ("compiler", "mode"):
+        if name in given:
+            raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
     return given
 
 
@@ -164,13 +160,6 @@ def _explain(
 
 def _name(model: Any) -> str:
     return getattr(model, "__qualname__", None) or type(model).__name__
-
-
-def first_lines(reason: str) -> str:
-    """The first line of Dynamo's words and its explanation, as one line."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    explanation = [line for line in lines[1:] if line.startswith("Explanation:")]
-    return " ".join([*lines[:1], *explanation])
 
 
 def _capture(stand_in: StandIn, request: _Request) -> Capture:

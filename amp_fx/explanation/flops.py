@@ -43,7 +43,7 @@ class FlopMeter:
         args, kwargs = argument_values(node)
         with contextlib.ExitStack() as stack:
             stack.enter_context(analysis(self._fake_mode, is_grad_enabled=False))
-            counter = stack.enter_context(FlopCounterMode(display=False))  # type: ignore[no-untyped-call]
+            counter = stack.enter_context(FlopCounterMode(display=False))
             try:
                 call_target(node, args, kwargs)
             except Exception:  # noqa: BLE001 - islands may not run out of their place

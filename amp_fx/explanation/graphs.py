@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.explanation.flops import FlopMeter
-from amp_fx.explanation.places import input_path
+from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, dtype_name, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
 from amp_fx.kept_cast import kept_cast
+from amp_fx.regions import AutocastState
 from amp_fx.values import detect_fake_mode, recorded_value, remember_captured
 
 if TYPE_CHECKING:
@@ -59,14 +61,15 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         casts=tuple(_forward_casts(seen, after)),
         islands=_islands(nodes),
         counts=tuple(sorted(seen.counts.items())),
+        modules=tuple(module_types(seen.captured, before.root).items()),
         fallback=seen.fallback,
-        break_reason=_one_line(str(reason.reason)) if reason.graph_break else "",
+        break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
     )
 
 
-def _one_line(reason: str) -> str:
-    """The first line of Dynamo's words and its explanation."""
+def first_lines(reason: str) -> str:
+    """The first line of Dynamo's words and its explanation, as one line."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return " ".join([*lines[:1], *(x for x in lines[1:] if x.startswith("Explanation:"))])
 
@@ -92,6 +95,7 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
         casts=tuple(_cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         islands=(),
         counts=(),
+        modules=tuple(module_types(gm, reader.root).items()),
         fallback="",
         break_reason="",
         break_at="",
@@ -127,7 +131,8 @@ def _seen_record(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> CastR
     elif entry.removed_by:
         state, removed_by = "removed", _why_removed(entry, seen, reader)
     wanted_by = clean_reason(entry.cast.reason)
-    return _cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+    ended = _cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+    return dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
 
 
 def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
@@ -160,7 +165,36 @@ def _cast_record(
         wanted_by=wanted_by,
         state=state,
         removed_by=removed_by,
-        weight=input_path(source) if kind_of(source) == "weight" else "",
+        weight=input_path(source, reader.root) if kind_of(source) == "weight" else "",
+        consumers=reader.names_of(list(node.users)),
         bytes_read=num_bytes(old),
         bytes_written=num_bytes(new),
     )
+
+
+def as_record(gm: fx.GraphModule) -> GraphRecord:
+    """The record of any FX graph whose nodes have values; casts that passes put in are known."""
+    state = AutocastState.ambient()
+    reader = GraphReader(gm, state)
+    nodes = reader.read()
+    found = [n for n in gm.graph.nodes if "cast" in n.meta or n.target is kept_cast]
+    return GraphRecord(
+        index=0,
+        stage="forward",
+        autocast=region_names(state),
+        nodes=nodes,
+        before=(),
+        casts=tuple(
+            _cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
+            for n in found
+        ),
+        islands=_islands(nodes),
+        counts=(),
+        modules=tuple(module_types(gm, reader.root).items()),
+        fallback="",
+        break_reason="",
+        break_at="",
+    )
+
+
+_STATES = {True: "kept", False: "inserted"}

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.records import GraphRecord
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import NodeRecord, TensorRecord
 
-    DiGraph = nx.DiGraph[str]
+DiGraph: TypeAlias = Any
+"""A ``networkx.DiGraph`` of names; networkx has no types."""
 
 LOW = ("bfloat16", "float16")
 _SOURCES = ("input", "weight", "output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.explanation.flops import FlopMeter
-from amp_fx.explanation.places import Place, input_path, op_name, place_of
+from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.kept_cast import kept_cast
@@ -49,6 +50,7 @@ class GraphReader:
         self.device = device
         self.meter = meter
         self.fallback = fallback
+        self.root = root_of(gm)
         self.names: dict[fx.Node, tuple[str, ...]] = {}
         self._records: list[NodeRecord] = []
 
@@ -86,7 +88,7 @@ class GraphReader:
 
     def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
         kind = kind_of(node)
-        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node)
+        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.root)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
         return NodeRecord(
             name=prefix + node.name,
@@ -115,8 +117,8 @@ class GraphReader:
 
     def _label(self, node: fx.Node, kind: str) -> str:
         if kind == "copy":
-            return input_path(self._sources(node)[0])
-        return input_path(node) if kind in _INPUTS else op_name(node)
+            return input_path(self._sources(node)[0], self.root)
+        return input_path(node, self.root) if kind in _INPUTS else op_name(node)
 
     def _input_place(self, node: fx.Node, kind: str) -> Place:
         """An argument stands at the root, a weight in the module that owns it."""
@@ -165,19 +167,13 @@ def kind_of(node: fx.Node) -> str:
 
 def run_dtype(node: fx.Node) -> str:
     """The dtype that a node runs in (``NodeRecord.dtype``)."""
-    inputs: list[Any] = [recorded_value(n) for n in node.all_input_nodes]
-    if "cast" in node.meta or node.op in ("placeholder", "get_attr"):
-        inputs = []
-    tensors = tensors_in(inputs)
-    floats = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
     results = [t.dtype for t in tensors_in(recorded_value(node))]
-    found = floats or results or [t.dtype for t in tensors]
-    if not found:
-        return ""
-    widest = found[0]
-    for dtype in found[1:] if floats else ():
-        widest = torch.promote_types(widest, dtype)
-    return dtype_name(widest)
+    inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
+    for dtypes in (results, inputs):
+        floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        if floats:
+            return dtype_name(functools.reduce(torch.promote_types, floats))
+    return dtype_name((results or inputs)[0]) if results or inputs else ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

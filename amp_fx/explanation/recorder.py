@@ -7,12 +7,11 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from amp_fx.casts import Cast, inserted_cast
+from amp_fx.graph_copy import copy_graph_module
 from amp_fx.kept_inputs import example_copies
-from amp_fx.values import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,12 +30,14 @@ class SeenCast:
         node: The node; it may have been erased since.
         cast: Its record.
         source: What it cast.
+        users: What took it.
         removed_by: The pass that erased it, or ``""``.
     """
 
     node: fx.Node
     cast: Cast
     source: fx.Node
+    users: tuple[fx.Node, ...]
     removed_by: str = ""
 
 
@@ -52,7 +53,6 @@ class SeenGraph:
         counts: What the passes counted.
         fallback: Why it was not rewritten.
         backward: The graph that AOTAutograd derives from it, if asked for.
-        joint_forward: Its forward half.
     """
 
     captured: fx.GraphModule
@@ -86,7 +86,8 @@ class GraphRecorder:
             for node in graph.nodes:
                 cast = inserted_cast(node)
                 if cast is not None and node not in self.seen.casts:
-                    self.seen.casts[node] = SeenCast(node, cast, node.all_input_nodes[0])
+                    source, users = node.all_input_nodes[0], tuple(node.users)
+                    self.seen.casts[node] = SeenCast(node, cast, source, users)
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
         """Forgets what passes did before one failed: the graph stays as captured."""
@@ -124,7 +125,7 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
     Relies on AOTAutograd handing the backward to its compiler right away where
     ``force_non_lazy_backward_lowering`` is set.
     """
-    from functorch.compile import make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -140,8 +141,6 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
         bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition,
     )
-    from amp_fx.graph_copy import copy_graph_module
-
     with config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
         compiler(copy_graph_module(gm), list(inputs))
     return found[0] if found else None

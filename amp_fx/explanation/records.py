@@ -60,6 +60,7 @@ class CastRecord:
             update of the weight) or ``"removed"``.
         removed_by: Why it was removed, else ``""``.
         weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
+        consumers: Names of the nodes that took it when it was put in.
         bytes_read: Bytes of the source.
         bytes_written: Bytes of the result.
     """
@@ -72,6 +73,7 @@ class CastRecord:
     state: str
     removed_by: str
     weight: str
+    consumers: tuple[str, ...]
     bytes_read: int
     bytes_written: int
 
@@ -97,8 +99,9 @@ class NodeRecord:
         file: Source file of the line that it comes from, or ``""``.
         line: Line number there, or 0.
         code: The line's text, or ``""``.
-        dtype: The dtype that it runs in: that of its floating-point inputs (of the widest,
-            where they differ), else that of its result; ``""`` if it has no tensor.
+        dtype: The dtype that it runs in: that of its result if it is a floating-point one,
+            else that of its floating-point inputs (of the widest, where there are several),
+            else its result's; ``""`` if it has no tensor.
         inputs: Names of the nodes that it takes.
         outputs: The tensors that it gives.
         decisions: The policies met in it; empty for what no table lists.
@@ -151,6 +154,7 @@ class GraphRecord:
             derivatives of casts.
         islands: What was left under native autocast.
         counts: What the passes counted: ``(("casts_inserted", 12), ...)``.
+        modules: Classes of the modules that its nodes stand in, by path.
         fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
         break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
         break_at: Source line of that place, or ``""``.
@@ -164,6 +168,7 @@ class GraphRecord:
     casts: tuple[CastRecord, ...]
     islands: tuple[IslandRecord, ...]
     counts: tuple[tuple[str, int], ...]
+    modules: tuple[tuple[str, str], ...]
     fallback: str
     break_reason: str
     break_at: str

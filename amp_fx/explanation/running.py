@@ -79,17 +79,14 @@ def run_stand_in(
         _optimize(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
     new = Counter(counters["graph_break"]) - before
     counters["graph_break"] = before
-    ended = Counter(
-        str(graph.captured.compile_subgraph_reason.reason)
-        for graph in seen
-        if graph.captured.compile_subgraph_reason.graph_break
-    )
+    reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
+    ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
     return Capture(seen, [*(new - ended).elements()])
 
 
 def _optimize(backend: Any) -> Any:
     """``torch.compile`` with entries of its own in Dynamo's cache, where torch has that."""
-    kwargs = {}
+    kwargs: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters:
         kwargs["isolate_recompiles"] = True
     return torch._dynamo.optimize(backend, **kwargs)
@@ -104,7 +101,7 @@ def _forgotten(backend: Any) -> Iterator[None]:
     """
     codes: set[CodeType] = set()
 
-    def note(code: CodeType, _: CodeType) -> None:
+    def note(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
         codes.add(code)
 
     handle = register_bytecode_hook(note)

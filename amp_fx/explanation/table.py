@@ -108,7 +108,7 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 
 def _graph_table(graph: GraphRecord) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("module", overflow="fold")
     table.add_column("op", overflow="fold")
     table.add_column("x", justify="right", no_wrap=True)
