@@ -144,9 +144,7 @@ def _connect(
         return
     label = tensor_label(by_name[name].outputs)
     labels = graph.edges[source, target]["labels"] if graph.has_edge(source, target) else ()
-    graph.add_edge(
-        source, target, labels=tuple(dict.fromkeys((*labels, label))), is_ghost=False
-    )
+    graph.add_edge(source, target, labels=tuple(dict.fromkeys((*labels, label))), is_ghost=False)
 
 
 def tensor_label(outputs: tuple[TensorRecord, ...]) -> str:

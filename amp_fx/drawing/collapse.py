@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.drawing.boxes import Box
 from amp_fx.drawing.colors import COLORS
@@ -54,8 +54,12 @@ def collapse_modules(
 
 
 MOVES = frozenset(
-    "view reshape transpose permute unflatten flatten getitem unsqueeze squeeze expand expand_as "
-    "contiguous split chunk unbind narrow select t mT movedim swapaxes size view_as reshape_as".split()
+    (
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous"),
+        *("transpose", "permute", "t", "mT", "T", "movedim", "swapaxes"),
+        *("unsqueeze", "squeeze", "expand", "expand_as"),
+        *("getitem", "select", "narrow", "split", "chunk", "unbind"),
+    )
 )
 """Ops that only move or rename elements: they say nothing about dtypes."""
 

@@ -79,7 +79,7 @@ def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
 
 def _draw_graph(dot: graphviz.Digraph, graph: BoxGraph, page: Page, prefix: str) -> None:
     names = {name: f"{prefix}{index}" for index, name in enumerate(graph)}
-    boxes = {name: box for name, box in graph.nodes(data="box")}
+    boxes = dict(graph.nodes(data="box"))
     _draw_module(dot, boxes, "", names, page, prefix)
     for source, target, data in graph.edges(data=True):
         style = {"style": "dashed", "color": FAINT} if data["is_ghost"] else {}
@@ -108,8 +108,8 @@ def _draw_module(
             _draw_box(dot, names[name], box)
             continue
         inner.setdefault(_child(path, box.module), {})[name] = box
-    for child, found in inner.items():
-        child = _only_inside(child, found)
+    for outermost, found in inner.items():
+        child = _only_inside(outermost, found)
         if len(found) == 1:
             [(name, box)] = found.items()
             _draw_box(dot, names[name], _named_after(box, path, page))
@@ -192,7 +192,9 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
     fills = "".join(_swatch(COLORS.get(d, OTHER), d) for d in [*colors, *others])
     signs = "".join(_sign(kind) for kind in LEGEND if kind in kinds)
-    rows = "".join(f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells)
+    rows = "".join(
+        f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells
+    )
     return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
 
 

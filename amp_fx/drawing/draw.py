@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import graphviz
+import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
 from amp_fx.drawing.boxes import boxes_of
 from amp_fx.drawing.collapse import MOST_BOXES, collapse_modules, without_moves
 from amp_fx.drawing.dot import Page, to_dot
 from amp_fx.drawing.folding import fold_repeats
-from amp_fx.drawing.zoom import zoom
+from amp_fx.drawing.zoom import has_module, unknown_focus, zoom
 from amp_fx.errors import DrawError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import as_record
@@ -24,6 +23,7 @@ from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.records import GraphRecord
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
     from amp_fx.drawing.boxes import BoxGraph
@@ -68,7 +68,9 @@ class Drawing:
         source: The picture in the language of Graphviz.
     """
 
-    def __init__(self, explanation: Explanation, records: tuple[GraphRecord, ...], view: View):
+    def __init__(
+        self, explanation: Explanation, records: tuple[GraphRecord, ...], view: View
+    ) -> None:
         self.explanation = explanation
         self.records = records
         self.view = view
@@ -170,7 +172,7 @@ def draw(
     if level is not None and level not in LEVELS:
         raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
     if path is not None:
-        check_path(Path(path))
+        check_path(path)
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
@@ -203,12 +205,13 @@ def _of_record(record: GraphRecord, name: str) -> Explanation:
     return Explanation(name, "", dtype, device_type, False, (record,))
 
 
-def check_path(path: Path) -> str:
+def check_path(path: str | os.PathLike[str]) -> str:
     """The format that a path's ending names.
 
     Raises:
         DrawError: There is no such format, or no such folder.
     """
+    path = Path(path)
     ending = path.suffix.removeprefix(".").lower()
     if ending not in FORMATS:
         allowed = ", ".join(f".{name}" for name in FORMATS)
@@ -257,17 +260,10 @@ def _zoomed(
     graphs: list[BoxGraph], titles: list[str], focus: str
 ) -> tuple[list[BoxGraph], list[str]]:
     """The graphs in which the module is."""
-    found, names = [], []
-    failure: DrawError | None = None
-    for graph, title in zip(graphs, titles, strict=True):
-        try:
-            found.append(zoom(graph, focus))
-            names.append(title)
-        except DrawError as error:
-            failure = failure or error
-    if not found and failure is not None:
-        raise failure
-    return found, names
+    found = [pair for pair in zip(graphs, titles, strict=True) if has_module(pair[0], focus)]
+    if not found:
+        raise DrawError(unknown_focus(graphs, focus))
+    return [zoom(graph, focus) for graph, _ in found], [title for _, title in found]
 
 
 def _title(record: GraphRecord) -> str:

@@ -25,34 +25,27 @@ def fold_repeats(graph: BoxGraph) -> tuple[BoxGraph, dict[str, int]]:
     """
     graph = graph.copy()
     counts: dict[str, int] = {}
-    done: set[str] = set()
-    while True:
-        run = _first_run(graph, done)
-        if run is None:
-            return graph, counts
-        path = _fold(graph, run)
-        if path in counts:  # cannot happen; never loop
-            return graph, counts
-        counts[path] = len(run)
-        done.add(path)
+    while run := _first_run(graph):
+        counts[_fold(graph, run)] = len(run)
+    return graph, counts
 
 
-def _first_run(graph: BoxGraph, done: set[str]) -> list[str] | None:
+def _first_run(graph: BoxGraph) -> list[str]:
     """The outermost modules of a list that do the same, numbers following each other."""
     lists = _numbered(graph)
     for parent in sorted(lists, key=lambda path: (path.count("."), path)):
-        numbers = sorted(lists[parent])
-        signatures = {number: _signature(graph, _join(parent, number)) for number in numbers}
-        run: list[int] = []
-        for number in [*numbers, None]:
-            is_next = bool(run) and number is not None and number == run[-1] + 1
-            if is_next and signatures[number] == signatures[run[-1]]:
-                run.append(number)  # type: ignore[arg-type]
-                continue
-            if len(run) > 1:
-                return [_join(parent, n) for n in run]
-            run = [] if number is None else [number]
-    return None
+        runs: list[list[str]] = []
+        last: tuple[int, Any] | None = None
+        for number in sorted(lists[parent]):
+            path = _join(parent, number)
+            signature = _signature(graph, path)
+            is_next = last is not None and last == (number - 1, signature)
+            runs = [*runs[:-1], [*runs[-1], path]] if is_next else [*runs, [path]]
+            last = number, signature
+        found = next((run for run in runs if len(run) > 1), [])
+        if found:
+            return found
+    return []
 
 
 def _numbered(graph: BoxGraph) -> dict[str, set[int]]:
@@ -86,7 +79,7 @@ def _signature(graph: BoxGraph, path: str) -> tuple[Any, ...]:
 
 def _fold(graph: BoxGraph, run: list[str]) -> str:
     """Folds a run of modules into the first; returns its new path."""
-    parent, _, first = run[0].rpartition(".")
+    parent = run[0].rpartition(".")[0]
     numbers = number_ranges(int(path.rpartition(".")[2]) for path in run)
     new_path = f"{parent}.{numbers}" if parent else numbers
     kept = _members(graph, run[0])

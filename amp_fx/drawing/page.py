@@ -101,8 +101,14 @@ def _nodes(drawing: Drawing, *, before: bool) -> list[dict[str, Any]]:
     ]
 
 
+_LABELS = {"cast": "cast", "kept_cast": "kept cast", "copy": "kept copy"}
+"""What casts are called in the table, whatever op makes them."""
+
+
 def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
     return {
+        "label": _LABELS.get(node.kind, node.op),
+        "listed": node.kind not in ("copy", "output"),
         "key": _key(record, node.name),
         "name": node.name,
         "kind": node.kind,
@@ -124,7 +130,8 @@ def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
 def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
     return {
         _key(record, cast.name): {
-            "text": f"{cast.from_dtype} to {cast.to_dtype} for {cast.wanted_by}",
+            "text": f"{cast.from_dtype} to {cast.to_dtype} for {cast.wanted_by}"
+            + (f" ({cast.weight})" if cast.weight else ""),
             "weight": cast.weight,
             "state": cast.state,
             "why": cast.removed_by,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.drawing.boxes import Box
 from amp_fx.drawing.folding import is_inside
-from amp_fx.errors import DrawError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from amp_fx.drawing.boxes import BoxGraph
 
 
@@ -21,13 +22,8 @@ def zoom(graph: BoxGraph, focus: str) -> BoxGraph:
     Args:
         graph: The boxes; it is not changed.
         focus: The module's path.
-
-    Raises:
-        DrawError: No box is in such a module; suggests near names.
     """
     inside = {name for name, box in graph.nodes(data="box") if is_inside(box.module, focus)}
-    if not inside or not focus:
-        raise DrawError(_unknown_focus(graph, focus))
     near = {a for a, b in graph.edges if b in inside} | {b for a, b in graph.edges if a in inside}
     result: BoxGraph = nx.DiGraph()
     for name, box in graph.nodes(data="box"):
@@ -44,8 +40,15 @@ def _outside(box: Box) -> Box:
     return Box("outside", box.title, lines, (), "", box.tooltip, box.members, ("outside",))
 
 
-def _unknown_focus(graph: BoxGraph, focus: str) -> str:
-    modules = {box.module for _, box in graph.nodes(data="box") if box.module}
+def has_module(graph: BoxGraph, focus: str) -> bool:
+    """Whether any box is in a module."""
+    return bool(focus) and any(is_inside(box.module, focus) for _, box in graph.nodes(data="box"))
+
+
+def unknown_focus(graphs: Iterable[BoxGraph], focus: str) -> str:
+    """Says that no box is in a module, and which modules there are that are called alike."""
+    boxes = [box for graph in graphs for _, box in graph.nodes(data="box")]
+    modules = {box.module for box in boxes if box.module}
     paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}
     near = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
     known = near or sorted(paths, key=lambda path: (path.count("."), path))[:8]

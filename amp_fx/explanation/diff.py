@@ -134,13 +134,12 @@ def _table(diff: Diff) -> Any:
         key = (without_numbers(node.module), node.op, node.dtypes, node.treatments)
         groups.setdefault(key, []).append(node)
     for (_, op, dtypes, treatments), found in groups.items():
-        cells = [" ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)]
+        cells = [
+            " ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)
+        ]
         times = str(len(found)) if len(found) > 1 else ""
         nodes.add_row(folded_path(n.module for n in found) or "-", op, times, *cells)
     return Group(totals, nodes) if diff else "no difference"
-
-
-
 
 
 def _shown(value: Any) -> str:

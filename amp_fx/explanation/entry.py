@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +127,9 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
     """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
     settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
-    inner = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None)
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and not getattr(model, "_torchdynamo_disable", False):
+        inner = getattr(model, "_torchdynamo_orig_callable", None)
     return (inner if callable(inner) else model), settings
 
 
@@ -141,21 +145,20 @@ def _explain(
             raise _as_explain_error(model, error) from error
         stand_in = real
         capture = _capture(stand_in, request)
-    if not capture.graphs and not capture.other_breaks:
-        raise ExplainError(
-            f"{_name(model)} gave no graph: no tensor op was captured "
-            "(is Dynamo disabled for it?)"
-        )
-    policy = request.policy
-    return Explanation(
+    if not capture.graphs:
+        reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
+        raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
+    explanation = Explanation(
         model=_name(model),
-        policy=policy.name,
+        policy=request.policy.name,
         dtype=_dtype_of(capture, stand_in, request),
         device_type=stand_in.device_type,
         is_imagined=stand_in.imagined,
         graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
     )
+    capture.release()
+    return explanation
 
 
 def _name(model: Any) -> str:
@@ -199,14 +202,24 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    head = " ".join(lines[:2]) if lines else "no message"
-    frames = [line for line in lines if line.startswith("File ")]
-    at = f" ({frames[-1]})" if frames else ""
-    return ExplainError(
-        f"{_name(model)} cannot be traced with these arguments: "
-        f"{type(error).__name__}: {head}{at}; does the model run with them uncompiled?"
+    text = str(error)
+    actual = _INNER_ERROR.search(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    head = (
+        f"{actual[1]}: {actual[3]}" if actual else f"{type(error).__name__}: {' '.join(lines[:2])}"
     )
+    frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
+    at = "; at {}:{}".format(*frames[-1]) if frames else ""
+    return ExplainError(
+        f"{_name(model)} cannot be traced with these arguments: {head}{at}. Does it run with them "
+        "uncompiled?"
+    )
+
+
+# What Dynamo says of an op that fails on fake tensors, and where in the program that was.
+_INNER_ERROR = re.compile(r"got (\w+)\((['\"])(.*?)\2\)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _dtype_of(capture: Capture, stand_in: StandIn, request: _Request) -> str:

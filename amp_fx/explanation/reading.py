@@ -9,7 +9,6 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.explanation.flops import FlopMeter
 from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
@@ -19,6 +18,7 @@ from amp_fx.values import recorded_value, tensors_in
 if TYPE_CHECKING:
     from torch import fx
 
+    from amp_fx.explanation.flops import FlopMeter
     from amp_fx.regions import AutocastState
 
 _MARKERS = (_enter_autocast, _exit_autocast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from amp_fx.pipeline import PassReport
     from amp_fx.regions import AutocastState
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -109,7 +107,10 @@ class GraphRecorder:
 
         def run(*args: Any) -> Any:
             copies = [args[slot.source_index].detach().to(slot.dtype) for slot in slots]
-            return gm(*args, *copies)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
+                assert self.seen.rewritten is not None
+                return self.seen.rewritten(*args, *copies)
 
         return run
 
@@ -125,9 +126,9 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
     Relies on AOTAutograd handing the backward to its compiler right away where
     ``force_non_lazy_backward_lowering`` is set.
     """
-    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     found: list[fx.GraphModule] = []
@@ -144,5 +145,3 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
     with config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
         compiler(copy_graph_module(gm), list(inputs))
     return found[0] if found else None
-
-

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import config as dynamo_config
+from torch._dynamo import pgo
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 
@@ -39,6 +39,12 @@ class Capture:
 
     graphs: list[SeenGraph]
     other_breaks: list[str]
+
+    def release(self) -> None:
+        """Lets the graphs go: entries in Dynamo's cache outlive the call."""
+        for graph in self.graphs:
+            vars(graph).clear()
+        self.graphs.clear()
 
 
 def run_stand_in(
@@ -71,7 +77,7 @@ def run_stand_in(
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
-        stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(_sizes_forgotten())
         stack.enter_context(_forgotten(backend))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
@@ -84,17 +90,36 @@ def run_stand_in(
     return Capture(seen, [*(new - ended).elements()])
 
 
+@contextlib.contextmanager
+def _sizes_forgotten() -> Iterator[None]:
+    """Keeps Dynamo from taking sizes for dynamic that differ from those explained.
+
+    Relies on ``torch._dynamo.pgo`` keeping what it has seen in one dictionary.
+    """
+    state = pgo.get_code_state()
+    before = copy.deepcopy(state)
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
+
+
 def _optimize(backend: Any) -> Any:
-    """``torch.compile`` with entries of its own in Dynamo's cache, where torch has that."""
-    kwargs: dict[str, Any] = {}
-    if "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters:
-        kwargs["isolate_recompiles"] = True
-    return torch._dynamo.optimize(backend, **kwargs)
+    """``torch.compile`` with entries of its own in Dynamo's cache, where torch has that.
+
+    Relies on ``isolate_recompiles``, which torch 2.11 lacks: there, explaining a function uses
+    up one of the recompilations (``torch._dynamo.config.recompile_limit``) that it may have.
+    """
+    try:
+        return torch._dynamo.optimize(backend, isolate_recompiles=True)
+    except TypeError:
+        return torch._dynamo.optimize(backend)
 
 
 @contextlib.contextmanager
 def _forgotten(backend: Any) -> Iterator[None]:
-    """Takes out of Dynamo's cache what was compiled with a backend.
+    """Invalidates what was compiled with a backend, where it has no region of its own.
 
     Relies on a cache entry knowing its backend, and on what a guard does when its object
     dies: ``extra_state.invalidate``.
@@ -114,17 +139,25 @@ def _forgotten(backend: Any) -> Iterator[None]:
 
 
 def _forget(code: CodeType, backend: Any) -> None:
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-    for entry in _debug_get_cache_entry_list(code):
-        owner: Any = entry.backend
-        if getattr(owner, "_torchdynamo_orig_backend", owner) is not backend:
-            continue
+    for entry in _cache_entries(code, backend):
         manager: Any = entry.guard_manager
         if manager.extra_state is not None:
             deleted: Any = DeletedGuardManagerWrapper("explained")
             manager.extra_state.invalidate(entry, deleted)
+
+
+def _cache_entries(code: CodeType, backend: Any) -> list[Any]:
+    """Entries of the default region, as older torches have it, that a backend made."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries: list[Any] = _debug_get_cache_entry_list(code)
+    return [
+        entry
+        for entry in entries
+        if getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend) is backend
+    ]
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:

@@ -157,9 +157,7 @@ def _fake(
 def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch.nn.Module:

@@ -85,7 +85,8 @@ def _summary(totals: Totals, stage: str) -> Text:
     if stage == "forward":
         lines.append(
             f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
-            f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept, {totals.casts_removed} taken out"
+            f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
+            f" {totals.casts_removed} taken out"
         )
         if totals.casts_kept:
             lines.append(

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import CastRecord, GraphRecord
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Totals:
     """What a few graphs amount to, for one call.
