@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint slow bench clean
+.PHONY: demo test lint slow bench notebooks clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -31,6 +31,10 @@ slow: $(READY)
 bench: $(READY)
 	$(BIN)/python -m amp_fx.bench $(ARGS)
 
+# Runs the notebooks and writes what they show into them.
+notebooks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/run.py $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -42,5 +46,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) setuptools
-	@$(PIP_INSTALL) --no-build-isolation -e ".[dev,test]"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[dev,notebooks,test]"
 	@touch $@

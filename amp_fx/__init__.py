@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from amp_fx import weight_cache
 from amp_fx.autocast_region import autocast
 from amp_fx.cast_policy import CastPolicy
@@ -12,16 +15,46 @@ from amp_fx.grad_scaler import GradScaler
 from amp_fx.policy import Policy, preset
 from amp_fx.registered_ops import register_op
 
+if TYPE_CHECKING:
+    from amp_fx.drawing.draw import draw
+    from amp_fx.explanation.entry import explain
+    from amp_fx.explanation.explanation import Explanation
+    from amp_fx.explanation.network import to_networkx
+
 __all__ = [
     "CastPolicy",
+    "Explanation",
     "GradScaler",
     "Policy",
     "autocast",
     "compile",
     "custom_bwd",
     "custom_fwd",
+    "draw",
+    "explain",
     "preset",
     "register_device",
     "register_op",
+    "to_networkx",
     "weight_cache",
 ]
+
+_LAZY = {
+    "Explanation": "amp_fx.explanation.explanation",
+    "draw": "amp_fx.drawing.draw",
+    "explain": "amp_fx.explanation.entry",
+    "to_networkx": "amp_fx.explanation.network",
+}
+"""What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -22,6 +22,7 @@ from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policy import preset
 from amp_fx.policy_overrides import warn_unused
 from amp_fx.policy_state import carrying, policy_of
+from amp_fx.recording import current_recorder
 from amp_fx.region_cast import one_region
 from amp_fx.regions import AutocastState, no_autocast
 from amp_fx.stats import record_graph
@@ -88,6 +89,9 @@ def amp_fx(
         rewritten = _rewrite(gm, passes, parsed) or as_native_region(
             copy_graph_module(gm), state, restores_outputs=restores_outputs
         )
+        recorder = current_recorder()
+        if recorder is not None:
+            return _called_in(no_autocast, recorder.compile(rewritten, example_inputs))
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
         added = example_copies(rewritten, example_inputs)
         compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed)
@@ -133,9 +137,11 @@ def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
-        warn_fallback(error, gm.graph)
+        recorder = current_recorder()
+        (warn_fallback if recorder is None else recorder.fell_back)(error, gm.graph)
         return None
-    record_graph(reports)
+    if current_recorder() is None:
+        record_graph(reports)
     return rewritten
 
 

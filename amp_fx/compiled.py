@@ -159,7 +159,7 @@ def compile(  # noqa: A001
     """
     settings = RegionSettings(
         device_type,
-        None if dtype is None else _as_dtype(dtype),
+        None if dtype is None else as_dtype(dtype),
         None if policy is None else as_policy(policy),
     )
     if device_type is not None:
@@ -170,7 +170,12 @@ def compile(  # noqa: A001
     return _compile(model, settings, kwargs)
 
 
-def _as_dtype(dtype: object) -> torch.dtype:
+def as_dtype(dtype: object) -> torch.dtype:
+    """The dtype that somebody means.
+
+    Raises:
+        OptionError: It is neither a dtype nor the name of one.
+    """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise OptionError(

@@ -42,6 +42,14 @@ class CompileTargetError(AmpFxError, TypeError):
     """What should be compiled is neither a module nor a function."""
 
 
+class ExplainError(AmpFxError, RuntimeError):
+    """A model cannot be explained: it cannot be traced, or its inputs do not fit it."""
+
+
+class DrawError(AmpFxError, ValueError):
+    """A picture cannot be drawn or written: a wrong ending, level, focus or folder."""
+
+
 class GraphInvariantError(AmpFxError):
     """A graph broke a rule that every pass must keep; names the node and the rule."""
 

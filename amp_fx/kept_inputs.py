@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_fx.recording import current_recorder
 from amp_fx.values import is_written
 from amp_fx.weight_cache import Plan
 
@@ -56,9 +58,13 @@ def _may_be_sharded() -> bool:
 
 
 def _is_weight(node: fx.Node, example: Any) -> bool:
-    if type(example) is torch.Tensor:
+    kind = type(example)
+    if kind is FakeTensor and current_recorder() is not None:
+        # It stands for a plain one; nobody can keep the casts of fake weights in earnest.
+        kind = torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
+    if kind is torch.Tensor:
         return _is_module_buffer(node)
-    return type(example) is torch.nn.Parameter and example.layout is torch.strided
+    return kind is torch.nn.Parameter and example.layout is torch.strided
 
 
 def _is_module_buffer(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
+from amp_fx.recording import current_recorder
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -116,6 +117,9 @@ def run_passes(
         report = PassReport(current.name, +result.counts, time.perf_counter() - start)
         reports.append(report)
         _log_pass(gm, report)
+        recorder = current_recorder()
+        if recorder is not None:
+            recorder.after_pass(report, gm)
     return reports
 
 

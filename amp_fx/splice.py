@@ -5,17 +5,19 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.capture import NotPlainError
 from amp_fx.casts import cast_name, is_cast_call, mark_cast
+from amp_fx.rules import qualified_name
 from amp_fx.values import captured_value, set_value, tensors_in, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.capture import Opened
+    from amp_fx.capture import Decision, Opened
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "site")
 
@@ -44,6 +46,7 @@ def splice(
     for op in opened.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
+            env[op].meta["decisions"] = _decisions_of(op, opened)
             num_casts += "cast" in env[op].meta
             evaluate_node(env[op])
     result = map_arg(opened.graph.output_node().args[0], env.__getitem__)
@@ -59,6 +62,14 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
         mark_cast(new, str(node.target))
         new._rename(cast_name(new.all_input_nodes[0], new.meta["cast"].dtype))
     return new
+
+
+def _decisions_of(op: fx.Node, opened: Opened) -> tuple[Decision, ...]:
+    """The decisions on one op of an opened node."""
+    if not isinstance(op.target, torch._ops.OpOverload):
+        return ()
+    name = qualified_name(op.target)
+    return tuple(decision for decision in opened.decisions if decision.op == name)
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:

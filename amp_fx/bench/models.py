@@ -45,9 +45,12 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.attention_out = nn.Linear(size.width, size.width)
-        self.mlp_norm = nn.LayerNorm(size.width)
-        self.mlp_in = nn.Linear(size.width, 4 * size.width)
-        self.mlp_out = nn.Linear(4 * size.width, size.width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 4 * size.width),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width),
+        )
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
         """Maps ``(batch, context, width)`` to the same shape.
@@ -57,7 +60,7 @@ class Block(nn.Module):
             past: Keys and values of earlier positions, ``(2, batch, heads, past, width/heads)``.
         """
         x = x + self.attention_out(self._attend(self.attention_norm(x), past))
-        change: torch.Tensor = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        change: torch.Tensor = self.mlp(x)
         return x + change
 
     def _attend(self, x: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:

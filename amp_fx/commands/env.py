@@ -1,0 +1,112 @@
+"""``python -m amp_fx env``: versions, devices, tools, and whether the op tables still hold."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.options import default_dtype
+from amp_fx.policy import preset
+from amp_fx.regions import CARRIERS, autocast_device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PACKAGES = ("amp_fx", "torch", "networkx", "graphviz", "rich", "numpy", "transformers")
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx env              what a bug report needs
+  python -m amp_fx env --no-drift   without calling every op of the tables, which takes seconds
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``env`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "env",
+        help="show versions, devices, and drift from the installed torch",
+        description="Shows versions, devices and tools, and how many ops of the installed torch's\n"
+        "autocast differ from amp_fx's tables.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-drift", action="store_true", help="do not compare the op tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table and returns 0."""
+    table = Table.grid(padding=(0, 2))
+    rows = [*versions(), *tools(), *devices(), *([] if args.no_drift else drift())]
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Python, the platform and the packages."""
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield from ((name, _version(name)) for name in PACKAGES)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def tools() -> Iterator[tuple[str, str]]:
+    """The programs that inductor and the pictures need."""
+    yield "C++ compiler", "found" if has_cpp_compiler() else "missing: inductor needs one on CPU"
+    yield "dot", _dot_version()
+
+
+def _dot_version() -> str:
+    if shutil.which("dot") is None:
+        return "missing: pictures need Graphviz"
+    done = subprocess.run(["dot", "-V"], capture_output=True, text=True, check=False)
+    return (done.stderr or done.stdout).strip()
+
+
+def devices() -> Iterator[tuple[str, str]]:
+    """The devices here, and autocast's dtype on each."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield "cpu", f"{capability}, autocast to {_short(default_dtype('cpu'))}"
+    for name in autocast_device_types():
+        if name in ("cpu", "privateuseone", *CARRIERS):
+            continue
+        module = getattr(torch, name, None)
+        if module is None or not module.is_available():
+            yield name, "not here; can be explained (device_type)"
+            continue
+        found = [module.get_device_name(i) for i in range(module.device_count())]
+        yield name, f"{', '.join(found)}, autocast to {_short(default_dtype(name))}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def drift() -> Iterator[tuple[str, str]]:
+    """How many ops differ, by device type."""
+    from amp_fx.drift import AUTOCAST_KEYS, find_drift  # slow to import
+
+    policy = preset("torch")
+    found = find_drift(policy)
+    compared = [device for device in policy.tables if device in AUTOCAST_KEYS]
+    for device in compared:
+        number = sum(difference.device_type == device for difference in found)
+        more = "" if not number else ": python -m amp_fx policy --check"
+        yield f"drift, {device}", f"{number} of {len(policy.tables[device])} ops{more}"

@@ -1,0 +1,177 @@
+"""``python -m amp_fx explain``: what amp_fx does to a model, as a table, JSON or a picture."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.drawing.draw import FORMATS, LEVELS, check_path, draw
+from amp_fx.errors import DrawError, ExplainError, OptionError
+from amp_fx.explanation.entry import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx explain torch.nn.functional:softmax --input-shape 4,8
+  python -m amp_fx explain mypackage.models:make_model --input-shape 8,3,224,224
+  python -m amp_fx explain mypackage.models:GPT --input-shape 2,64:int64 --html gpt.html
+  python -m amp_fx explain mypackage.models:GPT --meta --device cuda --dtype float16 --json
+
+The target is a module, a class of modules or a function. What can be called without arguments
+is called: it makes the model, or a pair of the model and a tuple of its inputs.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``explain`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="show what amp_fx does to a model: casts, dtypes, reasons",
+        description="Shows what amp_fx does to a model, without compiling or running it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="package.module:name of a model, function or factory")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
+    )
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's of the device")
+    parser.add_argument("--policy", help="name of a preset; default: torch")
+    parser.add_argument("--device", help="device type to explain for; it need not be there")
+    parser.add_argument("--meta", action="store_true", help="make the model without its memory")
+    parser.add_argument("--backward", action="store_true", help="explain the backward as well")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--html", metavar="PATH", help="write a page with the picture and the table"
+    )
+    parser.add_argument(
+        "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
+    )
+    parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
+    parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0.
+
+    Raises:
+        AmpFxError: The target cannot be loaded or traced, or an argument is wrong.
+    """
+    paths = [path for path in (args.html, args.draw) if path is not None]
+    for path in paths:
+        check_path(path)
+    if args.html is not None and not args.html.endswith(".html"):
+        raise DrawError(f"--html {args.html}: the page's name ends in .html")
+    model, inputs = load(args.target, is_meta=args.meta)
+    if args.input_shape:
+        inputs = tuple(parse_input(text, is_meta=args.meta) for text in args.input_shape)
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+    explainer = explain(
+        model,
+        dtype=args.dtype,
+        policy=args.policy,
+        device_type=args.device,
+        backward=args.backward,
+    )
+    explanation = explainer(*inputs)
+    sys.stdout.write(f"{explanation.to_json() if args.json else explanation}\n")
+    for path in paths:
+        draw(explanation, path, level=args.level, focus=args.focus)
+        sys.stderr.write(f"wrote {path}\n")
+    return 0
+
+
+def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:
+    """The model that a target names, and its inputs if the target gives them.
+
+    Args:
+        target: ``"package.module:name"``; names may have dots.
+        is_meta: Whether the model is made on the ``meta`` device.
+
+    Raises:
+        ExplainError: There is no such module or name, or it is neither a model nor a
+            function; says which names are near.
+    """
+    found = _named(target)
+    if isinstance(found, torch.nn.Module) or not _makes_model(found):
+        return found, None
+    with torch.device("meta" if is_meta else "cpu"):
+        made = found()
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        inputs = made[1]
+        return made[0], inputs if isinstance(inputs, tuple) else (inputs,)
+    if not callable(made):
+        raise ExplainError(
+            f"{target} was called without arguments, as a factory, and gave a "
+            f"{type(made).__name__}: give back a model, or a pair of a model and its inputs"
+        )
+    return made, None
+
+
+def _named(target: str) -> Any:
+    module_name, colon, name = target.partition(":")
+    if not colon or not name or not module_name:
+        raise ExplainError(f"{target!r} is not of the form package.module:name")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ExplainError(f"{module_name!r} cannot be imported: {error}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=3)
+            meant = f"; near names: {', '.join(near)}" if near else ""
+            raise ExplainError(f"{module_name!r} has no {name!r}{meant}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ExplainError(f"{target} is a {type(found).__name__}, not a model or a function")
+    return found
+
+
+def _makes_model(found: Any) -> bool:
+    """Whether something is called to make the model: it takes no arguments."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return isinstance(found, type)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
+    if needed and isinstance(found, type):
+        names = ", ".join(p.name for p in needed)
+        raise ExplainError(
+            f"{found.__name__} cannot be made without arguments ({names}): name a function "
+            "that makes it"
+        )
+    return not needed
+
+
+_SHAPE = re.compile(r"(?P<sizes>\d+(?:[,x]\d+)*|)(?::(?P<dtype>\w+))?")
+
+
+def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
+    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype.
+
+    Raises:
+        OptionError: The text is no shape, or the dtype is unknown.
+    """
+    match = _SHAPE.fullmatch(text.replace(" ", "").strip("()[]"))
+    if match is None:
+        raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")
+    dtype = getattr(torch, match["dtype"] or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise OptionError(f"--input-shape {text}: {match['dtype']!r} is no dtype of torch")
+    sizes = [int(size) for size in re.split("[,x]", match["sizes"]) if size]
+    return torch.zeros(sizes, dtype=dtype, device="meta" if is_meta else "cpu")

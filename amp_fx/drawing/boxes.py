@@ -1,0 +1,219 @@
+"""The boxes of a picture, and the graph of boxes that an explained graph is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import networkx as nx  # type: ignore[import-untyped]
+
+from amp_fx.explanation.rows import CASTS, bare_op
+from amp_fx.explanation.table import SHORT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, TensorRecord
+
+BoxGraph: TypeAlias = Any
+"""A ``networkx.DiGraph``: nodes have ``box=Box``, edges ``labels=tuple`` and ``is_ghost``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """One box.
+
+    Attributes:
+        kind: ``"op"``, ``"cast"``, ``"kept"``, ``"ghost"``, ``"island"``, ``"input"``,
+            ``"output"``, ``"module"`` (a collapsed one) or ``"outside"``.
+        title: The text in bold.
+        lines: The text below.
+        shares: The dtypes that its ops run in, each with the number of ops.
+        module: Path of the module that it is drawn in.
+        tooltip: What is shown when the mouse is over it.
+        members: Names of the nodes that it stands for.
+        count: How many casts it stands for, where it stands for one layer's.
+        signature: Equal for boxes that differ only in where they stand.
+    """
+
+    kind: str
+    title: str
+    lines: tuple[str, ...]
+    shares: tuple[tuple[str, int], ...]
+    module: str
+    tooltip: str
+    members: tuple[str, ...]
+    signature: tuple[Any, ...] = ()
+    count: int = 1
+
+
+def box_graph(
+    nodes: Iterable[NodeRecord], casts: Iterable[CastRecord], *, ghosts: bool = False
+) -> BoxGraph:
+    """The graph of boxes: weights are left out, kept casts are one box with their copies.
+
+    Args:
+        nodes: The nodes of a graph, in order.
+        casts: Its casts.
+        ghosts: Whether casts that were removed get a box too.
+    """
+    by_name = {node.name: node for node in nodes}
+    weights = {cast.name: cast.weight for cast in casts if cast.weight}
+    graph: BoxGraph = nx.DiGraph()
+    homes = _homes(by_name)
+    aliases = _aliases(by_name)
+    for node in by_name.values():
+        if node.name in homes:
+            graph.add_node(node.name, box=_box(node, homes[node.name], weights))
+    for node in by_name.values():
+        for name in node.inputs if node.name in homes else ():
+            _connect(graph, by_name, aliases.get(name, name), name, node.name)
+    for cast in casts if ghosts else ():
+        if cast.state == "removed":
+            _add_ghost(graph, cast, by_name)
+    _merge_kept(graph)
+    return graph
+
+
+def _merge_kept(graph: BoxGraph) -> None:
+    """Makes one box of the kept casts that feed one op: its weight and its bias."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, box in graph.nodes(data="box"):
+        if box.kind == "kept":
+            groups.setdefault((box.title, *graph.successors(name)), []).append(name)
+    for names in groups.values():
+        first, boxes = names[0], [graph.nodes[name]["box"] for name in names]
+        weights = [box.lines[0] for box in boxes]
+        graph.nodes[first]["box"] = dataclasses.replace(
+            boxes[0],
+            lines=(", ".join(dict.fromkeys(weights)), "kept"),
+            tooltip="\n".join(box.tooltip for box in boxes),
+            members=tuple(name for box in boxes for name in box.members),
+            signature=tuple(box.signature for box in boxes),
+            count=len(boxes),
+        )
+        for target in list(graph.successors(first)):
+            labels = [label for name in names for label in graph.edges[name, target]["labels"]]
+            graph.edges[first, target]["labels"] = tuple(dict.fromkeys(labels))
+        graph.remove_nodes_from(names[1:])
+
+
+def _homes(by_name: dict[str, NodeRecord]) -> dict[str, str]:
+    """The module that each node is drawn in; casts stand by what they are made for."""
+    consumers: dict[str, list[NodeRecord]] = {}
+    for node in by_name.values():
+        for name in node.inputs:
+            consumers.setdefault(name, []).append(node)
+    homes = {}
+    for node in by_name.values():
+        if node.kind == "weight" or _is_item_of_tuple(node, by_name):
+            continue
+        users = consumers.get(node.name, [])
+        if node.kind == "copy" and any(user.kind == "kept_cast" for user in users):
+            continue
+        if node.kind == "input" and not (users and node.outputs):
+            continue
+        is_output = bool(users) and users[0].kind == "output"
+        homes[node.name] = (
+            users[0].module if node.kind in CASTS and users and not is_output else node.module
+        )
+    return homes
+
+
+def _is_item_of_tuple(node: NodeRecord, by_name: dict[str, NodeRecord]) -> bool:
+    """Whether a node only takes one result of several."""
+    if bare_op(node.op) != "getitem" or len(node.inputs) != 1:
+        return False
+    source = by_name.get(node.inputs[0])
+    return source is not None and len(source.outputs) > 1
+
+
+def _aliases(by_name: dict[str, NodeRecord]) -> dict[str, str]:
+    """The nodes that are left out as items of a tuple, by whose items they are."""
+    items = [node for node in by_name.values() if _is_item_of_tuple(node, by_name)]
+    found: dict[str, str] = {}
+    for node in items:
+        found[node.name] = found.get(node.inputs[0], node.inputs[0])
+    return found
+
+
+def _connect(
+    graph: BoxGraph, by_name: dict[str, NodeRecord], source: str, name: str, target: str
+) -> None:
+    if source not in graph or source == target:
+        return
+    label = tensor_label(by_name[name].outputs)
+    labels = graph.edges[source, target]["labels"] if graph.has_edge(source, target) else ()
+    graph.add_edge(source, target, labels=tuple(dict.fromkeys((*labels, label))), is_ghost=False)
+
+
+def tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
+    """What flows along an edge: ``bf16 [2, 64]``."""
+    if not outputs:
+        return ""
+    first = outputs[0]
+    shape = ", ".join(map(str, first.shape))
+    more = f" +{len(outputs) - 1}" if len(outputs) > 1 else ""
+    return f"{SHORT.get(first.dtype, first.dtype)} [{shape}]{more}"
+
+
+_KINDS = {"kept_cast": "kept", "copy": "kept"}
+
+
+def _box(node: NodeRecord, home: str, weights: dict[str, str]) -> Box:
+    kind = _KINDS.get(node.kind, node.kind)
+    dtype = SHORT.get(node.dtype, node.dtype)
+    title, lines = bare_op(node.op), (dtype,) if dtype else ()
+    if kind in ("cast", "kept"):
+        weight = node.op if node.kind == "copy" else weights.get(node.name, "")
+        title = f"to {SHORT.get(_result(node), _result(node))}"
+        lines = (weight.rpartition(".")[2],) if weight else ()
+    elif kind == "output":
+        title, lines = "output", ()
+    elif kind == "input":
+        title, lines = node.op, ()
+    shapes = tuple((tensor.dtype, tensor.shape) for tensor in node.outputs)
+    return Box(
+        kind=kind,
+        title=title,
+        lines=lines,
+        shares=((node.dtype, 1),) if node.dtype else (),
+        module=home,
+        tooltip=tooltip(node),
+        members=(node.name,),
+        signature=(kind, title, lines, node.dtype, shapes),
+    )
+
+
+def _result(node: NodeRecord) -> str:
+    return node.outputs[0].dtype if node.outputs else node.dtype
+
+
+def tooltip(node: NodeRecord) -> str:
+    """Everything about a node in a few lines."""
+    where = f"{node.module} ({node.module_type})" if node.module_type else node.module
+    source = f"{node.file}:{node.line}  {node.code}" if node.file else ""
+    lines = (node.name, node.op, where, source, node.reason)
+    return "\n".join(line for line in dict.fromkeys(lines) if line)
+
+
+def _add_ghost(graph: BoxGraph, cast: CastRecord, by_name: dict[str, NodeRecord]) -> None:
+    consumers = [name for name in cast.consumers if name in graph]
+    home = by_name[consumers[0]].module if consumers else ""
+    name = f"ghost.{cast.name}"
+    title = f"to {SHORT.get(cast.to_dtype, cast.to_dtype)}"
+    tip = f"{cast.name}: taken out, {cast.removed_by}"
+    lines = ("taken out",)
+    box = Box("ghost", title, lines, (), home, tip, (cast.name,), ("ghost", title))
+    graph.add_node(name, box=box)
+    if cast.source in graph:
+        graph.add_edge(cast.source, name, labels=(), is_ghost=True)
+    for consumer in consumers:
+        graph.add_edge(name, consumer, labels=(), is_ghost=True)
+
+
+def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False) -> BoxGraph:
+    """The boxes of a graph record, rewritten or as captured."""
+    return box_graph(
+        record.before if before else record.nodes, () if before else record.casts, ghosts=ghosts
+    )

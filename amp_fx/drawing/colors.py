@@ -1,0 +1,19 @@
+"""Colours of pictures."""
+
+from __future__ import annotations
+
+COLORS = {
+    "bfloat16": "#a6cee3",
+    "float16": "#cab2d6",
+    "float32": "#fdd9a0",
+    "float64": "#f4a6a0",
+}
+"""Fill by the dtype that a box runs in."""
+
+OTHER = "#e4e4e4"
+"""Fill of what runs in integers, booleans or other dtypes."""
+
+INK = "#333333"
+CAST = "#c0392b"
+KEPT = "#1b7f5c"
+FAINT = "#999999"

@@ -1,0 +1,226 @@
+"""Writes boxes in the language of Graphviz."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import TYPE_CHECKING
+
+import graphviz  # type: ignore[import-untyped]
+
+from amp_fx.drawing.colors import CAST, COLORS, FAINT, INK, KEPT, OTHER
+
+if TYPE_CHECKING:
+    from amp_fx.drawing.boxes import Box, BoxGraph
+
+FONT = "Helvetica,Arial,sans-serif"
+
+# Shape, line and style by kind; the fill is the dtype's where ``style`` has "filled".
+STYLES: dict[str, dict[str, str]] = {
+    "op": {"shape": "box", "style": "filled,rounded"},
+    "module": {"shape": "box", "style": "filled", "penwidth": "1.4"},
+    "cast": {"shape": "hexagon", "style": "filled", "color": CAST, "penwidth": "2.2"},
+    "kept": {"shape": "cylinder", "style": "filled", "color": KEPT, "penwidth": "2.2"},
+    "ghost": {
+        "shape": "hexagon",
+        "style": "dashed",
+        "color": FAINT,
+        "fontcolor": FAINT,
+    },
+    "island": {"shape": "octagon", "style": "filled", "penwidth": "2", "peripheries": "2"},
+    "input": {"shape": "ellipse", "style": "filled"},
+    "output": {"shape": "ellipse", "style": "filled", "penwidth": "2"},
+    "outside": {"shape": "box", "style": "dashed,rounded", "color": FAINT, "fontcolor": "#666666"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What a picture is of.
+
+    Attributes:
+        title: Written above it.
+        counts: How many modules a folded path stands for.
+        types: Classes of modules by their paths.
+        has_legend: Whether colours and shapes are explained below.
+    """
+
+    title: str
+    counts: dict[str, int]
+    types: dict[str, str]
+    has_legend: bool = True
+
+
+def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
+    """A picture of some graphs.
+
+    Args:
+        graphs: By title, the graphs; one alone gets no frame.
+        page: What the picture is of.
+    """
+    dot = graphviz.Digraph("amp_fx")
+    dot.attr("graph", rankdir="TB", nodesep="0.3", ranksep="0.4", fontname=FONT, fontsize="13")
+    dot.attr("graph", labelloc="t", bgcolor="white", tooltip=" ")
+    dot.attr("node", fontname=FONT, fontsize="11", color=INK, fontcolor="#111111")
+    dot.attr("node", margin="0.12,0.05", height="0.3")
+    dot.attr("edge", fontname=FONT, fontsize="9", color="#666666", fontcolor="#555555")
+    dot.attr("edge", arrowsize="0.6")
+    dot.attr(label=_label(page, graphs))
+    for index, (title, graph) in enumerate(graphs.items()):
+        prefix = f"g{index}."
+        if len(graphs) == 1:
+            _draw_graph(dot, graph, page, prefix)
+            continue
+        with dot.subgraph(name=f"cluster_{prefix}") as frame:
+            frame.attr(label=title, style="rounded", color="#777777", fontsize="12")
+            _draw_graph(frame, graph, page, prefix)
+    return dot
+
+
+def _draw_graph(dot: graphviz.Digraph, graph: BoxGraph, page: Page, prefix: str) -> None:
+    names = {name: f"{prefix}{index}" for index, name in enumerate(graph)}
+    boxes = dict(graph.nodes(data="box"))
+    _draw_module(dot, boxes, "", names, page, prefix)
+    for source, target, data in graph.edges(data=True):
+        style = {"style": "dashed", "color": FAINT} if data["is_ghost"] else {}
+        label = _edge_label(data["labels"])
+        dot.edge(names[source], names[target], label=label, labeltooltip=label, **style)
+
+
+def _edge_label(labels: tuple[str, ...]) -> str:
+    shown = [graphviz.escape(label) for label in labels if label][:2]
+    more = [f"+{len(labels) - 2} more"] if len(labels) > 2 else []
+    return r"\n".join(f"  {line}" for line in [*shown, *more])
+
+
+def _draw_module(
+    dot: graphviz.Digraph,
+    boxes: dict[str, Box],
+    path: str,
+    names: dict[str, str],
+    page: Page,
+    prefix: str,
+) -> None:
+    """Draws the boxes of a module, and the modules in it as frames."""
+    inner: dict[str, dict[str, Box]] = {}
+    for name, box in boxes.items():
+        if box.module == path:
+            _draw_box(dot, names[name], box)
+            continue
+        inner.setdefault(_child(path, box.module), {})[name] = box
+    for outermost, found in inner.items():
+        child = _only_inside(outermost, found)
+        if len(found) == 1:
+            [(name, box)] = found.items()
+            _draw_box(dot, names[name], _named_after(box, path, page))
+            continue
+        with dot.subgraph(name=f"cluster_{prefix}{child}") as frame:
+            frame.attr(label=_module_label(child, path, page), tooltip=child)
+            folded = child in page.counts
+            frame.attr(style="rounded,filled" if folded else "rounded", color="#aaaaaa")
+            frame.attr(fillcolor="#f7f7f2", fontsize="11", fontcolor="#444444")
+            frame.attr(penwidth="2" if folded else "1", labeljust="l", margin="10")
+            _draw_module(frame, found, child, names, page, prefix)
+
+
+def _child(path: str, module: str) -> str:
+    """The module right inside of one that leads to another."""
+    start = len(path) + 1 if path else 0
+    return module[:start] + module[start:].partition(".")[0]
+
+
+def _only_inside(path: str, boxes: dict[str, Box]) -> str:
+    """A module, or the one in it that has all of its boxes: one frame does for both."""
+    inside = {box.module for box in boxes.values()}
+    while path not in inside and len(inner := {_child(path, m) for m in inside}) == 1:
+        [path] = inner
+    return path
+
+
+def _named_after(box: Box, path: str, page: Page) -> Box:
+    """A box that is alone in its module: it says so itself, without a frame."""
+    name = box.module[len(path) + 1 if path else 0 :]
+    kind = page.types.get(box.module, "")
+    return dataclasses.replace(box, lines=(*box.lines, f"{name}  {kind}" if kind else name))
+
+
+def _module_label(child: str, path: str, page: Page) -> str:
+    name = child[len(path) + 1 if path else 0 :]
+    kind = page.types.get(child, "")
+    times = f"<B>  x{page.counts[child]}</B>" if child in page.counts else ""
+    text = f"{html.escape(name)}{times}{f'  <I>{html.escape(kind)}</I>' if kind else ''}"
+    # Edges come in at the middle: room on the right keeps the name to the left of it.
+    room = 7 * (len(name) + len(kind) + 2)
+    cells = f'<TD ALIGN="LEFT">{text}</TD><TD WIDTH="{room}"></TD>'
+    return f'<<TABLE BORDER="0" CELLPADDING="0" CELLSPACING="0"><TR>{cells}</TR></TABLE>>'
+
+
+def _draw_box(dot: graphviz.Digraph, name: str, box: Box) -> None:
+    style = dict(STYLES[box.kind])
+    if "filled" in style["style"]:
+        style["fillcolor"] = _fill(box)
+        if box.kind == "module" and len(box.shares) > 1:
+            style["style"] = "striped"
+    lines = [f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in box.lines]
+    above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # the lid
+    label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}</B>", *lines])
+    tooltip = graphviz.escape(box.tooltip).replace("\n", r"\n")
+    dot.node(name, label=f"<{label}>", id=f"box-{name}", tooltip=tooltip, **style)
+
+
+def _fill(box: Box) -> str:
+    """The dtype's colour; stripes as wide as the dtypes' parts for a module of several."""
+    if not box.shares:
+        return "#ffffff"
+    if box.kind != "module" or len(box.shares) == 1:
+        return COLORS.get(box.shares[0][0], OTHER)
+    total = sum(count for _, count in box.shares)
+    parts = [f"{COLORS.get(d, OTHER)};{count / total:.3f}" for d, count in box.shares]
+    parts[-1] = parts[-1].partition(";")[0]  # Graphviz gives the last what is left
+    return ":".join(parts)
+
+
+def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
+    """The title and the legend, as a table above the picture."""
+    title = f'<TR><TD COLSPAN="2" ALIGN="LEFT"><B>{html.escape(page.title)}</B></TD></TR>'
+    if not page.has_legend:
+        return f'<<TABLE BORDER="0">{title}</TABLE>>'
+    boxes = [box for graph in graphs.values() for _, box in graph.nodes(data="box")]
+    dtypes = [dtype for box in boxes for dtype, _ in box.shares]
+    kinds = {box.kind for box in boxes}
+    colors = [d for d in COLORS if d in dtypes]
+    others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
+    fills = "".join(_swatch(COLORS.get(d, OTHER), d) for d in [*colors, *others])
+    signs = "".join(_sign(kind) for kind in LEGEND if kind in kinds)
+    rows = "".join(
+        f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells
+    )
+    return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
+
+
+def _row(cells: str) -> str:
+    return f'<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{cells}</TR></TABLE>'
+
+
+def _swatch(color: str, text: str) -> str:
+    return (
+        f'<TD BGCOLOR="{color}" BORDER="1" COLOR="{INK}">'
+        f'<FONT POINT-SIZE="10">  runs in {html.escape(text)}  </FONT></TD>'
+    )
+
+
+LEGEND = {
+    "cast": (CAST, "hexagon: cast, made in every call"),
+    "kept": (KEPT, "cylinder: cast of a weight, kept across calls"),
+    "ghost": (FAINT, "dashed: cast taken out"),
+    "island": (INK, "octagon: island under native autocast"),
+}
+"""Kinds of boxes whose shape says something: the colour of the line, the meaning."""
+
+
+def _sign(kind: str) -> str:
+    color, text = LEGEND[kind]
+    return (
+        f'<TD BORDER="2" COLOR="{color}" STYLE="ROUNDED">'
+        f'<FONT POINT-SIZE="10">  {text}  </FONT></TD>'
+    )

@@ -1,0 +1,231 @@
+"""``amp_fx.explain``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import exc as dynamo_exc
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from amp_fx.compiled import RegionSettings, as_dtype
+from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
+from amp_fx.explanation.explanation import Explanation
+from amp_fx.explanation.graphs import first_lines, read_graphs
+from amp_fx.explanation.running import Capture, run_stand_in
+from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
+from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.policy import as_policy
+from amp_fx.policy_state import ambient_policy
+from amp_fx.regions import AutocastState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from amp_fx.policy import Policy
+
+# What fake tensors cannot answer, and real ones can.
+_NEEDS_NUMBERS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def explain(
+    model: Callable[..., Any],
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+    device_type: str | None = None,
+    backward: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Explanation]:
+    """Tells what amp_fx does to a model, without compiling or changing it.
+
+    ``amp_fx.explain(model)(x)`` sends a copy of the model with fake tensors through Dynamo
+    and the backend; nothing is computed. The model may therefore be larger than memory: on
+    the ``meta`` device, or made under a ``FakeTensorMode``. Only a program that looks at
+    numbers (``if x.sum() > 0``) is run, on a copy, if its tensors are real.
+
+    Args:
+        model: A module or a function; one that was compiled by ``amp_fx.compile`` or
+            ``torch.compile`` is looked into, and the former's settings hold. A function's
+            own side effects happen; tensors that it refers to are not written.
+        dtype: What low-precision ops run in; by default autocast's for the device type.
+        policy: A ``Policy`` or the name of a preset; by default PyTorch's.
+        device_type: The device to explain for, which need not be there. None takes that of
+            the tensors; for those on ``meta``, the accelerator if there is one, else the CPU.
+        backward: Whether the backward graphs are derived and explained as well.
+        options: More options of the backend, such as ``{"weight_cache": False}``
+            (``amp_fx.options.Options``).
+
+    Returns:
+        A function that takes the model's arguments and gives an ``Explanation``.
+
+    Raises:
+        OptionError: An option is unknown or has a value that is not allowed.
+        PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
+        CompileTargetError: The model is neither a module nor a function.
+        ExplainError: When called: the model cannot be traced with these arguments.
+    """
+    if isinstance(model, type) or not callable(model):
+        raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
+    target, settings = _unwrap(model)
+    given = settings or RegionSettings(None, None, None)
+    request = _Request(
+        dtype=given.dtype if dtype is None else as_dtype(dtype),
+        policy=given.policy or ambient_policy() or as_policy("torch")
+        if policy is None
+        else as_policy(policy),
+        device_type=device_type or given.device_type,
+        settings=settings,
+        backward=backward,
+        options=_checked(options),
+    )
+
+    @functools.wraps(target, assigned=("__doc__",), updated=())
+    def explain_call(*args: Any, **kwargs: Any) -> Explanation:
+        return _explain(target, request, args, kwargs)
+
+    return explain_call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What ``explain`` was asked for."""
+
+    dtype: torch.dtype | None
+    policy: Policy
+    device_type: str | None
+    settings: RegionSettings | None
+    backward: bool
+    options: dict[str, Any]
+
+
+def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(options or {})
+    for name in ("dtype", "policy"):
+        if name in given:
+            raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.explain itself")
+    for name in ("compiler", "mode"):
+        if name in given:
+            raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
+    return given
+
+
+def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
+    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
+    settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and not getattr(model, "_torchdynamo_disable", False):
+        inner = getattr(model, "_torchdynamo_orig_callable", None)
+    return (inner if callable(inner) else model), settings
+
+
+def _explain(
+    model: Callable[..., Any], request: _Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Explanation:
+    stand_in = fake_stand_in(model, args, kwargs, request.device_type)
+    try:
+        capture = _capture(stand_in, request)
+    except _NEEDS_NUMBERS as error:
+        real = real_stand_in(model, args, kwargs, stand_in)
+        if real is None:
+            raise _as_explain_error(model, error) from error
+        stand_in = real
+        capture = _capture(stand_in, request)
+    if not capture.graphs:
+        reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
+        raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
+    explanation = Explanation(
+        model=_name(model),
+        policy=request.policy.name,
+        dtype=_dtype_of(capture, stand_in, request),
+        device_type=stand_in.device_type,
+        is_imagined=stand_in.imagined,
+        graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
+        other_breaks=tuple(map(first_lines, capture.other_breaks)),
+    )
+    capture.release()
+    return explanation
+
+
+def _name(model: Any) -> str:
+    return getattr(model, "__qualname__", None) or type(model).__name__
+
+
+def _capture(stand_in: StandIn, request: _Request) -> Capture:
+    dtype = request.dtype or default_dtype(stand_in.device_type)
+    check_device_dtype(stand_in.device_type, dtype)
+    policy = request.policy
+    if stand_in.imagined:
+        tables = {**policy.tables, "cpu": policy.tables.get(stand_in.device_type, {})}
+        policy = dataclasses.replace(policy, tables=tables)
+    options = {**request.options, "dtype": dtype, "policy": policy, "compiler": "aot_eager"}
+    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    if request.settings is not None and stand_in.imagined:
+        options["output_dtype"] = "autocast"
+    elif request.settings is not None:
+        options["bare_region"] = False
+        settings = dataclasses.replace(request.settings, dtype=dtype)
+        region = functools.partial(settings.region, stand_in.device_type)
+    try:
+        return run_stand_in(stand_in, options, region, wants_backward=request.backward)
+    except (*_NEEDS_NUMBERS, AmpFxError):
+        raise
+    except Exception as error:
+        inner = _root_cause(error)
+        if isinstance(inner, (*_NEEDS_NUMBERS, AmpFxError)):
+            raise inner from error
+        raise _as_explain_error(stand_in.program, error) from error
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """What an error of Dynamo's is about."""
+    if isinstance(error, dynamo_exc.BackendCompilerFailed):
+        return _root_cause(error.inner_exception)
+    cause = error.__cause__
+    if isinstance(cause, (*_NEEDS_NUMBERS, AmpFxError)):
+        return cause
+    return error
+
+
+def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
+    text = str(error)
+    actual = _INNER_ERROR.search(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    head = (
+        f"{actual[1]}: {actual[3]}" if actual else f"{type(error).__name__}: {' '.join(lines[:2])}"
+    )
+    frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
+    at = "; at {}:{}".format(*frames[-1]) if frames else ""
+    return ExplainError(
+        f"{_name(model)} cannot be traced with these arguments: {head}{at}. Does it run with them "
+        "uncompiled?"
+    )
+
+
+# What Dynamo says of an op that fails on fake tensors, and where in the program that was.
+_INNER_ERROR = re.compile(r"got (\w+)\((['\"])(.*?)\2\)")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def _dtype_of(capture: Capture, stand_in: StandIn, request: _Request) -> str:
+    device = "cpu" if stand_in.imagined else stand_in.device_type
+    states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
+    enabled = [state for state in states if device in state.enabled]
+    low = enabled[0].low_dtype(device) if enabled else request.dtype
+    return str(low or default_dtype(stand_in.device_type)).removeprefix("torch.")

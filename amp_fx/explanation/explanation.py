@@ -1,0 +1,148 @@
+"""What ``amp_fx.explain`` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.explanation.totals import Totals, sum_up
+
+if TYPE_CHECKING:
+    from amp_fx.explanation.diff import Diff
+    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
+
+SCHEMA = 1
+"""Version of ``Explanation.to_dict``; raised when a key changes its meaning or goes."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What amp_fx does to a model. Printed, it is a table; in a notebook, the table too.
+
+    Attributes:
+        model: The model's class, or the function's name.
+        policy: The policy's name.
+        dtype: What low-precision ops run in.
+        device_type: The device type that is explained for.
+        is_imagined: Whether that device is not there, so that the CPU stood for it.
+        graphs: The graphs that Dynamo captured, in order; each forward is followed by its
+            backward, if that was asked for.
+        other_breaks: Reasons of graph breaks that no captured graph ends with.
+    """
+
+    model: str
+    policy: str
+    dtype: str
+    device_type: str
+    is_imagined: bool
+    graphs: tuple[GraphRecord, ...]
+    other_breaks: tuple[str, ...] = ()
+
+    @property
+    def forward(self) -> tuple[GraphRecord, ...]:
+        """The forward graphs."""
+        return tuple(graph for graph in self.graphs if graph.stage == "forward")
+
+    @property
+    def backward(self) -> tuple[GraphRecord, ...]:
+        """The backward graphs; empty if they were not asked for, or there are none."""
+        return tuple(graph for graph in self.graphs if graph.stage == "backward")
+
+    @property
+    def nodes(self) -> tuple[NodeRecord, ...]:
+        """The nodes of all rewritten forward graphs."""
+        return tuple(node for graph in self.forward for node in graph.nodes)
+
+    @property
+    def casts(self) -> tuple[CastRecord, ...]:
+        """The casts that were put into forward graphs, removed ones included."""
+        return tuple(cast for graph in self.forward for cast in graph.casts)
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Where and why capture was interrupted."""
+        ended = [
+            f"{g.break_reason} ({g.break_at})" if g.break_at else g.break_reason
+            for g in self.forward
+            if g.break_reason
+        ]
+        return (*ended, *self.other_breaks)
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over the forward graphs."""
+        return sum_up(self.forward, num_breaks=len(self.breaks))
+
+    @property
+    def backward_totals(self) -> Totals:
+        """Sums over the backward graphs; its casts are the derivatives of casts."""
+        return sum_up(self.backward, num_breaks=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as dictionaries, lists, strings and numbers.
+
+        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), ``model``, ``policy``,
+        ``dtype``, ``device_type``, ``is_imagined``, ``totals`` and ``backward_totals`` (the
+        fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the fields of
+        ``records.GraphRecord``, and so on inside). Equal models and options give equal
+        dictionaries. New keys may come without a new schema.
+        """
+        return {
+            "schema": SCHEMA,
+            "torch": torch.__version__,
+            "model": self.model,
+            "policy": self.policy,
+            "dtype": self.dtype,
+            "device_type": self.device_type,
+            "is_imagined": self.is_imagined,
+            "totals": dataclasses.asdict(self.totals),
+            "backward_totals": dataclasses.asdict(self.backward_totals),
+            "breaks": list(self.breaks),
+            "graphs": [_lists(dataclasses.asdict(graph)) for graph in self.graphs],
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def diff(self, other: Explanation) -> Diff:
+        """What is otherwise in another explanation of the same model.
+
+        Args:
+            other: Of another policy or dtype, say.
+        """
+        from amp_fx.explanation.diff import compare
+
+        return compare(self, other)
+
+    def __str__(self) -> str:
+        """The table, as wide as the terminal."""
+        from amp_fx.explanation.table import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        """One line."""
+        totals = self.totals
+        return (
+            f"<Explanation of {self.model}: {totals.num_graphs} graphs, "
+            f"{totals.casts_put_in} casts put in, {totals.casts_removed} taken out, "
+            f"{totals.casts_kept} kept>"
+        )
+
+    def _repr_html_(self) -> str:
+        from amp_fx.explanation.table import as_html
+
+        return as_html(self)
+
+
+def _lists(value: Any) -> Any:
+    """Tuples as lists, so that a dictionary equals the one read back from JSON."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_lists(item) for item in value]
+    return value

@@ -1,0 +1,200 @@
+"""Turns what a recorder saw of each graph into a graph record."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.explanation.flops import FlopMeter
+from amp_fx.explanation.places import input_path, module_types
+from amp_fx.explanation.reading import GraphReader, dtype_name, kind_of, num_bytes
+from amp_fx.explanation.reasons import clean_reason, region_names
+from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
+from amp_fx.kept_cast import kept_cast
+from amp_fx.regions import AutocastState
+from amp_fx.values import detect_fake_mode, recorded_value, remember_captured
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import fx
+
+    from amp_fx.explanation.recorder import SeenCast, SeenGraph
+    from amp_fx.explanation.records import NodeRecord
+
+
+def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRecord, ...]:
+    """All graphs, forwards each followed by its backward.
+
+    Args:
+        seen: What the recorder saw.
+        device: What the CPU stands for; None if it is itself.
+    """
+    found: list[GraphRecord] = []
+    for index, graph in enumerate(seen):
+        found.append(_read_forward(index, graph, device))
+        if graph.backward is not None:
+            found.append(_read_backward(index, graph, device))
+    return tuple(found)
+
+
+def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
+    assert seen.rewritten is not None
+    remember_captured(seen.captured.graph)
+    meter = FlopMeter(detect_fake_mode(seen.captured.graph))
+    before = GraphReader(seen.captured, seen.state, device=device)
+    after = GraphReader(
+        seen.rewritten, seen.state, device=device, meter=meter, fallback=seen.fallback
+    )
+    before_records = before.read()
+    nodes = after.read()
+    reason: Any = seen.captured.compile_subgraph_reason
+    stack = reason.user_stack if reason.graph_break else ()
+    return GraphRecord(
+        index=index,
+        stage="forward",
+        autocast=_regions(seen, device),
+        nodes=nodes,
+        before=before_records,
+        casts=tuple(_forward_casts(seen, after)),
+        islands=_islands(nodes),
+        counts=tuple(sorted(seen.counts.items())),
+        modules=tuple(module_types(seen.captured, before.root).items()),
+        fallback=seen.fallback,
+        break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
+        break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
+    )
+
+
+def first_lines(reason: str) -> str:
+    """The first line of Dynamo's words and its explanation, as one line."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return " ".join([*lines[:1], *(x for x in lines[1:] if x.startswith("Explanation:"))])
+
+
+def _regions(seen: SeenGraph, device: str | None) -> tuple[str, ...]:
+    names = region_names(seen.state)
+    return tuple(n.replace("cpu ", f"{device} ") for n in names) if device else names
+
+
+def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
+    assert seen.backward is not None
+    gm = seen.backward
+    remember_captured(gm.graph)
+    meter = FlopMeter(detect_fake_mode(gm.graph))
+    reader = GraphReader(gm, seen.state, device=device, meter=meter)
+    nodes = reader.read()
+    return GraphRecord(
+        index=index,
+        stage="backward",
+        autocast=_regions(seen, device),
+        nodes=nodes,
+        before=(),
+        casts=tuple(_cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
+        islands=(),
+        counts=(),
+        modules=tuple(module_types(gm, reader.root).items()),
+        fallback="",
+        break_reason="",
+        break_at="",
+    )
+
+
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def _casts(gm: fx.GraphModule) -> list[fx.Node]:
+    """Nodes of a backward that change the dtype of a floating-point tensor."""
+    nodes = [node for node in gm.graph.nodes if node.target in _CASTS]
+    values = [(n, recorded_value(n.all_input_nodes[0]), recorded_value(n)) for n in nodes]
+    return [n for n, old, new in values if old.is_floating_point() and old.dtype != new.dtype]
+
+
+def _islands(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
+    found = [node for node in nodes if node.kind == "island"]
+    return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in found)
+
+
+def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]:
+    for entry in seen.casts.values():
+        if entry.removed_by == "hoist_casts":
+            continue  # it was put in again outside of the body
+        yield _seen_record(entry, seen, reader)
+
+
+def _seen_record(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> CastRecord:
+    state, removed_by = "inserted", ""
+    if entry.node.target is kept_cast or entry.removed_by == "keep_weight_casts":
+        state = "kept"
+    elif entry.removed_by:
+        state, removed_by = "removed", _why_removed(entry, seen, reader)
+    wanted_by = clean_reason(entry.cast.reason)
+    ended = _cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+    return dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
+
+
+def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
+    for other in seen.casts.values():
+        is_same = other.source is entry.source and other.cast.dtype == entry.cast.dtype
+        if is_same and other is not entry and other.removed_by in ("", "keep_weight_casts"):
+            return f"shared with {_name(other.node, reader)}"
+    return f"round trip: the value was {dtype_name(entry.cast.dtype)} before"
+
+
+def _name(node: fx.Node, reader: GraphReader) -> str:
+    return reader.names.get(node, (node.name,))[0]
+
+
+def _cast_record(
+    node: fx.Node,
+    source: fx.Node,
+    reader: GraphReader,
+    wanted_by: str,
+    state: str = "inserted",
+    removed_by: str = "",
+) -> CastRecord:
+    old, new = recorded_value(source), recorded_value(node)
+    names = reader.names.get(source, (source.name,))
+    return CastRecord(
+        name=_name(node, reader),
+        source=names[0] if names else source.name,
+        from_dtype=dtype_name(old.dtype),
+        to_dtype=dtype_name(new.dtype),
+        wanted_by=wanted_by,
+        state=state,
+        removed_by=removed_by,
+        weight=input_path(source, reader.root) if kind_of(source) == "weight" else "",
+        consumers=reader.names_of(list(node.users)),
+        bytes_read=num_bytes(old),
+        bytes_written=num_bytes(new),
+    )
+
+
+def as_record(gm: fx.GraphModule) -> GraphRecord:
+    """The record of any FX graph whose nodes have values; casts that passes put in are known."""
+    state = AutocastState.ambient()
+    reader = GraphReader(gm, state)
+    nodes = reader.read()
+    found = [n for n in gm.graph.nodes if "cast" in n.meta or n.target is kept_cast]
+    return GraphRecord(
+        index=0,
+        stage="forward",
+        autocast=region_names(state),
+        nodes=nodes,
+        before=(),
+        casts=tuple(
+            _cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
+            for n in found
+        ),
+        islands=_islands(nodes),
+        counts=(),
+        modules=tuple(module_types(gm, reader.root).items()),
+        fallback="",
+        break_reason="",
+        break_at="",
+    )
+
+
+_STATES = {True: "kept", False: "inserted"}

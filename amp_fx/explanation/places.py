@@ -1,0 +1,109 @@
+"""Where in the user's program a node stands: module path, class, source line, names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)')
+
+
+class Place(NamedTuple):
+    """Where a node stands."""
+
+    module: str
+    module_type: str
+    file: str
+    line: int
+    code: str
+
+
+def root_of(gm: fx.GraphModule) -> str:
+    """How Dynamo calls the module that all others of a graph are inside of, or ``""``.
+
+    That is the local variable (mostly ``L['self']``) that all paths begin with.
+    """
+    stacks = (node.meta.get("nn_module_stack") or {} for node in gm.graph.nodes)
+    paths = [str(entry[0]) for stack in stacks for entry in stack.values()]
+    heads = {match[0] for match in map(_HEAD.match, paths) if match}
+    return heads.pop() if len(heads) == 1 else "L['self']"
+
+
+_HEAD = re.compile(r"L\['[^']*'\]")
+
+
+def place_of(node: fx.Node, root: str) -> Place:
+    """The innermost module and source line that a node was captured in.
+
+    Args:
+        node: A node.
+        root: What paths are relative to (``root_of``).
+    """
+    module, module_type = next(reversed(_modules_around(node, root).items()), ("", ""))
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, code = frames[-1] if frames else ("", "0", "")
+    return Place(module, module_type, file, int(line), code.strip())
+
+
+def _modules_around(node: fx.Node, root: str) -> dict[str, str]:
+    """The modules that a node stands in with their classes, from the outside in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return {
+        relative_path(str(path), root): _class_name(kind)
+        for path, kind in stack.values()
+        if str(path)
+    }
+
+
+def _class_name(kind: Any) -> str:
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+    return str(name).rpartition(".")[2]
+
+
+def module_types(gm: fx.GraphModule, root: str) -> dict[str, str]:
+    """Classes of all modules that nodes of a graph stand in, by path."""
+    found: dict[str, str] = {}
+    for node in gm.graph.nodes:
+        found |= _modules_around(node, root)
+    return dict(sorted(found.items()))
+
+
+def relative_path(name: str, root: str) -> str:
+    """``layers.0`` for Dynamo's ``L['self']._modules['layers']._modules['0']``."""
+    plain = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
+    plain = plain.removeprefix(root).removeprefix(".")
+    return re.sub(r"^[LG]\['([^']*)'\]", r"\1", plain)
+
+
+def input_path(node: fx.Node, root: str) -> str:
+    """A parameter's or buffer's path (``layers.0.weight``), or an argument's name."""
+    source = getattr(node, "_dynamo_source", None)
+    name = source.name if source is not None else str(node.target)
+    return relative_path(name() if callable(name) else name, root) or node.name
+
+
+def op_name(node: fx.Node) -> str:
+    """What a node calls, as a person would write it."""
+    if node.op == "call_method":
+        return f".{node.target}"
+    if node.op != "call_function":
+        return str(node.target)
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    name = str(getattr(target, "__name__", target))
+    module = str(getattr(target, "__module__", "") or "")
+    return f"{_NAMESPACES.get(module, '')}{name}"
+
+
+_NAMESPACES = {
+    "torch.nn.functional": "F.",
+    "torch._C._nn": "F.",
+    "torch": "torch.",
+    "_operator": "operator.",
+}

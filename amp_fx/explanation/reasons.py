@@ -1,0 +1,107 @@
+"""Why a node is treated as it is: where that comes from, and as a sentence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.cast_policy import CastPolicy
+from amp_fx.policy_state import policy_of
+from amp_fx.regions import CARRIERS
+from amp_fx.rules import qualified_name
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from amp_fx.capture import Decision
+    from amp_fx.regions import AutocastState
+
+_EFFECTS = {
+    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to {low}",
+    CastPolicy.FP32.value: "floating-point inputs go to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE.value: "its unset dtype= becomes float32",
+    CastPolicy.FP32_APPEND_DTYPE.value: "runs with dtype=float32",
+    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
+    CastPolicy.BANNED.value: "unsafe under autocast",
+}
+
+_KINDS = {
+    "input": "an argument of the graph",
+    "weight": "a parameter or buffer",
+    "copy": "a copy of a weight in a low dtype, kept across calls",
+    "output": "what the graph returns",
+    "kept_cast": "stands for a cast that is made once per update of the weight",
+}
+
+
+def origin_and_reason(
+    node: fx.Node, kind: str, start: AutocastState, fallback: str
+) -> tuple[str, str]:
+    """Where a node's treatment comes from (``NodeRecord.origin``), and a sentence on it."""
+    if kind in _KINDS:
+        return "", _KINDS[kind]
+    if kind == "cast":
+        cast = node.meta["cast"]
+        return "", f"put in for {clean_reason(cast.reason)}"
+    if fallback:
+        return "fallback", f"runs under native autocast: {fallback}"
+    if kind == "island":
+        return "island", f"left as it is, under native autocast: {node.meta['island']}"
+    site = node.meta.get("site")
+    if site is None:
+        return "", "derived from the forward"
+    state: AutocastState = site.state
+    if not state.enabled:
+        if start.enabled:
+            return "region", "autocast is off in the region around it"
+        return "off", "autocast is off"
+    region = "" if state == start else f", in a region of its own ({describe(state)})"
+    decisions = decisions_on(node)
+    if not decisions:
+        return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
+    origin = decisions[0].origin
+    if origin == "table" and policy_of(state) is not policy_of(start):
+        origin = "region"
+    return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
+
+
+def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
+    """The decisions on a node: the last op that a call was opened into carries all of them."""
+    found: tuple[Decision, ...] = node.meta.get("decisions", ())
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return found
+    name = qualified_name(node.target)
+    return tuple(decision for decision in found if decision.op == name) or found
+
+
+def _sentence(decision: Decision, state: AutocastState) -> str:
+    low = str(state.low_dtype(decision.device_type)).removeprefix("torch.")
+    policy = decision.policy.value
+    effect = _EFFECTS.get(policy, policy).format(low=low)
+    op = decision.op.removeprefix("aten::")
+    return f"{op}: {policy} ({decision.device_type} {decision.origin}), {effect}"
+
+
+def describe(state: AutocastState) -> str:
+    """``"cpu bfloat16"``; ``"off"`` where no device autocasts."""
+    return ", ".join(region_names(state)) or "off"
+
+
+def region_names(state: AutocastState) -> tuple[str, ...]:
+    """Device types that autocast, with their dtypes."""
+    return tuple(
+        f"{device} {str(state.low_dtype(device)).removeprefix('torch.')}"
+        for device in state.enabled
+        if device not in CARRIERS
+    )
+
+
+def clean_reason(reason: str) -> str:
+    """The op in ``Cast.reason``, without the addresses that Python prints."""
+    words = reason.strip("<>").split()
+    if words[:2] in (["built-in", "function"], ["built-in", "method"]):
+        return words[2]
+    if words[:1] in (["function"], ["OpOverload(op="]) and len(words) > 1:
+        return words[1]
+    return reason.removeprefix("aten.")

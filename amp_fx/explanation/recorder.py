@@ -1,0 +1,147 @@
+"""Watches the backend rewrite graphs, and notes what became of every cast."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from amp_fx.casts import Cast, inserted_cast
+from amp_fx.graph_copy import copy_graph_module
+from amp_fx.kept_inputs import example_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.pipeline import PassReport
+    from amp_fx.regions import AutocastState
+
+
+@dataclasses.dataclass
+class SeenCast:
+    """A cast node, as it was when a pass had just put it in.
+
+    Attributes:
+        node: The node; it may have been erased since.
+        cast: Its record.
+        source: What it cast.
+        users: What took it.
+        removed_by: The pass that erased it, or ``""``.
+    """
+
+    node: fx.Node
+    cast: Cast
+    source: fx.Node
+    users: tuple[fx.Node, ...]
+    removed_by: str = ""
+
+
+@dataclasses.dataclass
+class SeenGraph:
+    """One graph on its way through the backend.
+
+    Attributes:
+        captured: As Dynamo made it.
+        state: The autocast state where it begins.
+        rewritten: As the inner compiler would get it.
+        casts: All casts that were put in.
+        counts: What the passes counted.
+        fallback: Why it was not rewritten.
+        backward: The graph that AOTAutograd derives from it, if asked for.
+    """
+
+    captured: fx.GraphModule
+    state: AutocastState
+    rewritten: fx.GraphModule | None = None
+    casts: dict[fx.Node, SeenCast] = dataclasses.field(default_factory=dict)
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    fallback: str = ""
+    backward: fx.GraphModule | None = None
+
+
+class GraphRecorder:
+    """Takes down one graph (``amp_fx.recording``).
+
+    Args:
+        seen: What is filled in.
+        wants_backward: Whether the backward graph is derived as well.
+    """
+
+    def __init__(self, seen: SeenGraph, *, wants_backward: bool) -> None:
+        self.seen = seen
+        self.wants_backward = wants_backward
+
+    def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
+        """Finds casts that came or went; passes edit bodies too."""
+        self.seen.counts.update(report.counts)
+        for seen in self.seen.casts.values():
+            if seen.node._erased and not seen.removed_by:
+                seen.removed_by = report.name
+        for graph in graphs_in(gm):
+            for node in graph.nodes:
+                cast = inserted_cast(node)
+                if cast is not None and node not in self.seen.casts:
+                    source, users = node.all_input_nodes[0], tuple(node.users)
+                    self.seen.casts[node] = SeenCast(node, cast, source, users)
+
+    def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
+        """Forgets what passes did before one failed: the graph stays as captured."""
+        self.seen.fallback = str(error)
+        self.seen.casts.clear()
+        self.seen.counts.clear()
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Keeps the rewritten graph; calls run it op by op, with empty copies of weights."""
+        self.seen.rewritten = gm
+        added = example_copies(gm, example_inputs)
+        if self.wants_backward:
+            self.seen.backward = derive_backward(gm, [*example_inputs, *added])
+        slots = [
+            node.meta["kept_input"]
+            for node in gm.graph.find_nodes(op="placeholder")
+            if "kept_input" in node.meta
+        ]
+
+        def run(*args: Any) -> Any:
+            copies = [args[slot.source_index].detach().to(slot.dtype) for slot in slots]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
+                assert self.seen.rewritten is not None
+                return self.seen.rewritten(*args, *copies)
+
+        return run
+
+
+def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
+    """A graph and the graphs of bodies inside it."""
+    return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+
+
+def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
+    """The backward that AOTAutograd derives from a rewritten graph; None if there is none.
+
+    Relies on AOTAutograd handing the backward to its compiler right away where
+    ``force_non_lazy_backward_lowering`` is set.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: list[fx.GraphModule] = []
+
+    def backward(graph: fx.GraphModule, _: Any) -> Any:
+        found.append(graph)
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    with config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+        compiler(copy_graph_module(gm), list(inputs))
+    return found[0] if found else None

@@ -1,0 +1,174 @@
+"""What an explanation consists of: plain frozen records of strings and numbers.
+
+Dtypes are written without ``torch.``, sizes as numbers or, where they are symbolic, as
+text. ``amp_fx.explanation.Explanation.to_dict`` gives these records as dictionaries, with
+the field names as keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+Size = int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRecord:
+    """One tensor that a node gives out.
+
+    Attributes:
+        dtype: ``"bfloat16"``.
+        shape: Its sizes.
+        device: The device type.
+        num_bytes: Its elements' memory.
+    """
+
+    dtype: str
+    shape: tuple[Size, ...]
+    device: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecisionRecord:
+    """The policy of one op inside a node.
+
+    Attributes:
+        op: Qualified overload name: ``"aten::softmax.int"``.
+        device_type: The device type whose table was asked.
+        policy: ``"lower_precision_fp"``, ``"fp32"``, ...
+        origin: Where it was laid down: ``"table"``, the override or the region.
+    """
+
+    op: str
+    device_type: str
+    policy: str
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CastRecord:
+    """A cast that a pass put in, whatever became of it.
+
+    Attributes:
+        name: The node's name; that of the cast for removed ones.
+        source: Name of the node whose result is cast.
+        from_dtype: Dtype of the source.
+        to_dtype: Dtype of the result.
+        wanted_by: The op that it was put in for; ``"output"``; or why dtypes were restored.
+        state: ``"inserted"`` (in the graph, made on every call), ``"kept"`` (made once per
+            update of the weight) or ``"removed"``.
+        removed_by: Why it was removed, else ``""``.
+        weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
+        consumers: Names of the nodes that took it when it was put in.
+        bytes_read: Bytes of the source.
+        bytes_written: Bytes of the result.
+    """
+
+    name: str
+    source: str
+    from_dtype: str
+    to_dtype: str
+    wanted_by: str
+    state: str
+    removed_by: str
+    weight: str
+    consumers: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that making the cast once reads and writes."""
+        return self.bytes_read + self.bytes_written
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeRecord:
+    """One node of a graph.
+
+    Attributes:
+        name: Unique in its graph; nodes of a body of a higher-order op begin with the
+            body's name and a dot.
+        kind: ``"input"``, ``"weight"``, ``"copy"`` (a kept copy of a weight), ``"op"``,
+            ``"cast"``, ``"kept_cast"``, ``"island"`` or ``"output"``.
+        op: What it calls: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs their
+            path in the model.
+        module: Path of the module that it stands in: ``"layers.0.attn"``; ``""`` is the root.
+        module_type: That module's class.
+        file: Source file of the line that it comes from, or ``""``.
+        line: Line number there, or 0.
+        code: The line's text, or ``""``.
+        dtype: The dtype that it runs in: that of its result if it is a floating-point one,
+            else that of its floating-point inputs (of the widest, where there are several),
+            else its result's; ``""`` if it has no tensor.
+        inputs: Names of the nodes that it takes.
+        outputs: The tensors that it gives.
+        decisions: The policies met in it; empty for what no table lists.
+        origin: Where its treatment comes from: ``"table"``, ``"region"`` (one with a policy
+            of its own), an override, ``"island"``, ``"unlisted"``, ``"off"`` (autocast is off
+            there) or ``""`` for inputs and casts.
+        reason: The same as a sentence.
+        flops: Floating-point operations of one call, by ``torch.utils.flop_counter``.
+    """
+
+    name: str
+    kind: str
+    op: str
+    module: str
+    module_type: str
+    file: str
+    line: int
+    code: str
+    dtype: str
+    inputs: tuple[str, ...]
+    outputs: tuple[TensorRecord, ...]
+    decisions: tuple[DecisionRecord, ...]
+    origin: str
+    reason: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandRecord:
+    """A node that was left as it is and runs under native autocast, and why."""
+
+    name: str
+    op: str
+    module: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphRecord:
+    """One graph that Dynamo captured.
+
+    Attributes:
+        index: Its number, in the order of capture.
+        stage: ``"forward"``, or ``"backward"`` for the graph that AOTAutograd derives.
+        autocast: Device types that autocast where the graph begins, with their dtypes:
+            ``("cpu bfloat16",)``.
+        nodes: The rewritten graph, in order.
+        before: The graph as captured, in order.
+        casts: The casts that passes put in, removed ones included; in the backward, the
+            derivatives of casts.
+        islands: What was left under native autocast.
+        counts: What the passes counted: ``(("casts_inserted", 12), ...)``.
+        modules: Classes of the modules that its nodes stand in, by path.
+        fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
+        break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
+        break_at: Source line of that place, or ``""``.
+    """
+
+    index: int
+    stage: str
+    autocast: tuple[str, ...]
+    nodes: tuple[NodeRecord, ...]
+    before: tuple[NodeRecord, ...]
+    casts: tuple[CastRecord, ...]
+    islands: tuple[IslandRecord, ...]
+    counts: tuple[tuple[str, int], ...]
+    modules: tuple[tuple[str, str], ...]
+    fallback: str
+    break_reason: str
+    break_at: str

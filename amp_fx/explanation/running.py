@@ -1,0 +1,171 @@
+"""Sends a stand-in through Dynamo and the backend, and leaves no trace of that in Dynamo."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import pgo
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.utils import counters
+
+from amp_fx.backend import amp_fx, bare_state
+from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
+from amp_fx.options import Options
+from amp_fx.recording import recorded_by
+from amp_fx.regions import AutocastState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import CodeType
+
+    from torch import fx
+
+    from amp_fx.explanation.stand_in import StandIn
+
+
+@dataclasses.dataclass
+class Capture:
+    """What Dynamo gave.
+
+    Attributes:
+        graphs: The graphs, in the order of capture.
+        other_breaks: Reasons of graph breaks that no graph ends with.
+    """
+
+    graphs: list[SeenGraph]
+    other_breaks: list[str]
+
+    def release(self) -> None:
+        """Lets the graphs go: entries in Dynamo's cache outlive the call."""
+        for graph in self.graphs:
+            vars(graph).clear()
+        self.graphs.clear()
+
+
+def run_stand_in(
+    stand_in: StandIn,
+    options: Mapping[str, Any],
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+    *,
+    wants_backward: bool,
+) -> Capture:
+    """Captures the graphs of one call.
+
+    Args:
+        stand_in: What to call.
+        options: Options of the backend.
+        region: Makes the region that the call runs in.
+        wants_backward: Whether backward graphs are derived too.
+    """
+    seen: list[SeenGraph] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if stand_in.imagined:
+            _move_regions(gm, stand_in.device_type)
+        ambient = AutocastState.ambient()
+        parsed = Options.parse(options)
+        state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
+        seen.append(SeenGraph(gm, state))
+        with recorded_by(GraphRecorder(seen[-1], wants_backward=wants_backward)):
+            return amp_fx(gm, example_inputs, options=options)
+
+    before = Counter(counters["graph_break"])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(_sizes_forgotten())
+        stack.enter_context(_forgotten(backend))
+        if stand_in.fake_mode is not None:
+            stack.enter_context(stand_in.fake_mode)
+        stack.enter_context(region())
+        _optimize(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
+    new = Counter(counters["graph_break"]) - before
+    counters["graph_break"] = before
+    reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
+    ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
+    return Capture(seen, [*(new - ended).elements()])
+
+
+@contextlib.contextmanager
+def _sizes_forgotten() -> Iterator[None]:
+    """Keeps Dynamo from taking sizes for dynamic that differ from those explained.
+
+    Relies on ``torch._dynamo.pgo`` keeping what it has seen in one dictionary.
+    """
+    state = pgo.get_code_state()
+    before = copy.deepcopy(state)
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
+
+
+def _optimize(backend: Any) -> Any:
+    """``torch.compile`` with entries of its own in Dynamo's cache, where torch has that.
+
+    Relies on ``isolate_recompiles``, which torch 2.11 lacks: there, explaining a function uses
+    up one of the recompilations (``torch._dynamo.config.recompile_limit``) that it may have.
+    """
+    try:
+        return torch._dynamo.optimize(backend, isolate_recompiles=True)
+    except TypeError:
+        return torch._dynamo.optimize(backend)
+
+
+@contextlib.contextmanager
+def _forgotten(backend: Any) -> Iterator[None]:
+    """Invalidates what was compiled with a backend, where it has no region of its own.
+
+    Relies on a cache entry knowing its backend, and on what a guard does when its object
+    dies: ``extra_state.invalidate``.
+    """
+    codes: set[CodeType] = set()
+
+    def note(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
+        codes.add(code)
+
+    handle = register_bytecode_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for code in codes:
+            _forget(code, backend)
+
+
+def _forget(code: CodeType, backend: Any) -> None:
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for entry in _cache_entries(code, backend):
+        manager: Any = entry.guard_manager
+        if manager.extra_state is not None:
+            deleted: Any = DeletedGuardManagerWrapper("explained")
+            manager.extra_state.invalidate(entry, deleted)
+
+
+def _cache_entries(code: CodeType, backend: Any) -> list[Any]:
+    """Entries of the default region, as older torches have it, that a backend made."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    entries: list[Any] = _debug_get_cache_entry_list(code)
+    return [
+        entry
+        for entry in entries
+        if getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend) is backend
+    ]
+
+
+def _move_regions(gm: fx.GraphModule, device_type: str) -> None:
+    """Lets regions for an imagined device be regions for the CPU, which stands for it."""
+    from torch.amp.autocast_mode import _enter_autocast
+
+    for node in gm.graph.find_nodes(op="call_function", target=_enter_autocast):
+        if node.args[0] != device_type:
+            continue
+        dtype = node.args[1] if len(node.args) > 1 else None
+        node.args = ("cpu", dtype or torch.get_autocast_dtype(device_type), *node.args[2:])

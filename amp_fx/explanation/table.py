@@ -1,0 +1,157 @@
+"""An explanation as a table for the terminal, through rich."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from amp_fx.explanation.rows import bare_op, rows_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from amp_fx.explanation.explanation import Explanation
+    from amp_fx.explanation.records import GraphRecord
+    from amp_fx.explanation.totals import Totals
+
+SHORT = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "int64": "i64",
+    "int32": "i32",
+    "complex64": "c64",
+}
+"""Short names of dtypes, where room is scarce."""
+
+STYLES = {"bfloat16": "green", "float16": "green", "float32": "yellow", "float64": "red"}
+
+
+def as_text(explanation: Explanation, width: int | None = None) -> str:
+    """The table as plain text.
+
+    Args:
+        explanation: What to show.
+        width: Columns; None takes those of the terminal (80 where there is none).
+    """
+    console = Console(file=io.StringIO(), width=width, no_color=True)
+    console.print(render(explanation))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def as_html(explanation: Explanation) -> str:
+    """The table as HTML, for notebooks."""
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(render(explanation))
+    style = "font-family: monospace; font-size: 12px; line-height: 1.25"
+    form = f'<pre style="{style}">{{code}}</pre>'
+    return console.export_html(inline_styles=True, code_format=form)
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """The table as something that rich prints."""
+    parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
+    if explanation.backward:
+        parts.append(_summary(explanation.backward_totals, "backward"))
+    for graph in explanation.forward:
+        parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
+    notes = _notes(explanation)
+    return Group(*parts, *([Text(""), *notes] if notes else []))
+
+
+def _head(explanation: Explanation) -> Text:
+    where = f"{explanation.device_type} {explanation.dtype}"
+    imagined = " (device not here: op tables of it, on fake tensors)"
+    text = Text.assemble((explanation.model, "bold"), f" on {where}, policy {explanation.policy!r}")
+    return text.append(imagined if explanation.is_imagined else "")
+
+
+def _summary(totals: Totals, stage: str) -> Text:
+    share = ", ".join(f"{part:.1%} {dtype}" for dtype, part in totals.flop_share.items())
+    ops = ", ".join(f"{count} {dtype}" for dtype, count in totals.ops_by_dtype.items())
+    lines = [
+        f"{stage}: {_count(totals.num_graphs, 'graph')}, {_count(totals.num_ops, 'op')}"
+        + (f" ({ops})" if ops else ""),
+        f"  FLOPs  {human(sum(totals.flops.values()), '')}: {share or 'none'}",
+    ]
+    if stage == "forward":
+        lines.append(
+            f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
+            f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
+            f" {totals.casts_removed} taken out"
+        )
+        if totals.casts_kept:
+            lines.append(
+                f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call,"
+                f" take {human(totals.copy_bytes)}"
+            )
+    else:
+        lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
+    return Text("\n".join(lines))
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
+    autocast = ", ".join(graph.autocast) or "no autocast"
+    number = f"graph {graph.index}, " if num_graphs > 1 else ""
+    return Text(f"{number}{autocast}", style="bold")
+
+
+def _graph_table(graph: GraphRecord) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("module", overflow="fold")
+    table.add_column("op", overflow="fold")
+    table.add_column("x", justify="right", no_wrap=True)
+    table.add_column("in", no_wrap=True)
+    table.add_column("policy", overflow="fold")
+    table.add_column("casts", no_wrap=True)
+    for row in rows_of(graph):
+        dtype = Text(SHORT.get(row.dtype, row.dtype), style=STYLES.get(row.dtype, ""))
+        times = str(len(row.nodes)) if len(row.nodes) > 1 else ""
+        casts = _casts(row.num_casts, row.num_kept)
+        table.add_row(row.module or "-", bare_op(row.op), times, dtype, row.treatment, casts)
+    return table
+
+
+def _casts(num_casts: int, num_kept: int) -> str:
+    parts = [f"{num_casts}"] if num_casts else []
+    return "+".join([*parts, *([f"{num_kept} kept"] if num_kept else [])])
+
+
+def _notes(explanation: Explanation) -> list[Text]:
+    removed = [cast for cast in explanation.casts if cast.state == "removed"]
+    lines = [f"taken out: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
+    if len(removed) > _MOST:
+        lines.append(f"taken out: {len(removed) - _MOST} more")
+    lines += [f"graph break: {reason}" for reason in explanation.breaks]
+    lines += [
+        f"island: {island.op}{f' in {island.module}' if island.module else ''}: {island.reason}"
+        for graph in explanation.forward
+        for island in graph.islands
+    ]
+    lines += [f"fallback: graph {g.index}: {g.fallback}" for g in explanation.forward if g.fallback]
+    return [Text(line) for line in lines]
+
+
+_MOST = 8
+
+
+def human(number: float, unit: str = "B") -> str:
+    """A number with a prefix: ``1.5 MB``, ``27 M``."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000:
+            digits = f"{number:.0f}" if not prefix or number >= 100 else f"{number:.1f}"
+            return f"{digits} {prefix}{unit}".rstrip()
+        number /= 1000
+    return f"{number:.1f} P{unit}"

@@ -1,0 +1,96 @@
+"""Sums over graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from amp_fx.explanation.records import CastRecord, GraphRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a few graphs amount to, for one call.
+
+    Attributes:
+        num_graphs: How many graphs.
+        num_ops: Nodes that call something, casts put in not counted.
+        ops_by_dtype: How many of them run in which dtype.
+        casts_put_in: Casts that passes put in, whatever became of them.
+        casts_removed: Those that were taken out again: shared, or round trips.
+        casts_kept: Those that are made once per update of a weight.
+        casts_left: Those that are made on every call.
+        bytes_cast: Bytes that the casts left read and write.
+        bytes_removed: The same of the casts removed.
+        bytes_kept: Bytes that keeping casts of weights saves on every call.
+        copy_bytes: Memory that the kept copies take.
+        weight_casts: Casts of weights among those put in and not removed.
+        flops: Floating-point operations by the dtype that they run in.
+        flop_share: The same as parts of 1.
+        num_islands: Nodes left under native autocast.
+        num_fallbacks: Graphs that were not rewritten.
+        num_breaks: Graph breaks.
+    """
+
+    num_graphs: int
+    num_ops: int
+    ops_by_dtype: dict[str, int]
+    casts_put_in: int
+    casts_removed: int
+    casts_kept: int
+    casts_left: int
+    bytes_cast: int
+    bytes_removed: int
+    bytes_kept: int
+    copy_bytes: int
+    weight_casts: int
+    flops: dict[str, int]
+    flop_share: dict[str, float]
+    num_islands: int
+    num_fallbacks: int
+    num_breaks: int
+
+
+def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
+    """The totals of some graphs."""
+    graphs = tuple(graphs)
+    casts = [cast for graph in graphs for cast in graph.casts]
+    removed, kept, left = (_in_state(casts, s) for s in ("removed", "kept", "inserted"))
+    ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "island")]
+    flops: Counter[str] = Counter()
+    for node in ops:
+        if node.flops:
+            flops[node.dtype] += node.flops
+    copies = {(cast.weight, cast.to_dtype): cast.bytes_written for cast in kept}
+    all_flops = sum(flops.values())
+    return Totals(
+        num_graphs=len(graphs),
+        num_ops=len(ops),
+        ops_by_dtype=dict(Counter(node.dtype for node in ops if node.dtype).most_common()),
+        casts_put_in=len(casts),
+        casts_removed=len(removed),
+        casts_kept=len(kept),
+        casts_left=len(left),
+        bytes_cast=_moved(left),
+        bytes_removed=_moved(removed),
+        bytes_kept=_moved(kept),
+        copy_bytes=sum(copies.values()),
+        weight_casts=sum(bool(cast.weight) for cast in (*kept, *left)),
+        flops=dict(flops.most_common()),
+        flop_share={dtype: count / all_flops for dtype, count in flops.most_common()},
+        num_islands=sum(len(graph.islands) for graph in graphs),
+        num_fallbacks=sum(bool(graph.fallback) for graph in graphs),
+        num_breaks=num_breaks,
+    )
+
+
+def _in_state(casts: Iterable[CastRecord], state: str) -> list[CastRecord]:
+    return [cast for cast in casts if cast.state == state]
+
+
+def _moved(casts: Iterable[CastRecord]) -> int:
+    return sum(cast.bytes_moved for cast in casts)

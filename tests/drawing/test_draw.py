@@ -1,0 +1,204 @@
+"""Pictures: what is in them, that nothing lies on top of anything, and where they go."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from amp_fx.errors import DrawError
+from tests.explanation.models import CASES, gpt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from amp_fx.drawing.draw import Drawing
+    from amp_fx.explanation.explanation import Explanation
+
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs the dot program")
+
+
+@pytest.fixture(scope="module")
+def explained() -> dict[str, Explanation]:
+    return {name: amp_fx.explain(make())(*args) for name, (make, args) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def deep() -> Explanation:
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    return amp_fx.explain(gpt(4))(tokens)
+
+
+def boxes(drawing: Drawing) -> list[Any]:
+    return [box for graph in drawing.boxes.values() for _, box in graph.nodes(data="box")]
+
+
+class Area(NamedTuple):
+    """A part of a picture, in points."""
+
+    name: str
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def overlaps(self, other: Area) -> bool:
+        slack = 1.5  # the fonts of another machine are a little wider or narrower
+        return (
+            self.left + slack < other.right
+            and other.left + slack < self.right
+            and self.bottom + slack < other.top
+            and other.bottom + slack < self.top
+        )
+
+
+def areas(drawing: Drawing) -> list[Area]:
+    """Where Graphviz puts every box and every text on an edge."""
+    layout = json.loads(drawing._render("json"))
+    found = []
+    for node in layout["objects"]:
+        if "pos" in node:
+            x, y = map(float, node["pos"].split(","))
+            w, h = 36 * float(node["width"]), 36 * float(node["height"])
+            found.append(Area(node["name"], x - w, y - h, x + w, y + h))
+    for edge in layout.get("edges", ()):
+        for text in (drawn for drawn in edge.get("_ldraw_", ()) if drawn["op"] == "T"):
+            (x, y), half = text["pt"], text["width"] / 2
+            found.append(Area(text["text"], x - half, y - 2, x + half, y + 7))
+    return found
+
+
+@needs_dot
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", ["op", "module"])
+def test_no_text_lies_on_anything(name: str, level: str, explained: dict[str, Explanation]) -> None:
+    found = areas(amp_fx.draw(explained[name], level=level))
+    assert len(found) > 10
+    clashes = [(a.name, b.name) for i, a in enumerate(found) for b in found[:i] if a.overlaps(b)]
+    assert not clashes
+
+
+def test_every_cast_is_drawn_at_the_level_of_ops(explained: dict[str, Explanation]) -> None:
+    for explanation in explained.values():
+        drawn = boxes(amp_fx.draw(explanation, level="op", fold=False))
+        count = {kind: sum(b.count for b in drawn if b.kind == kind) for kind in ("cast", "kept")}
+        totals = explanation.totals
+        assert count == {"cast": totals.casts_left, "kept": totals.casts_kept}
+        ops = [member for box in drawn if box.kind in ("op", "island") for member in box.members]
+        assert len(ops) == len(set(ops))
+
+
+def test_layers_fold_into_one_and_a_focus_unfolds_them(deep: Explanation) -> None:
+    folded = amp_fx.draw(deep)
+    assert "blocks.0-3<B>  x4</B>" in folded.source
+    qkv = [box for box in boxes(folded) if box.title == "qkv"]
+    assert [(box.module, box.lines[-1]) for box in qkv] == [("blocks.0-3", "1 cast + 2 kept")]
+    assert len(boxes(folded)) < 30
+
+    zoomed = boxes(amp_fx.draw(deep, focus="blocks.2"))
+    inside = [box for box in zoomed if box.kind != "outside"]
+    assert {box.module.split(".")[1] for box in inside} == {"2"}
+    assert {box.lines for box in zoomed if box.kind == "outside"} == {
+        ("in blocks.1",),
+        ("in blocks.3",),
+        ("in blocks.3.attention_norm",),
+    }
+
+
+def test_layers_that_differ_do_not_fold() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
+    source = amp_fx.draw(amp_fx.explain(model)(torch.randn(2, 8)), level="op").source
+    # The first is alone in casting its input; the last has another shape.
+    assert "1-2<B>  x2</B>" in source
+    assert "x3" not in source
+    assert "x4" not in source
+
+
+def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
+    [norm] = [b for b in boxes(amp_fx.draw(explained["mlp"])) if b.title == "layer_norm"]
+    assert norm.shares == (("bfloat16", 1),)
+    source = amp_fx.draw(explained["attention"], level="op").source
+    assert "bf16 [2, 4, 10, 10]" in source
+    assert "models.py:" in source
+    assert ".softmax(-1)" in source
+    assert "hexagon: cast" in source
+    assert "hexagon: cast" not in amp_fx.draw(explained["attention"], legend=False).source
+
+
+def test_ghosts_are_drawn_on_request() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w + x.relu() @ w
+
+    with torch.no_grad():
+        explanation = amp_fx.explain(program)(torch.randn(4, 4), torch.randn(4, 4))
+    assert explanation.totals.casts_removed == 1
+    assert not [b for b in boxes(amp_fx.draw(explanation)) if b.kind == "ghost"]
+    [ghost] = [b for b in boxes(amp_fx.draw(explanation, ghosts=True)) if b.kind == "ghost"]
+    assert "shared with" in ghost.tooltip
+
+
+def test_the_graph_before_has_no_casts(explained: dict[str, Explanation]) -> None:
+    drawn = boxes(amp_fx.draw(explained["mlp"], before=True))
+    assert {box.kind for box in drawn} == {"input", "op", "output"}
+    assert {dtype for box in drawn for dtype, _ in box.shares} == {"float32"}
+
+
+def test_a_graph_without_an_explanation(explained: dict[str, Explanation]) -> None:
+    gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
+    assert "Linear" not in amp_fx.draw(explained["mlp"].forward[0]).source.split("graph")[0]
+    assert [box.kind for box in boxes(amp_fx.draw(gm))][-1] == "output"
+
+
+@needs_dot
+def test_files_of_every_format(tmp_path: Path, explained: dict[str, Explanation]) -> None:
+    starts = {"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG", "dot": b"digraph"}
+    for ending, start in starts.items():
+        path = tmp_path / f"graph.{ending}"
+        amp_fx.draw(explained["mlp"], path)
+        assert path.read_bytes().startswith(start)
+    assert amp_fx.draw(explained["mlp"])._repr_mimebundle_()["image/svg+xml"].count("<svg") == 1
+
+
+def test_without_dot_the_source_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DrawError, match=r"apt-get install graphviz.*graph\.dot"):
+        amp_fx.draw(explained["mlp"], tmp_path / "graph.svg")
+    assert (tmp_path / "graph.dot").read_text().startswith("digraph")
+    bundle = amp_fx.draw(explained["mlp"])._repr_mimebundle_()
+    assert "apt-get install graphviz" in bundle["text/plain"]
+
+
+def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
+    explanation = explained["gpt"]
+    with pytest.raises(DrawError, match=r"'\.jpg'; \.svg, \.pdf, \.png, \.dot, \.html"):
+        amp_fx.draw(explanation, tmp_path / "graph.jpg")
+    with pytest.raises(DrawError, match="no folder"):
+        amp_fx.draw(explanation, tmp_path / "nowhere" / "graph.dot")
+    with pytest.raises(DrawError, match=r"near names: blocks\.0\.attention_norm"):
+        amp_fx.draw(explanation, focus="blocks.0.atention_norm")
+    with pytest.raises(DrawError, match="modules: blocks, norm, token"):
+        amp_fx.draw(explanation, focus="zzz")
+    with pytest.raises(DrawError, match="'op', 'module'"):
+        amp_fx.draw(explanation, level="layer")
+    with pytest.raises(DrawError, match=r"amp_fx\.explain\(model\)"):
+        amp_fx.draw(nn.Linear(4, 4))  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
+) -> None:
+    """As an error of the system's: tests may run as root, who may write anywhere."""
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", refuse)
+    with pytest.raises(DrawError, match=r"cannot write .*graph\.dot.*Permission denied"):
+        amp_fx.draw(explained["mlp"], tmp_path / "graph.dot")

@@ -1,0 +1,369 @@
+"""What an explanation says, against graphs and eager runs that it knows nothing of."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import amp_fx
+from amp_fx import backend, stats
+from amp_fx.errors import (
+    BannedOpError,
+    CompileTargetError,
+    ExplainError,
+    OptionError,
+    PolicyError,
+)
+from amp_fx.passes.insert_casts import InsertCasts
+from tests.explanation.models import CASES, mlp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(checkpoint(self.inner, x, use_reentrant=False))
+        return result
+
+
+COUNTED = {**CASES, "checkpoint": (Checkpointed, (torch.randn(2, 16, requires_grad=True),))}
+
+
+def compiled_casts(
+    model: nn.Module, args: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """Casts and kept copies in the graph that the inner compiler gets."""
+    graphs: list[fx.GraphModule] = []
+
+    def compile_inner(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "compile_inner", compile_inner)
+        torch.compile(model, backend="amp_fx", options={"compiler": "aot_eager"})(*args)
+    modules = [m for gm in graphs for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    nodes = [node for module in modules for node in module.graph.nodes]
+    kept = [n for gm in graphs for n in gm.graph.nodes if "kept_input" in n.meta]
+    return sum(node.target is _TO_COPY for node in nodes), len(kept)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_counts_are_those_of_the_compiled_graph(
+    name: str, is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, args = COUNTED[name]
+    model = make().train(is_training)
+    with torch.set_grad_enabled(is_training):
+        totals = amp_fx.explain(model)(*args).totals
+        casts, kept = compiled_casts(model, args, monkeypatch)
+    assert (totals.casts_left, totals.casts_kept) == (casts, kept)
+    assert casts
+    assert kept
+
+
+def test_casts_that_went_are_told_with_the_reason() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w + (x * 2) @ w
+
+    with torch.no_grad():
+        explanation = amp_fx.explain(program)(torch.randn(4, 4), torch.randn(4, 4))
+    [removed] = [cast for cast in explanation.casts if cast.state == "removed"]
+    [kept] = [cast for cast in explanation.casts if cast.name in removed.removed_by]
+    assert removed.removed_by == f"shared with {kept.name}"
+    assert (kept.source, kept.state) == (removed.source, "inserted")
+    assert explanation.totals.casts_put_in == explanation.totals.casts_left + 1
+
+
+def test_bytes_of_a_linear_layer() -> None:
+    explanation = amp_fx.explain(nn.Linear(4, 8))(torch.randn(2, 4))
+    moved = {(c.weight or c.source): (c.bytes_read, c.bytes_written) for c in explanation.casts}
+    assert moved["weight"] == (4 * 8 * 4, 4 * 8 * 2)
+    assert moved["bias"] == (8 * 4, 8 * 2)
+    assert sorted(moved.values())[1:3] == [(2 * 4 * 4, 2 * 4 * 2), (2 * 8 * 2, 2 * 8 * 4)]
+    assert explanation.totals.copy_bytes == 4 * 8 * 2 + 8 * 2
+    assert explanation.totals.bytes_kept == 4 * 8 * 6 + 8 * 6
+
+
+class Mixed(nn.Module):
+    """Products in and out of autocast, and an op of every origin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.full, self.other = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.low(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.full(x.float())
+        with torch.autocast("cpu", dtype=torch.float16):
+            x = self.other(x)
+        return Negated.apply(x.relu())  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        return grads[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_origins_modules_and_source_lines() -> None:
+    explanation = amp_fx.explain(Mixed())(torch.randn(2, 8, requires_grad=True))
+    nodes = {node.module or node.op: node for node in explanation.nodes if node.kind != "weight"}
+    found = {name: (node.dtype, node.origin) for name, node in nodes.items()}
+    assert found["low"] == ("bfloat16", "table")
+    assert found["full"] == ("float32", "region")
+    assert found["other"] == ("float16", "table")
+    assert found[".relu"] == ("float16", "unlisted")
+    assert "cpu float16" in nodes["other"].reason
+    [island] = explanation.forward[0].islands
+    assert island.reason.endswith("higher-order op")
+    assert nodes[".relu"].file == __file__
+    assert "x.relu()" in nodes[".relu"].code
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_flops_are_those_of_an_eager_run() -> None:
+    model, x = Mixed(), torch.randn(2, 8)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for layer in (model.low, model.full, model.other):
+            layer(x)
+    flops = amp_fx.explain(model)(x).totals.flops
+    assert sum(flops.values()) == counter.get_total_flops()
+    assert flops == dict.fromkeys(("bfloat16", "float32", "float16"), 2 * 2 * 8 * 8)
+
+
+class Stateful(nn.Module):
+    """Changes whatever a model can change in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls, self.seen = nn.BatchNorm1d(8), 0, torch.zeros(1)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen += 1
+        self.last = x
+        return nn.functional.dropout(self.linear(self.norm(x)), 0.5)
+
+
+def test_nothing_of_the_model_or_the_process_changes() -> None:
+    model = Stateful()
+    before = copy.deepcopy(model.state_dict())
+    random, graphs = torch.get_rng_state(), stats.snapshot()
+    amp_fx.explain(model, backward=True)(torch.randn(4, 8))
+    random_after_inputs = torch.get_rng_state()
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert (model.calls, model.seen.item(), hasattr(model, "last")) == (0, 0, False)
+    torch.set_rng_state(random)
+    torch.randn(4, 8)
+    assert torch.equal(torch.get_rng_state(), random_after_inputs)
+    assert stats.snapshot() == graphs
+    assert not model.linear.weight.grad_fn
+
+
+def test_compiled_models_are_neither_recompiled_nor_made_dynamic() -> None:
+    seen: list[torch.Size] = []
+
+    def record(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        seen.append(next(t.shape for t in inputs if t.shape[1:] == (16,) and t.shape[0] < 16))
+        return gm.forward
+
+    model = mlp()
+    compiled = torch.compile(model, backend=record)
+    compiled(torch.randn(3, 16))
+    for size in (4, 5, 6, 7, 8, 9, 10, 11, 12, 13):
+        amp_fx.explain(model)(torch.randn(size, 16))
+    compiled(torch.randn(3, 16))
+    assert seen == [torch.Size([3, 16])]
+
+    torch._dynamo.reset()
+    amp_fx.explain(model)(torch.randn(4, 16))
+    torch.compile(model, backend=record)(torch.randn(5, 16))
+    assert all(type(size) is int for size in seen[-1])
+
+
+def on_cuda(model: nn.Sequential) -> nn.Sequential:
+    """A module with fake CUDA weights; a CPU build can neither move nor initialise such."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(weight.shape, device="cuda"), False))
+    return model
+
+
+@pytest.mark.parametrize("is_fake", [True, False])
+def test_models_that_are_not_there(is_fake: bool) -> None:
+    """As dtypes, against AutocastCUDA itself on fake tensors."""
+    dtypes: dict[str, str] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
+            dtypes[name] = str(output.dtype).removeprefix("torch.")
+
+        return hook
+
+    with FakeTensorMode(), torch.no_grad():
+        x, model = torch.empty(8, 16, device="cuda"), on_cuda(mlp())
+        for name, child in model.named_children():
+            child.register_forward_hook(note(name))
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            model(x)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+        for child in model:
+            child._forward_hooks.clear()
+    if is_fake:
+        explanation = amp_fx.explain(model)(x)
+    else:
+        with torch.device("meta"):
+            explanation = amp_fx.explain(mlp(), device_type="cuda")(torch.empty(8, 16))
+    assert (explanation.device_type, explanation.dtype) == ("cuda", "float16")
+    assert explanation.is_imagined
+    actual = {n.module: n.outputs[0] for n in explanation.nodes if n.kind == "op"}
+    assert {name: tensor.dtype for name, tensor in actual.items()} == dtypes
+    assert {tensor.device for tensor in actual.values()} == {"cuda"}
+
+
+def test_a_graph_break_and_its_reason() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x @ x
+        torch._dynamo.graph_break()
+        return x @ x
+
+    explanation = amp_fx.explain(program)(torch.randn(4, 4))
+    assert [graph.index for graph in explanation.forward] == [0, 1]
+    [reason] = explanation.breaks
+    assert "graph_break()" in reason
+    assert f"{__file__}:" in reason
+    assert explanation.totals.num_breaks == 1
+    assert "graph_break()" in str(explanation)
+
+
+def test_a_program_that_looks_at_numbers_is_run() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x @ x
+        return x.relu() if x.sum().item() > 0 else x.sigmoid()
+
+    for sign, op in ((1.0, ".relu"), (-1.0, ".sigmoid")):
+        x = torch.eye(4) * sign if sign > 0 else torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+        ops = [node.op for node in amp_fx.explain(program)(x).nodes]
+        assert op in ops
+        assert len({".relu", ".sigmoid"} & set(ops)) == 1
+
+
+def test_a_fallback_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: InsertCasts, gm: fx.GraphModule) -> None:  # noqa: ARG001
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(InsertCasts, "call", fail)
+    explanation = amp_fx.explain(nn.Linear(4, 4))(torch.randn(2, 4))
+    assert explanation.totals.num_fallbacks == 1
+    assert "on purpose" in explanation.forward[0].fallback
+    assert not explanation.casts
+    assert "on purpose" in str(explanation)
+
+
+def test_the_backward_has_the_casts_that_aot_autograd_derives() -> None:
+    explanation = amp_fx.explain(nn.Linear(4, 8), backward=True)(torch.randn(2, 4))
+    casts = [(cast.from_dtype, cast.to_dtype) for cast in explanation.backward[0].casts]
+    # The gradient of the output goes down; those of weight and bias come up.
+    assert sorted(casts) == [("bfloat16", "float32")] * 2 + [("float32", "bfloat16")]
+    assert explanation.backward_totals.flops == {"bfloat16": 2 * 2 * 4 * 8}
+    assert not amp_fx.explain(nn.Linear(4, 8))(torch.randn(2, 4)).backward
+
+
+def test_dictionaries_are_stable_and_survive_json() -> None:
+    make, args = CASES["gpt"]
+    first, second = (amp_fx.explain(make(), backward=True)(*args) for _ in range(2))
+    assert first.to_dict() == second.to_dict()
+    assert json.loads(first.to_json()) == first.to_dict()
+    assert first.to_dict()["schema"] == 1
+
+
+def test_settings_of_a_compiled_module_hold() -> None:
+    model = nn.Linear(4, 4)
+    compiled = amp_fx.compile(model, dtype=torch.float16)
+    explanation = amp_fx.explain(compiled)(torch.randn(2, 4))
+    assert explanation.dtype == "float16"
+    # A region around the call leaves the output low; the bare way in restores it.
+    assert explanation.nodes[-1].outputs[0].dtype == "float16"
+    assert amp_fx.explain(torch.compile(model))(torch.randn(2, 4)).nodes[-1].outputs[0].dtype == (
+        "float32"
+    )
+
+
+def test_an_ambient_region_holds() -> None:
+    with torch.autocast("cpu", dtype=torch.float16):
+        explanation = amp_fx.explain(nn.Linear(4, 4))(torch.randn(2, 4))
+    assert explanation.forward[0].autocast == ("cpu float16",)
+    assert explanation.dtype == "float16"
+
+
+def test_wrong_shapes_are_told_by_the_op_and_the_line() -> None:
+    with pytest.raises(ExplainError, match=r"Sequential cannot be traced.*reduction dim"):
+        amp_fx.explain(mlp())(torch.randn(8, 17))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def calls_hidden(x: torch.Tensor) -> torch.Tensor:
+    return hidden(x)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_cannot_be_copied_or_gives_no_graph() -> None:
+    model = mlp()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ExplainError, match="Sequential cannot be copied"):
+        amp_fx.explain(model)(torch.randn(8, 16))
+    with pytest.raises(ExplainError, match="no graph"):
+        amp_fx.explain(calls_hidden)(torch.randn(4, 4))
+
+
+def test_arguments_are_checked() -> None:
+    x = torch.randn(8, 16)
+    with pytest.raises(CompileTargetError, match="not 3"):
+        amp_fx.explain(3)  # type: ignore[arg-type]
+    with pytest.raises(CompileTargetError, match="Linear"):
+        amp_fx.explain(nn.Linear)
+    with pytest.raises(OptionError, match="cuda, "):
+        amp_fx.explain(mlp(), device_type="gpu")(x)
+    with pytest.raises(PolicyError, match="torch"):
+        amp_fx.explain(mlp(), policy="tork")
+    with pytest.raises(OptionError, match="give dtype to amp_fx"):
+        amp_fx.explain(mlp(), options={"dtype": torch.float16})
+    with pytest.raises(OptionError, match="unknown option 'weight_cach'"):
+        amp_fx.explain(mlp(), options={"weight_cach": False})(x)
+    with pytest.raises(OptionError, match="float32"):
+        amp_fx.explain(mlp(), dtype=torch.float32)(x)
+
+
+def test_a_banned_op_is_told_as_autocast_tells_it() -> None:
+    with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
+        amp_fx.explain(nn.BCELoss(), device_type="cuda")(torch.rand(4), torch.rand(4))
