@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
+from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import CASTS, bare_op
 from amp_fx.explanation.table import SHORT
 
@@ -192,7 +193,7 @@ def _result(node: NodeRecord) -> str:
 def tooltip(node: NodeRecord) -> str:
     """Everything about a node in a few lines."""
     where = f"{node.module} ({node.module_type})" if node.module_type else node.module
-    source = f"{node.file}:{node.line}  {node.code}" if node.file else ""
+    source = f"{short_path(node.file)}:{node.line}  {node.code}" if node.file else ""
     lines = (node.name, node.op, where, source, node.reason)
     return "\n".join(line for line in dict.fromkeys(lines) if line)
 

@@ -8,6 +8,7 @@ import json
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import treatment
 from amp_fx.explanation.table import human
 
@@ -115,7 +116,7 @@ def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
         "op": node.op,
         "module": node.module,
         "type": node.module_type,
-        "source": f"{node.file}:{node.line}" if node.file else "",
+        "source": f"{short_path(node.file)}:{node.line}" if node.file else "",
         "code": node.code,
         "dtype": node.dtype,
         "treatment": treatment(node),

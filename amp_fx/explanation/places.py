@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,6 +86,16 @@ def input_path(node: fx.Node, root: str) -> str:
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else str(node.target)
     return relative_path(name() if callable(name) else name, root) or node.name
+
+
+def short_path(file: str) -> str:
+    """A source file as a person tells it: from the working folder, or by its last names."""
+    path = Path(file)
+    if "ipykernel" in file:
+        return "notebook cell"
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return "/".join(path.parts[-2:])
 
 
 def op_name(node: fx.Node) -> str:
