@@ -31,7 +31,7 @@ def explained() -> dict[str, Explanation]:
 @pytest.fixture(scope="module")
 def deep() -> Explanation:
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    return amp_fx.explain(gpt(4))(tokens)
+    return amp_fx.explain(gpt(4))(tokens, tokens)
 
 
 def boxes(drawing: Drawing) -> list[Any]:

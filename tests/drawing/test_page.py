@@ -45,7 +45,7 @@ FLAGS = (
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = torch.zeros(2, 16, dtype=torch.long)
     path = tmp_path_factory.mktemp("page") / "graph.html"
-    amp_fx.draw(amp_fx.explain(gpt(3))(tokens), path)
+    amp_fx.draw(amp_fx.explain(gpt(3))(tokens, tokens), path)
     return path
 
 
@@ -129,7 +129,7 @@ def test_a_click_tells_the_reasons(browser: Any) -> None:
     [details] = find(browser, "#details")
     assert "fp32 (cpu table)" in details.text
     assert "floating-point inputs go to float32" in details.text
-    assert "model.py:" in details.text
+    assert "models.py:" in details.text
     assert len(find(browser, "tr.chosen")) == 1
 
 

@@ -52,13 +52,19 @@ class UNet(nn.Module):
         return result
 
 
+class LanguageModel(GPT):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def gpt(depth: int = 2) -> nn.Module:
-    return GPT(50, Size(width=32, depth=depth, heads=4, context=16))
+    return LanguageModel(50, Size(width=32, depth=depth, heads=4, context=16))
 
 
 CASES = {
     "mlp": (mlp, (torch.randn(8, 16),)),
     "attention": (Attention, (torch.randn(2, 10, 64),)),
     "unet": (UNet, (torch.randn(1, 3, 16, 16),)),
-    "gpt": (gpt, (torch.zeros(2, 16, dtype=torch.long),)),
+    "gpt": (gpt, (torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))),
 }
