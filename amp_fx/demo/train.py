@@ -19,6 +19,7 @@ import torch
 from amp_fx import stats
 from amp_fx.demo.model import GPT, Size
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
+from amp_fx.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -86,7 +87,7 @@ class Trainer:
     run: Run
     model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     region: Callable[[], contextlib.AbstractContextManager[Any]]
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler  # ours is one too
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch) -> None:
@@ -130,15 +131,14 @@ def _trainers(model: GPT, settings: Settings) -> tuple[Trainer, Trainer, Trainer
     device_type, dtype, compiler = settings.device.type, settings.dtype, settings.compiler
     options = {"dtype": dtype, "compiler": compiler}
     # float16 gradients need scaling; a scaler that is not enabled passes everything through.
-    scaler = functools.partial(torch.amp.GradScaler, device_type, enabled=dtype is torch.float16)
-    no_scaler = functools.partial(torch.amp.GradScaler, device_type, enabled=False)
+    scaling: dict[str, Any] = {"device": device_type, "enabled": dtype is torch.float16}
     return (
-        _trainer("float32", model, no_scaler(), backend=compiler),
-        _trainer("amp_fx", model, scaler(), backend="amp_fx", options=options),
+        _trainer("float32", model, GradScaler(enabled=False), backend=compiler),
+        _trainer("amp_fx", model, GradScaler(**scaling), backend="amp_fx", options=options),
         _trainer(
             "torch.autocast",
             model,
-            scaler(),
+            torch.amp.GradScaler(**scaling),
             region=functools.partial(torch.autocast, device_type, dtype),
             backend=compiler,
         ),
