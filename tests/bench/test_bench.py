@@ -166,7 +166,7 @@ def test_scalers_take_part() -> None:
     num_threads = torch.get_num_threads()
     outcomes = list(CASES["scaler"].run(TINY, ignore))
     comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
-    assert len(comparisons) == 8
+    assert len(comparisons) == 10
     for comparison in comparisons:
         names = [measured.name for measured in comparison.measured]
         is_compiled = comparison.workload in (

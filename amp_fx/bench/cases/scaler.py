@@ -23,9 +23,8 @@ ROUNDS_PER_REPEAT = 3
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """A bare step, steps with the scaler of torch and with ours, and ours compiled."""
-    sizes = [settings.pick(tiny=2, cpu=300), settings.pick(tiny=4, cpu=3000)]
-    turns = [(optimizer, size) for optimizer in scaler.OPTIMIZERS for size in sizes]
-    for number, (optimizer, size) in enumerate(turns):
+    turns = list(_turns(settings))
+    for number, (optimizer, size, compiler) in enumerate(turns):
         name = f"{optimizer}, {size} parameters"
         watch(name, number, len(turns))
         with _one_thread(settings.device):
@@ -34,8 +33,7 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
                 size,
                 repeats=ROUNDS_PER_REPEAT * settings.repeats,
                 device=str(settings.device),
-                # Compiling takes a second for every few parameters.
-                compiler=_compiler(optimizer, settings) if size == sizes[0] else None,
+                compiler=compiler,
             )
         samples = timing.seconds.items()
         yield Comparison(name, tuple(Measured(who, Timing(tuple(s))) for who, s in samples))
@@ -45,6 +43,18 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
         yield Figure(f"{name}: amp_fx adds, of what torch adds", 100 * timing.ratio, "%")
     if settings.device.type == "cuda":
         yield from _waits(settings)
+
+
+def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
+    """Each optimizer, number of parameters, and what compiles the step, if anything does.
+
+    Few parameters where something does: inductor takes most of a second for each.
+    """
+    for optimizer in scaler.OPTIMIZERS:
+        if compiler := _compiler(optimizer, settings):
+            yield optimizer, settings.pick(tiny=2, cpu=30), compiler
+        yield optimizer, settings.pick(tiny=3, cpu=300), None
+        yield optimizer, settings.pick(tiny=4, cpu=3000), None
 
 
 def _waits(settings: Settings) -> Iterator[Figure]:
