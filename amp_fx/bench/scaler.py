@@ -1,7 +1,6 @@
-"""``python -m amp_fx.bench.scaler``: what loss scaling adds to an optimizer's step.
+"""What loss scaling adds to an optimizer's step: ours, torch's, and none, on one optimizer.
 
-Times ``step`` and ``update`` of `amp_fx.GradScaler` and of `torch.amp.GradScaler` beside the bare
-``optimizer.step()``. All three take turns on one optimizer, in an order that changes from round
+Times ``step`` and ``update``. All take turns on one optimizer, in an order that changes from round
 to round, with fresh gradients each time. What a scaler costs is the difference to the bare step of
 the same round; the medians of that over all rounds are compared.
 
@@ -11,27 +10,23 @@ step of a hundred, less than what other programs on the machine add by taking tu
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
 import statistics
-import sys
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from amp_fx.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-GOAL = 0.8
-"""What amp_fx may cost at most, as a share of what torch's scaler costs."""
+BARE, TORCH, AMP_FX, COMPILED = "bare", "torch", "amp_fx", "compiled step"
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
@@ -39,11 +34,8 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SGD foreach": lambda params: torch.optim.SGD(params, lr=1e-3, foreach=True),
     "SGD fused": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
 }
-SCALERS: dict[str, Callable[[str], Any]] = {
-    "bare": lambda device: GradScaler(device, enabled=False),
-    "torch": torch.amp.GradScaler,
-    "amp_fx": GradScaler,
-}
+FUSED = tuple(name for name in OPTIMIZERS if name.endswith("fused"))
+"""Those whose compiled step would be the eager one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,90 +43,128 @@ class ScalerTiming:
     """What a step took with each scaler.
 
     Attributes:
-        optimizer: Which one, a key of `OPTIMIZERS`.
-        num_params: How many parameters it has.
-        seconds: Per scaler, a key of `SCALERS`, one sample for each round.
+        seconds: Per scaler, one sample for each round.
     """
 
-    optimizer: str
-    num_params: int
     seconds: dict[str, list[float]]
-
-    def median(self, scaler: str) -> float:
-        """Seconds of a step."""
-        return statistics.median(self.seconds[scaler])
 
     def overhead(self, scaler: str) -> float:
         """Seconds that a scaler adds to the bare step of the same round."""
-        pairs = zip(self.seconds[scaler], self.seconds["bare"], strict=True)
+        pairs = zip(self.seconds[scaler], self.seconds[BARE], strict=True)
         return statistics.median(scaled - bare for scaled, bare in pairs)
 
     @property
     def ratio(self) -> float:
         """What amp_fx adds, as a share of what torch adds."""
-        return self.overhead("amp_fx") / self.overhead("torch")
+        return self.overhead(AMP_FX) / self.overhead(TORCH)
 
 
 class _Workload:
-    """One optimizer that all scalers step: of several, each would lie elsewhere in memory."""
+    """An optimizer and the scalers that step it: of several, each would lie elsewhere in memory."""
 
     def __init__(self, optimizer: str, num_params: int, numel: int, device: str) -> None:
-        """Take the first steps, in which state is made."""
+        """Make parameters, and gradients to be scaled."""
         self._params: list[Tensor] = [
             torch.nn.Parameter(torch.randn(numel, device=device)) for _ in range(num_params)
         ]
         self._grads = [torch.randn(numel, device=device) for _ in range(num_params)]
         self._optimizer = OPTIMIZERS[optimizer](self._params)
-        self._scalers = {name: make(device) for name, make in SCALERS.items()}
         self._device = device
-        for name in [*SCALERS, *SCALERS]:
-            self.time_step(name)
 
-    def time_step(self, scaler_name: str) -> float:
+    def scalers(self) -> dict[str, Callable[[], float]]:
+        """A timed step with each of the scalers that can share an optimizer."""
+        return {
+            BARE: self._timed(GradScaler(self._device, enabled=False)),
+            TORCH: self._timed(torch.amp.GradScaler(self._device)),
+            AMP_FX: self._timed(GradScaler(self._device)),
+        }
+
+    def compiled(self, compiler: str) -> Callable[[], float]:
+        """A timed compiled step, which on a device changes settings of the optimizer."""
+        scaler = GradScaler(self._device)
+        return self._timed(scaler, scaler.compile_step(self._optimizer, backend=compiler))
+
+    def _timed(self, scaler: Any, step: Callable[[], Any] | None = None) -> Callable[[], float]:
         """Seconds of a step and an update with gradients as a backward pass leaves them."""
-        scaler = self._scalers[scaler_name]
-        scale = scaler.scale(torch.ones((), device=self._device))
-        for param, grad in zip(self._params, self._grads, strict=True):
-            param.grad = grad * scale
         clock = _clock(self._device)
-        start = clock()
-        scaler.step(self._optimizer)
-        scaler.update()
-        return clock() - start
+
+        def step_and_update() -> None:
+            scaler.step(self._optimizer)
+            scaler.update()
+
+        step = step or step_and_update
+
+        def timed() -> float:
+            scale = scaler.scale(torch.ones((), device=self._device))
+            for param, grad in zip(self._params, self._grads, strict=True):
+                param.grad = grad * scale
+            start = clock()
+            step()
+            return clock() - start
+
+        return timed
 
 
 def run(
+    optimizer: str,
+    num_params: int,
     *,
-    optimizers: Sequence[str] = tuple(OPTIMIZERS),
-    num_params: Sequence[int] = (300, 3000),
     numel: int = 256,
     repeats: int = 30,
     device: str = "cpu",
-) -> list[ScalerTiming]:
-    """Time all scalers with each optimizer and number of parameters.
+    compiler: str | None = None,
+) -> ScalerTiming:
+    """Time all scalers with one optimizer.
 
     Args:
-        optimizers: Keys of `OPTIMIZERS`.
+        optimizer: A key of `OPTIMIZERS`.
         num_params: How many parameters.
         numel: Elements of each; many small ones show what a scaler does besides its arithmetic.
         repeats: Rounds.
         device: Where, such as "cpu" or "cuda".
+        compiler: What compiles `GradScaler.compile_step`; None leaves that out.
     """
-    return [
-        _time(name, count, numel, repeats, device) for name in optimizers for count in num_params
-    ]
-
-
-def _time(optimizer: str, num_params: int, numel: int, repeats: int, device: str) -> ScalerTiming:
-    workload = _Workload(optimizer, num_params, numel, device)
-    order = list(SCALERS)
+    steps = _steps(optimizer, num_params, numel, device, compiler)
+    order = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in order}
     rng = random.Random(0)
     for _ in range(repeats):
         rng.shuffle(order)
         for name in order:
-            seconds[name].append(workload.time_step(name))
-    return ScalerTiming(optimizer, num_params, seconds)
+            seconds[name].append(steps[name]())
+    return ScalerTiming(seconds)
+
+
+def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
+    """How often the host waits for the CUDA device in a step and an update, by scaler.
+
+    The arguments are those of `run`.
+    """
+    steps = _steps(optimizer, 4, 256, "cuda", compiler)
+    num_waits = {}
+    before = torch.cuda.get_sync_debug_mode()
+    for name, step in steps.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        num_waits[name] = sum("synchroniz" in str(warning.message) for warning in caught)
+    return num_waits
+
+
+def _steps(
+    optimizer: str, num_params: int, numel: int, device: str, compiler: str | None
+) -> dict[str, Callable[[], float]]:
+    """Timed steps by scaler; the first, which make state and compile, have been taken."""
+    steps = _Workload(optimizer, num_params, numel, device).scalers()
+    if compiler is not None:
+        steps[COMPILED] = _Workload(optimizer, num_params, numel, device).compiled(compiler)
+    for step in [*steps.values()] * 3:
+        step()
+    return steps
 
 
 def _clock(device: str) -> Callable[[], float]:
@@ -147,48 +177,3 @@ def _clock(device: str) -> Callable[[], float]:
         return time.perf_counter()
 
     return wait_and_look
-
-
-def _table(timings: Sequence[ScalerTiming]) -> Table:
-    table = Table("optimizer", "parameters", "bare", "+ torch", "+ amp_fx", "amp_fx / torch")
-    for timing in timings:
-        table.add_row(
-            timing.optimizer,
-            str(timing.num_params),
-            f"{1e3 * timing.median('bare'):.2f} ms",
-            f"{1e3 * timing.overhead('torch'):.2f} ms",
-            f"{1e3 * timing.overhead('amp_fx'):.2f} ms",
-            f"{timing.ratio:.2f}",
-            style="" if timing.ratio <= GOAL else "red",
-        )
-    return table
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark from the command line.
-
-    Returns:
-        The exit code: 0 if the goal was met, else 1.
-    """
-    parser = argparse.ArgumentParser(prog="python -m amp_fx.bench.scaler", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--numel", type=int, default=256, help="elements of each parameter")
-    parser.add_argument("--params", type=int, nargs="+", default=[300, 3000])
-    parser.add_argument("--repeats", type=int, default=30)
-    args = parser.parse_args(argv)
-    if torch.device(args.device).type == "cpu":
-        torch.set_num_threads(1)
-    timings = run(
-        num_params=args.params, numel=args.numel, repeats=args.repeats, device=args.device
-    )
-    console = Console()
-    console.print(_table(timings))
-    console.print(
-        f"torch {torch.__version__}, {args.device}, {torch.get_num_threads()} threads, "
-        f"{args.numel} elements each; medians of {args.repeats} rounds or more; goal: {GOAL}"
-    )
-    return 0 if all(timing.ratio <= GOAL for timing in timings) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

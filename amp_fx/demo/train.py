@@ -89,7 +89,7 @@ class Trainer:
     run: Run
     model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     region: Callable[[], contextlib.AbstractContextManager[Any]]
-    scaler: torch.amp.GradScaler
+    scaler: torch.amp.GradScaler  # ours is one too
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch) -> None:
@@ -133,17 +133,14 @@ def _trainers(model: nn.Module, settings: Settings) -> tuple[Trainer, Trainer, T
     device_type, dtype, compiler = settings.device.type, settings.dtype, settings.compiler
     options = {"dtype": dtype, "compiler": compiler}
     # float16 gradients need scaling; a scaler that is not enabled passes everything through.
-    is_scaled = dtype is torch.float16
-    scaler = torch.amp.GradScaler(device_type, enabled=is_scaled)
-    no_scaler = torch.amp.GradScaler(device_type, enabled=False)
-    own_scaler = GradScaler(device_type, enabled=is_scaled)
+    scaling: dict[str, Any] = {"device": device_type, "enabled": dtype is torch.float16}
     return (
-        _trainer("float32", model, no_scaler, backend=compiler),
-        _trainer("amp_fx", model, own_scaler, backend="amp_fx", options=options),
+        _trainer("float32", model, GradScaler(enabled=False), backend=compiler),
+        _trainer("amp_fx", model, GradScaler(**scaling), backend="amp_fx", options=options),
         _trainer(
             "torch.autocast",
             model,
-            scaler,
+            torch.amp.GradScaler(**scaling),
             region=functools.partial(torch.autocast, device_type, dtype),
             backend=compiler,
         ),

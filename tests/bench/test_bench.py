@@ -166,10 +166,19 @@ def test_scalers_take_part() -> None:
     num_threads = torch.get_num_threads()
     outcomes = list(CASES["scaler"].run(TINY, ignore))
     comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
-    assert len(comparisons) == 8
-    assert len(outcomes) == 3 * len(comparisons)  # and two figures for each
+    assert len(comparisons) == 10
     for comparison in comparisons:
-        assert [measured.name for measured in comparison.measured] == ["bare", "torch", "amp_fx"]
+        names = [measured.name for measured in comparison.measured]
+        is_compiled = comparison.workload in (
+            "AdamW foreach, 2 parameters",
+            "SGD foreach, 2 parameters",
+        )
+        assert names == ["bare", "torch", "amp_fx", *["compiled step"] * is_compiled]
+    figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
+    assert len(figures) == 3 * len(comparisons) + 2
+    share = figures["SGD fused, 4 parameters: amp_fx adds, of what torch adds"]
+    ours, theirs = (figures[f"SGD fused, 4 parameters: {who} adds"] for who in ("amp_fx", "torch"))
+    assert share == pytest.approx(100 * ours / theirs)
     assert torch.get_num_threads() == num_threads
 
 

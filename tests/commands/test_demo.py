@@ -10,10 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
+import amp_fx
 from amp_fx.bench.models import GPT, Loss, Size
 from amp_fx.cli import main
 from amp_fx.commands import demo
-from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
+from amp_fx.demo import train
+from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
 from amp_fx.demo.train import Comparison, Run, Settings
 
 TINY = Size(width=16, depth=1, heads=2, context=16)
@@ -43,6 +45,23 @@ def test_contenders_start_alike_and_stay_close(comparison: Comparison) -> None:
     for low in (comparison.amp_fx, comparison.autocast):
         torch.testing.assert_close(low.losses, comparison.float32.losses, rtol=0.02, atol=0)
         assert low.losses != comparison.float32.losses
+
+
+def test_float16_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our scaler where amp_fx trains, by torch's where users do today; both learn."""
+    scales: dict[type, list[float]] = {amp_fx.GradScaler: [], torch.amp.GradScaler: []}
+    step = train.Trainer.step
+
+    def spy(trainer: train.Trainer, batch: Batch) -> None:
+        step(trainer, batch)
+        scales[type(trainer.scaler)].append(trainer.scaler.get_scale())
+
+    monkeypatch.setattr(train.Trainer, "step", spy)
+    settings = Settings(steps=20, dtype=torch.float16, compiler="eager", size=TINY)
+    result = demo.train(settings, Console(file=io.StringIO()))
+    assert [run.final_loss < run.losses[0] - 0.5 for run in result.runs] == [True] * 3
+    assert sorted(scales[amp_fx.GradScaler]) == [1.0] * 20 + [2.0**16] * 20  # 1.0: float32
+    assert scales[torch.amp.GradScaler] == [2.0**16] * 20
 
 
 def test_casts_are_counted(comparison: Comparison) -> None:

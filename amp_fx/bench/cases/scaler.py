@@ -1,4 +1,4 @@
-"""What loss scaling adds to an optimizer's step; ``python -m amp_fx.bench.scaler`` has more."""
+"""What loss scaling adds to an optimizer's step: torch's scaler, ours, and a compiled step."""
 
 from __future__ import annotations
 
@@ -22,23 +22,52 @@ ROUNDS_PER_REPEAT = 3
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """A bare step, and steps with the scaler of torch and with ours."""
-    sizes = [settings.pick(tiny=2, cpu=300), settings.pick(tiny=4, cpu=3000)]
-    turns = [(optimizer, size) for optimizer in scaler.OPTIMIZERS for size in sizes]
-    for number, (optimizer, size) in enumerate(turns):
+    """A bare step, steps with the scaler of torch and with ours, and ours compiled."""
+    turns = list(_turns(settings))
+    for number, (optimizer, size, compiler) in enumerate(turns):
         name = f"{optimizer}, {size} parameters"
         watch(name, number, len(turns))
         with _one_thread(settings.device):
-            [timing] = scaler.run(
-                optimizers=[optimizer],
-                num_params=[size],
+            timing = scaler.run(
+                optimizer,
+                size,
                 repeats=ROUNDS_PER_REPEAT * settings.repeats,
                 device=str(settings.device),
+                compiler=compiler,
             )
         samples = timing.seconds.items()
         yield Comparison(name, tuple(Measured(who, Timing(tuple(s))) for who, s in samples))
-        for who in ("torch", "amp_fx"):
-            yield Figure(f"{name}: {who} adds", 1e3 * timing.overhead(who), "ms")
+        for who in timing.seconds:
+            if who != scaler.BARE:
+                yield Figure(f"{name}: {who} adds", 1e3 * timing.overhead(who), "ms")
+        yield Figure(f"{name}: amp_fx adds, of what torch adds", 100 * timing.ratio, "%")
+    if settings.device.type == "cuda":
+        yield from _waits(settings)
+
+
+def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
+    """Each optimizer, number of parameters, and what compiles the step, if anything does.
+
+    Few parameters where something does: inductor takes most of a second for each.
+    """
+    for optimizer in scaler.OPTIMIZERS:
+        if compiler := _compiler(optimizer, settings):
+            yield optimizer, settings.pick(tiny=2, cpu=30), compiler
+        yield optimizer, settings.pick(tiny=3, cpu=300), None
+        yield optimizer, settings.pick(tiny=4, cpu=3000), None
+
+
+def _waits(settings: Settings) -> Iterator[Figure]:
+    """How often each makes the host wait."""
+    for optimizer in scaler.OPTIMIZERS:
+        waits = scaler.count_waits(optimizer, _compiler(optimizer, settings))
+        for who, num_waits in waits.items():
+            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
+
+
+def _compiler(optimizer: str, settings: Settings) -> str | None:
+    """What compiles a step; nothing does where the compiled step is the eager one."""
+    return None if optimizer in scaler.FUSED else settings.compiler
 
 
 @contextlib.contextmanager
