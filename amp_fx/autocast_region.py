@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import threading
@@ -11,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from amp_fx.errors import RegionError
+from amp_fx.policy import Policy, torch_version
 from amp_fx.policy_state import as_policy, codes_of
 from amp_fx.regions import CARRIERS, autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
-
-    from amp_fx.policy import Policy
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -222,6 +222,22 @@ def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) ->
 
 
 def _codes_while_compiling(policy: Policy | str) -> tuple[torch.dtype, ...]:
+    """Dynamo runs this while it compiles; its guard is on the identity of the policy."""
+    if _TAKES_OBJECTS or not isinstance(policy, Policy):
+        return _codes_as_constant(policy)
+    return _codes_of_object(id(policy))
+
+
+_TAKES_OBJECTS = torch_version() >= (2, 13)
+"""Whether Dynamo hands objects, and not constants alone, to what it takes for a constant."""
+
+
+def _codes_of_object(number: int) -> tuple[torch.dtype, ...]:
+    """The same by ``id``, which is guarded too; the frame that is compiled holds the policy."""
+    return _codes_as_constant(ctypes.cast(number, ctypes.py_object).value)
+
+
+def _codes_as_constant(policy: Policy | str) -> tuple[torch.dtype, ...]:
     from amp_fx.policy_kernels import prepare
 
     found = as_policy(policy)
@@ -230,7 +246,8 @@ def _codes_while_compiling(policy: Policy | str) -> tuple[torch.dtype, ...]:
 
 
 # As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
-_codes_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_codes_as_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_codes_of_object._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def skip_in_dynamo() -> None:

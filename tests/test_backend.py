@@ -107,13 +107,14 @@ def test_training_in_bits(model: nn.Module, x: torch.Tensor) -> None:
 def test_model_is_left_as_it_was(model: nn.Module, x: torch.Tensor) -> None:
     before = copy.deepcopy(model.state_dict())
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    attributes[""].add("_is_torch_compile")  # Dynamo's own
     parameters = [id(p) for p in model.parameters()]
     compiled(model)(x).sum().backward()
     after = model.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items())
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    found = {name: set(vars(module)) for name, module in model.named_modules()}
+    found[""].discard("_is_torch_compile")  # Dynamo's own, since torch 2.13
+    assert found == attributes
     assert [id(p) for p in model.parameters()] == parameters
 
 
