@@ -27,7 +27,7 @@ class CompiledModule(OptimizedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; hooks registered on the compiled module are inside the region."""
         if torch.compiler.is_compiling():  # inside other compiled code
-            module = self._modules["_orig_mod"]
+            module: Any = self._modules["_orig_mod"]
             with self._amp_fx_settings.region(module, args, kwargs):
                 return module(*args, **kwargs)
         if not (self.__dict__["_forward_pre_hooks"] or self.__dict__["_forward_hooks"]):
