@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import threading
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from amp_fx.errors import RegionError
-from amp_fx.policy import as_policy
+from amp_fx.policy import Policy, as_policy
 from amp_fx.policy_state import codes_of
 from amp_fx.regions import CARRIERS, autocast_device_types
+from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
-    from amp_fx.policy import Policy
+    _Constants = tuple[tuple[torch.dtype, ...], torch.dtype | None]
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -82,8 +84,8 @@ def autocast(
     if torch.compiler.is_compiling():
         if policy is None:
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
-        codes = _codes_while_compiling(policy, device_type)
-        low_dtype = _dtype_while_compiling(policy, device_type) if dtype is None else dtype
+        codes, low_dtype = _while_compiling(policy, device_type)
+        low_dtype = low_dtype if dtype is None else dtype
         return _policy_region(codes, (device_type, low_dtype, enabled, cache_enabled))
     skip_in_dynamo()
     check_device_type(device_type)
@@ -228,21 +230,34 @@ def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) ->
         yield
 
 
-def _codes_while_compiling(policy: Any, device_type: str) -> tuple[torch.dtype, ...]:
+def _while_compiling(policy: Any, device_type: str) -> _Constants:
+    """Dynamo runs this while it compiles; its guard is on the identity of the policy."""
+    if _TAKES_OBJECTS or not isinstance(policy, Policy):
+        return _as_constants(policy, device_type)
+    return _constants_of_object(id(policy), device_type)
+
+
+_TAKES_OBJECTS = torch_version() >= (2, 13)
+"""Whether Dynamo hands objects, and not constants alone, to what it takes for a constant."""
+
+
+def _constants_of_object(number: int, device_type: str) -> _Constants:
+    """The same by ``id``, which is guarded too; the frame that is compiled holds the policy."""
+    return _as_constants(ctypes.cast(number, ctypes.py_object).value, device_type)
+
+
+def _as_constants(policy: Any, device_type: str) -> _Constants:
+    """The codes of a policy, and its low dtype for a device."""
     from amp_fx.policy_kernels import prepare
 
     found = as_policy(policy)
     prepare(found, device_type)
-    return codes_of(found)
-
-
-def _dtype_while_compiling(policy: Any, device_type: str) -> torch.dtype | None:
-    return as_policy(policy).low_dtype(device_type)
+    return codes_of(found), found.low_dtype(device_type)
 
 
 # As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
-_codes_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_dtype_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constants_of_object._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def skip_in_dynamo() -> None:

@@ -45,8 +45,11 @@ class RegionSettings:
     dtype: torch.dtype | None
     policy: Policy | None
 
-    def region(self, device_type: str) -> AbstractContextManager[Any]:
-        """The region for tensors on a device type."""
+    def region(
+        self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """The region for one call of a module, or of a function if it is None."""
+        device_type = self.device_type or _device_type_of(module, args, kwargs)
         if self.policy is None:
             return torch.autocast(device_type, self.dtype)
         return autocast(device_type, self.dtype, policy=self.policy)
@@ -56,8 +59,7 @@ class RegionSettings:
 
         @functools.wraps(call)
         def in_region(*args: Any, **kwargs: Any) -> Any:
-            device_type = self.device_type or _device_type_of(module, args, kwargs)
-            with self.region(device_type):
+            with self.region(module, args, kwargs):
                 return call(*args, **kwargs)
 
         for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:

@@ -27,12 +27,20 @@ class CompiledModule(OptimizedModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; hooks registered on the compiled module are inside the region."""
         if torch.compiler.is_compiling():  # inside other compiled code
-            module = self._modules["_orig_mod"]
-            return self._amp_fx_settings.wrap(module, module)(*args, **kwargs)
+            module: Any = self._modules["_orig_mod"]
+            with self._amp_fx_settings.region(module, args, kwargs):
+                return module(*args, **kwargs)
         if not (self.__dict__["_forward_pre_hooks"] or self.__dict__["_forward_hooks"]):
             return super().__call__(*args, **kwargs)
         call = self._amp_fx_settings.wrap(super().__call__, self._orig_mod)
         return call(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        """As of the module; the length that torch.compile's module asks for instead may raise.
+
+        Dynamo asks before torch 2.13, where the module is called in other compiled code.
+        """
+        return bool(self._orig_mod)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as torch.compile's module does, with the region's settings."""

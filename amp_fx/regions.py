@@ -35,12 +35,16 @@ def is_code(dtype: torch.dtype) -> bool:
 
 
 def autocast_device_types() -> tuple[str, ...]:
-    """Device types that this torch can autocast, in dispatch order."""
+    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant."""
     names = [
         torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
         for name in _PRIORITY
     ]
     return tuple(name for name in names if torch.amp.is_autocast_available(name))
+
+
+# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``autocast_region``.
+autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,10 +66,18 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 def _decisions_of(op: fx.Node, opened: Opened) -> tuple[Decision, ...]:
     """The decisions on one op of an opened node."""
-    if not isinstance(op.target, torch._ops.OpOverload):
-        return ()
-    name = qualified_name(op.target)
-    return tuple(decision for decision in opened.decisions if decision.op == name)
+    return tuple(decision for decision in opened.decisions if decision.op == _op_name(op))
+
+
+def _decisions_on_none(opened: Opened) -> tuple[Decision, ...]:
+    """Those on ops that are not left in the graph: they were opened into others in their turn."""
+    assert opened.graph is not None
+    names = {_op_name(op) for op in opened.graph.nodes}
+    return tuple(decision for decision in opened.decisions if decision.op not in names)
+
+
+def _op_name(op: fx.Node) -> str | None:
+    return qualified_name(op.target) if isinstance(op.target, torch._ops.OpOverload) else None
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def _replace(node: fx.Node, result: Any, opened: Opened, fresh: set[fx.Node]) ->
 
 def _inherit(result: fx.Node, captured: Any, opened: Opened) -> None:
     result.meta["captured"] = captured
-    result.meta["decisions"] = opened.decisions
+    result.meta["decisions"] = (*result.meta["decisions"], *_decisions_on_none(opened))
 
 
 def spell_out_tuples(node: fx.Node) -> None:

@@ -71,7 +71,10 @@ def _cpu_peak(run: Run) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         _no_standard_error(),
-        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+        # Without acc_events torch 2.11 warns of cycles, of which this has one.
+        torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile,
     ):
         run()
     result = profile.profiler.kineto_results

@@ -179,8 +179,10 @@ def _capture(stand_in: StandIn, request: _Request) -> Capture:
         options["output_dtype"] = "autocast"
     elif request.settings is not None:
         options["bare_region"] = False
-        settings = dataclasses.replace(request.settings, dtype=dtype)
-        region = functools.partial(settings.region, stand_in.device_type)
+        settings = dataclasses.replace(
+            request.settings, dtype=dtype, device_type=stand_in.device_type
+        )
+        region = functools.partial(settings.region, None, (), {})
     try:
         return run_stand_in(stand_in, options, region, wants_backward=request.backward)
     except (*_NEEDS_NUMBERS, AmpFxError):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.policy_state import policy_of
 from amp_fx.regions import CARRIERS
-from amp_fx.rules import qualified_name
 
 if TYPE_CHECKING:
     from torch import fx
@@ -67,12 +64,9 @@ def origin_and_reason(
 
 
 def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
-    """The decisions on a node: the last op that a call was opened into carries all of them."""
+    """The decisions on a node; on ops that were opened into others, the last of these has them."""
     found: tuple[Decision, ...] = node.meta.get("decisions", ())
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return found
-    name = qualified_name(node.target)
-    return tuple(decision for decision in found if decision.op == name) or found
+    return found
 
 
 def _sentence(decision: Decision, state: AutocastState) -> str:
