@@ -46,7 +46,7 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
     meter = FlopMeter(detect_fake_mode(seen.captured.graph))
     before = GraphReader(seen.captured, seen.state, device=device)
     after = GraphReader(
-        seen.rewritten, seen.state, device=device, meter=meter, fallback=seen.fallback
+        seen.rewritten, _start(seen), device=device, meter=meter, fallback=seen.fallback
     )
     before_records = before.read()
     nodes = after.read()
@@ -66,6 +66,13 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
     )
+
+
+def _start(seen: SeenGraph) -> AutocastState:
+    """The state of the graph's first node: the backend's own, which may carry a policy."""
+    assert seen.rewritten is not None
+    first = next(iter(seen.rewritten.graph.nodes))
+    return first.meta["site"].state if "site" in first.meta else seen.state
 
 
 def first_lines(reason: str) -> str:

@@ -125,12 +125,12 @@ def test_search_by_op_and_by_module(browser: Any) -> None:
 
 def test_a_click_tells_the_reasons(browser: Any) -> None:
     press(browser, level="op")
-    click(browser, "#picture .node text", "cross_entropy_loss")
+    click(browser, "#picture .node text", "scaled_dot_product_attention")
     [details] = find(browser, "#details")
-    assert "fp32 (cpu table)" in details.text
-    assert "floating-point inputs go to float32" in details.text
+    assert "lower_precision_fp (cpu table)" in details.text
+    assert "floating-point inputs go to bfloat16" in details.text
     assert "models.py:" in details.text
-    assert len(find(browser, "tr.chosen")) == 1
+    assert len(find(browser, "tr.chosen")) == 3  # the box stands for three blocks
 
 
 def test_a_row_chooses_its_box(browser: Any) -> None:

@@ -53,8 +53,10 @@ class UNet(nn.Module):
 
 
 class LanguageModel(GPT):
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         logits = super().forward(tokens)
+        if targets is None:
+            return logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

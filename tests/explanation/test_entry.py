@@ -144,6 +144,30 @@ def test_origins_modules_and_source_lines() -> None:
     assert "x.relu()" in nodes[".relu"].code
 
 
+def test_origins_of_policies_of_ones_own() -> None:
+    policy = amp_fx.preset("torch").with_ops({"softmax": "fp32"}).with_modules({"1": "fp32"})
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Softmax(-1)), torch.randn(2, 4)
+    for device_type in ("cpu", "cuda"):
+        nodes = amp_fx.explain(model, policy=policy, device_type=device_type)(x).nodes
+        found = {node.module: (node.dtype, node.origin) for node in nodes if node.kind == "op"}
+        low = "bfloat16" if device_type == "cpu" else "float16"
+        assert found["0"] == (low, "table")
+        assert found["1"] == ("float32", "module '1'")
+        assert found["2"] == ("float32", "op 'softmax'")
+
+
+def test_origin_of_a_region_with_a_policy() -> None:
+    policy = amp_fx.preset("torch").with_ops({"softmax": "fp32"})
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", policy=policy):
+            x = x @ x
+        return x @ x
+
+    explanation = amp_fx.explain(program)(torch.randn(4, 4))
+    assert [n.origin for n in explanation.nodes if n.kind == "op"] == ["region", "table"]
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_flops_are_those_of_an_eager_run() -> None:
     model, x = Mixed(), torch.randn(2, 8)

@@ -1,0 +1,73 @@
+"""The networkx graph, and the questions that are asked of it, on graphs counted by hand."""
+
+from __future__ import annotations
+
+import networkx as nx  # type: ignore[import-untyped]
+import pytest
+import torch
+
+import amp_fx
+from amp_fx.errors import ExplainError
+from amp_fx.explanation.network import cast_chains, dtype_islands, longest_low_path
+from tests.explanation.models import mlp
+
+
+def test_nodes_and_edges_carry_what_the_explanation_says() -> None:
+    explanation = amp_fx.explain(mlp())(torch.randn(8, 16))
+    network = amp_fx.to_networkx(explanation)
+    assert nx.is_directed_acyclic_graph(network)
+    assert set(network) == {node.name for node in explanation.nodes}
+    linears = [data for _, data in network.nodes(data=True) if data["op"] == "aten.linear"]
+    assert {data["policy"] for data in linears} == {"lower_precision_fp"}
+    assert [data["module"] for data in linears] == ["0", "3"]
+    [gelu] = [name for name, op in network.nodes(data="op") if op == "F.gelu"]
+    [(_, _, flow)] = network.out_edges(gelu, data=True)
+    assert flow == {"dtype": "bfloat16", "shape": (8, 64), "bytes": 8 * 64 * 2}
+    moved = nx.get_node_attributes(network, "bytes_moved")
+    assert sum(moved.values()) == explanation.totals.bytes_cast + explanation.totals.bytes_kept
+
+
+def test_several_graphs_are_kept_apart() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = x.relu()
+        torch._dynamo.graph_break()
+        return x.relu()
+
+    explanation = amp_fx.explain(program)(torch.randn(4))
+    both, second = amp_fx.to_networkx(explanation), amp_fx.to_networkx(explanation, graph=1)
+    assert {name.partition(".")[0] for name in both} == {"0", "1"}
+    assert nx.number_weakly_connected_components(both) == 2
+    assert len(second) == len(both) - len(explanation.forward[0].nodes)
+    with pytest.raises(ExplainError, match="graphs 0 to 1"):
+        amp_fx.to_networkx(explanation, graph=2)
+
+
+def network(*edges: tuple[str, str], casts: str = "", low: str = "") -> nx.DiGraph:
+    """A graph whose nodes are letters: casts, ops in bfloat16 and ops in float32."""
+    graph = nx.DiGraph(edges)
+    for name, data in graph.nodes(data=True):
+        kind = "cast" if name in casts else "op"
+        data |= {"kind": kind, "dtype": "bfloat16" if name in low else "float32", "flops": 1}
+    return graph
+
+
+def test_cast_chains() -> None:
+    graph = network(("a", "x"), ("x", "y"), ("y", "b"), ("b", "z"), ("z", "c"), casts="xyz")
+    assert cast_chains(graph) == [["x", "y"]]
+
+
+def test_dtype_islands() -> None:
+    graph = network(("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), low="bc")
+    found = [(island.dtype, island.nodes, island.flops) for island in dtype_islands(graph)]
+    assert sorted(found) == [
+        ("bfloat16", ("b", "c"), 2),
+        ("float32", ("a",), 1),
+        ("float32", ("d", "e"), 2),
+    ]
+    assert found[-1] == ("float32", ("a",), 1)
+
+
+def test_longest_low_path() -> None:
+    graph = network(("a", "b"), ("b", "c"), ("a", "d"), ("d", "e"), ("e", "f"), low="abcdf")
+    assert longest_low_path(graph) == ["a", "b", "c"]
+    assert longest_low_path(network(("a", "b"))) == []
