@@ -105,12 +105,7 @@ def branch_on_the_dtype(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_bare(
-    name: str, dtype: torch.dtype, rng: torch.Generator, request: pytest.FixtureRequest
-) -> None:
-    if name.endswith("_in_clamp"):
-        reason = "open: limits of a dtype that Dynamo baked in as float32's, in clamp"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=reason))
+def test_bare(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
     args = [torch.randn(4, 4, generator=rng).requires_grad_() for _ in range(2)]
     ours = run_program(compiled(PROGRAMS[name], dtype=dtype), args)
     eager = run_program(PROGRAMS[name], args, dtype)

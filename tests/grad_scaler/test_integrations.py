@@ -11,6 +11,12 @@ import torch
 import amp_fx
 
 
+@pytest.fixture(autouse=True)
+def _torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back that Lightning wraps ``torch.compile`` when it is imported."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+
+
 def train(scaler: Any, trainer: Any) -> list[torch.Tensor]:
     """Five steps of which the second overflows; parameters and scale at the end."""
     torch.manual_seed(0)
