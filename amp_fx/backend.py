@@ -15,7 +15,12 @@ from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graph_copy import copy_graph_module
 from amp_fx.inner import compile_inner
-from amp_fx.kept_inputs import example_copies, keepable_weights, plan_kept_casts
+from amp_fx.kept_inputs import (
+    example_copies,
+    keep_passed_inputs,
+    keepable_weights,
+    plan_kept_casts,
+)
 from amp_fx.module_place import NOWHERE, guard_place, surroundings
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
@@ -93,8 +98,11 @@ def amp_fx(
         if recorder is not None:
             return _called_in(no_autocast, recorder.compile(rewritten, example_inputs))
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
-        added = example_copies(rewritten, example_inputs)
-        compiled = _compile_or_run_eagerly(rewritten, [*example_inputs, *added], parsed)
+        if plan is not None:
+            added = example_copies(rewritten, example_inputs)
+            keep_passed_inputs(rewritten, plan)
+            example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
+        compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
     if plan is not None:
         compiled = plan.wrap(compiled)
     if ambient.enabled:

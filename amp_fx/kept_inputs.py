@@ -80,7 +80,32 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
     if not slots:
         return None
     writes_inputs = any(is_written(n) for n in placeholders)
-    return Plan(slots, owner=_owner(gm), writes_inputs=writes_inputs, verify=verify)
+    return Plan(
+        slots,
+        owner=_owner(gm),
+        passed=_passed_inputs(placeholders),
+        writes_inputs=writes_inputs,
+        verify=verify,
+    )
+
+
+def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Positions of the inputs that Dynamo gives and the graph needs.
+
+    Where no gradient flows, a weight is only there for its copy to be made of.
+    """
+    given = [node for node in placeholders if "kept_input" not in node.meta]
+    replaced = {n.meta["kept_input"].source_index for n in placeholders if "kept_input" in n.meta}
+    return tuple(i for i, node in enumerate(given) if node.users or i not in replaced)
+
+
+def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
+    """Takes the inputs that a plan does not pass out of the graph."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for index, node in enumerate(placeholders):
+        if "kept_input" not in node.meta and index not in plan.passed:
+            gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _owner(gm: fx.GraphModule) -> str:

@@ -92,15 +92,23 @@ class Plan:
     Args:
         slots: What to pass, in the order of the graph's added inputs.
         owner: The name under which ``stats`` counts the copies: function and file.
+        passed: Positions of the inputs that the graph takes besides the copies.
         writes_inputs: Whether the graph writes to any of its inputs.
         verify: Whether to compare every copy with a fresh cast on every call.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], *, owner: str, writes_inputs: bool, verify: bool
+        self,
+        slots: Sequence[Slot],
+        *,
+        owner: str,
+        passed: Sequence[int],
+        writes_inputs: bool,
+        verify: bool,
     ) -> None:
         self.slots = tuple(slots)
         self.owner = owner
+        self.passed = tuple(passed)
         self.verify = verify or os.environ.get(VERIFY_ENVIRONMENT) == "1"
         self.num_hits = 0
         self._select = _tuple_getter([slot.source_index for slot in slots])
@@ -115,11 +123,12 @@ class Plan:
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
+        select_passed = _tuple_getter(self.passed)
 
         def call(*args: Any) -> Any:
             lows = self.lows(args)
             read = [(tensor, _version(tensor)) for tensor in self._select_read(args)]
-            result = compiled(*args, *lows)
+            result = compiled(*select_passed(args), *lows)
             for tensor, version in read:
                 # Kernels read inputs through a mutable pointer; this graph writes none.
                 if not is_armed(tensor) and _version(tensor) == version:

@@ -45,7 +45,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
     slots = [Slot(index, settings.dtype, is_read=False) for index in range(num_weights)]
-    plan = Plan(slots, owner="bench", writes_inputs=False, verify=False)
+    plan = Plan(slots, owner="bench", passed=(), writes_inputs=False, verify=False)
     timings = time_in_turns(
         {"look": lambda: _discard(plan.lows(weights))},
         repeats=settings.repeats,
