@@ -11,9 +11,9 @@ import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_fx.cast_plan import Plan
 from amp_fx.recording import current_recorder
 from amp_fx.values import is_written
-from amp_fx.weight_cache import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

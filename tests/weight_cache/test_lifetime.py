@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx import weight_cache
+from amp_fx import kept_copies, weight_cache
 from tests.weight_cache.nets import (
     EVAL,
     TRAIN,
@@ -41,7 +41,7 @@ def _empty_cache() -> Iterator[None]:
 
 def copies() -> list[weakref.ref[torch.Tensor]]:
     """The copies that are kept now."""
-    return [weakref.ref(c.low) for c in weight_cache._cache.copies.values()]
+    return [weakref.ref(c.low) for c in kept_copies.CACHE.copies.values()]
 
 
 def called(net: Net) -> Any:
@@ -62,7 +62,7 @@ def test_addresses_stay_over_optimizer_steps() -> None:
         optimizer.step()
         with torch.no_grad():
             compiled(inputs())
-        addresses.add(tuple(c.low.data_ptr() for c in weight_cache._cache.copies.values()))
+        addresses.add(tuple(c.low.data_ptr() for c in kept_copies.CACHE.copies.values()))
     assert len(addresses) == 1
     assert len(addresses.pop()) == 3
 
@@ -221,7 +221,7 @@ def test_limit(limit: int) -> None:
 @torch.no_grad()
 def test_no_evicted_copy_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
-    original = weight_cache._WeightCache._new_copy
+    original = kept_copies.WeightCache._new_copy
 
     def recording(*args: Any) -> Any:
         made_copy = original(*args)
@@ -229,7 +229,7 @@ def test_no_evicted_copy_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(weakref.ref(made_copy.low))
         return made_copy
 
-    monkeypatch.setattr(weight_cache._WeightCache, "_new_copy", recording)
+    monkeypatch.setattr(kept_copies.WeightCache, "_new_copy", recording)
     weight_cache.set_limit(40)
     compiled = compile_amp_fx(make_net())
     compiled(inputs())

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from amp_fx import weight_cache
+from amp_fx import kept_copies
 from tests.weight_cache.nets import SIZE, assert_same, compile_amp_fx, inputs, random
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def test_outputs_stay_as_they_were(
         outs = tree_leaves(compiled(inputs(), weight))
         storages = {out.untyped_storage()._cdata for out in outs}
         assert not storages & {
-            copy.low.untyped_storage()._cdata for copy in weight_cache._cache.copies.values()
+            copy.low.untyped_storage()._cdata for copy in kept_copies.CACHE.copies.values()
         }
         own = [out for out in outs if out.untyped_storage()._cdata != weight_storage(weight)]
         before = [out.detach().clone() for out in own]

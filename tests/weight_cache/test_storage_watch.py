@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from amp_fx.kept_copies import _is_shared, same_bits
 from amp_fx.storage_watch import StorageWatch, arm, is_armed, storage_address_of
-from amp_fx.weight_cache import _is_shared, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx import weight_cache
+from amp_fx import kept_copies
 from tests.weight_cache.nets import assert_same, autocast, compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
     for model in (net, twin):
         model.a.weight.data.mul_(2)
     started, finished = threading.Event(), threading.Event()
-    original = weight_cache._WeightCache._copy_stale
+    original = kept_copies.WeightCache._copy_stale
 
     def slow(*args: Any) -> None:
         if not started.is_set():
@@ -95,7 +95,7 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
             finished.wait(1)
         original(*args)
 
-    monkeypatch.setattr(weight_cache._WeightCache, "_copy_stale", slow)
+    monkeypatch.setattr(kept_copies.WeightCache, "_copy_stale", slow)
     results: list[torch.Tensor] = []
 
     def first() -> None:

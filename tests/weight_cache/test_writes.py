@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from amp_fx import weight_cache
+from amp_fx import kept_copies, weight_cache
 from tests.weight_cache.nets import EVAL, HALF, TRAIN, Graph, make_net, twin_of
 from tests.weight_cache.writes import WRITES
 
@@ -45,7 +45,7 @@ def check_never_stale(write: str, pair: tuple[Graph, Graph]) -> None:
 def test_the_table_would_notice_a_cache_that_never_refreshes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_cache._WeightCache, "_copy_stale", lambda *_: None)
+    monkeypatch.setattr(kept_copies.WeightCache, "_copy_stale", lambda *_: None)
     with pytest.raises(AssertionError):
         check_never_stale("mul_", (TRAIN, EVAL))
 
