@@ -72,9 +72,7 @@ def autocast(
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``). None keeps the policy of the region around this one, at
             the outermost that of PyTorch. Regions of ``torch.autocast`` inside this one keep
-            its policy too. In eager code
-            ``torch.utils.checkpoint`` restores autocast but no policy when it recomputes:
-            compile such code, or recompute in a region of its own.
+            its policy too.
 
     Raises:
         RegionError: There is no such device type; or, on leaving, the region is not the
@@ -178,9 +176,11 @@ class _PolicyRegion:
     """
 
     def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
+        from amp_fx.checkpoint_policy import restore_policies
         from amp_fx.policy_kernels import prepare
 
         prepare(policy, settings[0])
+        restore_policies()
         self._policy = policy
         self._codes = codes_of(policy)
         self._region = _Region(*settings)
