@@ -119,10 +119,24 @@ def analysis(
             if records_writes:
                 stack.enter_context(_WriteRecorder(fake_mode))
         stack.enter_context(_without_warnings())
+        stack.enter_context(_without_saved_tensors_hooks())
         stack.enter_context(no_autocast())
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
         yield
+
+
+@contextlib.contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """The user's hooks are for what the program saves, not for fake tensors.
+
+    Relies on ``torch._C._autograd._saved_tensors_hooks_set_tracing``, as AOTAutograd does.
+    """
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 @contextlib.contextmanager

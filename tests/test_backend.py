@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.backend import amp_fx, bare_state, graph_device_type
 from amp_fx.errors import OptionError
@@ -117,6 +118,22 @@ def test_model_is_left_as_it_was(model: nn.Module, x: torch.Tensor) -> None:
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         assert set(vars(ours)) == set(vars(theirs))
     assert [id(p) for p in model.parameters()] == parameters
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_hooks_on_saved_tensors_see_no_fake_tensors(
+    compiler: str, model: nn.Module, x: torch.Tensor
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.compile(model, backend="amp_fx", options={"compiler": compiler})(x)
+    assert seen
+    assert not any(isinstance(tensor, FakeTensor) for tensor in seen)
 
 
 def test_model_in_half_precision(x: torch.Tensor) -> None:
