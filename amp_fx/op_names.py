@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from amp_fx.errors import PolicyError
 
@@ -77,6 +78,23 @@ def find_overloads(text: str, also: Iterable[str] = ()) -> tuple[str, ...]:
         raise PolicyError(_unknown_op(text, name, known))
     functional = {op for op in found if op not in registered or is_functional(op)}
     return tuple(sorted(functional or found))
+
+
+def op_text(op: object) -> str:
+    """The name of an op that was given as a name, an overload, a packet or a custom op.
+
+    Relies on ``str`` of ``torch._ops.OpOverload`` and ``OpOverloadPacket`` (``aten.softmax.int``)
+    and on ``_qualname`` of what ``torch.library.custom_op`` returns.
+
+    Raises:
+        PolicyError: It is none of these.
+    """
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(op).replace(".", "::", 1)
+    text = op._qualname if isinstance(op, CustomOpDef) else op
+    if not isinstance(text, str) or not text.strip():
+        raise PolicyError(f"{op!r} is no op and no name of one; write it like 'aten::softmax'")
+    return text
 
 
 def qualified_pattern(text: str) -> str:

@@ -159,14 +159,15 @@ class Policy:
         dtypes = dict(self.dtypes) | dict.fromkeys(devices, dtype)
         return dataclasses.replace(self, dtypes=tuple(sorted(dtypes.items(), key=str)))
 
-    def with_ops(self, policies: Mapping[str, CastPolicy | str]) -> Policy:
+    def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
         """A copy that casts some ops otherwise, on all device types.
 
         Args:
             policies: By op: a packet (``"softmax"``: all its overloads that can take the
                 policy), an overload (``"aten::softmax.int"``) or a glob (``"linalg_*"``), with
                 or without ``aten::``; ``"mylib::op"`` for one of a library's own, which must be
-                imported before. A name wins over a glob.
+                imported before; or the op itself (``torch.ops.aten.softmax``, what
+                ``torch.library.custom_op`` returns). A name wins over a glob.
 
         Raises:
             PolicyError: An op or a policy is unknown (suggests near names), an op is named
@@ -207,7 +208,7 @@ class Policy:
         """
         return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
 
-    def with_args(self, op: str, args: Mapping[str, CastPolicy | str]) -> Policy:
+    def with_args(self, op: Any, args: Mapping[str, CastPolicy | str]) -> Policy:
         """A copy that treats single arguments of an op otherwise than the op's policy says.
 
         Args:

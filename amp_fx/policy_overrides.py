@@ -15,7 +15,13 @@ import torch
 
 from amp_fx.cast_policy import CastPolicy
 from amp_fx.errors import PolicyError, PolicyWarning
-from amp_fx.op_names import find_overloads, is_functional, overloads_by_packet, qualified_pattern
+from amp_fx.op_names import (
+    find_overloads,
+    is_functional,
+    op_text,
+    overloads_by_packet,
+    qualified_pattern,
+)
 from amp_fx.rules import CAST_ARGUMENT_TYPES, takes_policy
 
 if TYPE_CHECKING:
@@ -138,12 +144,13 @@ def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPol
 
 
 def op_overrides(
-    given: Mapping[str, CastPolicy | str], listed: Iterable[str]
+    given: Mapping[Any, CastPolicy | str], listed: Iterable[str]
 ) -> tuple[OpOverride, ...]:
     """The entries of one call of ``with_ops``: globs first, so that names win over them.
 
     Args:
-        given: Policies by op: a packet, an overload or a glob, with or without ``aten::``.
+        given: Policies by op: a packet, an overload or a glob, with or without ``aten::``, or
+            the op itself.
         listed: Ops that tables have, perhaps of another torch version.
 
     Raises:
@@ -151,7 +158,7 @@ def op_overrides(
             policies, or none of the overloads can take the policy.
     """
     known = frozenset(listed)
-    entries = [_op_override(pattern, value, known) for pattern, value in given.items()]
+    entries = [_op_override(op_text(op), value, known) for op, value in given.items()]
     globs = [entry for entry in entries if is_glob(entry.pattern)]
     names = [entry for entry in entries if not is_glob(entry.pattern)]
     for group in (globs, names):
@@ -199,8 +206,6 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
     Raises:
         PolicyError: There is none; suggests near names.
     """
-    if not isinstance(pattern, str) or not pattern.strip():
-        raise PolicyError(f"{pattern!r} is no name of an op; write it like 'aten::softmax'")
     if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
     glob = qualified_pattern(pattern)
@@ -313,7 +318,7 @@ def rule_override(function: object) -> RuleOverride:
 
 
 def arg_override(
-    pattern: str, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
+    op: object, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
 ) -> ArgOverride:
     """The entry that a call of ``with_args`` makes.
 
@@ -321,6 +326,7 @@ def arg_override(
         PolicyError: The op is unknown or has no such tensor argument, or what shall be done
             with one is not allowed.
     """
+    pattern = op_text(op)
     found = expand_ops(pattern, listed)
     taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})
     if not args or not taking:

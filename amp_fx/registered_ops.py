@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import PolicyError
+from amp_fx.op_names import op_text
 from amp_fx.policy_overrides import arg_override, expand_ops, to_policy
 from amp_fx.rules import castable_tensors, is_eligible, qualified_name, takes_policy
 
@@ -31,7 +32,7 @@ _registered: dict[str, RegisteredOp] = {}
 
 
 def register_op(
-    op: str, policy: CastPolicy | str, args: Mapping[str, CastPolicy | str] | None = None
+    op: Any, policy: CastPolicy | str, args: Mapping[str, CastPolicy | str] | None = None
 ) -> None:
     """Gives an op a cast policy on all devices, in eager and in compiled code.
 
@@ -40,7 +41,8 @@ def register_op(
     the op is defined, before anything that calls it is compiled.
 
     Args:
-        op: Such as ``"mylib::op"``: all its overloads that compute, or ``"mylib::op.overload"``.
+        op: Such as ``"mylib::op"``: all its overloads that compute, or ``"mylib::op.overload"``,
+            or the op itself.
         policy: A cast policy, or its name.
         args: Arguments that are treated otherwise, as ``Policy.with_args`` takes them.
 
@@ -48,6 +50,7 @@ def register_op(
         PolicyError: There is no such op, policy or argument; the op cannot take the policy, is
             PyTorch's own (``Policy.with_ops`` is for these), or is registered otherwise.
     """
+    op = op_text(op)
     found = to_policy(f"op {op!r}", policy)
     names = tuple(n for n in expand_ops(op) if takes_policy(n, found))
     if not names:

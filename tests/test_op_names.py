@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.op_names import all_ops, find_overloads, is_functional, overloads_by_packet
+from amp_fx.op_names import (
+    all_ops,
+    find_overloads,
+    is_functional,
+    op_text,
+    overloads_by_packet,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,3 +77,16 @@ def test_a_schema_says_what_an_op_writes_to() -> None:
     assert is_functional("aten::view_as_complex")
     assert not is_functional("aten::add_.Tensor")
     assert not is_functional("aten::add.out")
+
+
+def test_ops_themselves_are_names_too() -> None:
+    custom = torch.library.custom_op(
+        "amp_fx_test::named", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    assert op_text(torch.ops.aten.softmax) == "aten::softmax"
+    assert op_text(torch.ops.aten.softmax.int) == "aten::softmax.int"
+    assert op_text(torch.ops.aten.bmm.default) == "aten::bmm.default"
+    assert op_text(custom) == "amp_fx_test::named"
+    for wrong in (torch.softmax, None, 3, " "):
+        with pytest.raises(PolicyError, match="no op and no name of one"):
+            op_text(wrong)

@@ -405,3 +405,14 @@ def test_changing_a_policy_recompiles_once(net: Decoder, x: torch.Tensor) -> Non
         fast = amp_fx.compile(net, policy=policy, options={"compiler": "eager"})
         fast(x)
     assert counter["unique_graphs"] == 2
+
+
+def test_ops_are_named_by_themselves_too() -> None:
+    softmax, bmm = torch.ops.aten.softmax, torch.ops.aten.bmm
+    by_name = DEFAULT.with_ops({"aten::softmax.int": "fp32", "bmm": "fp32"})
+    assert DEFAULT.with_ops({softmax.int: "fp32", bmm: "fp32"}).tables == by_name.tables
+    index_add = torch.ops.aten.index_add
+    args = {"source": "same_as:self"}
+    assert (
+        DEFAULT.with_args(index_add, args).args == DEFAULT.with_args("aten::index_add", args).args
+    )
