@@ -188,6 +188,9 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     boxes = [box for graph in graphs.values() for _, box in graph.nodes(data="box")]
     dtypes = [dtype for box in boxes for dtype, _ in box.shares]
     kinds = {box.kind for box in boxes}
+    counted = any(" kept" in line for box in boxes if box.kind == "module" for line in box.lines)
+    if not counted or "kept" in kinds:
+        kinds.discard("module")
     colors = [d for d in COLORS if d in dtypes]
     others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
     fills = "".join(_swatch(COLORS.get(d, OTHER), d) for d in [*colors, *others])
@@ -212,6 +215,7 @@ def _swatch(color: str, text: str) -> str:
 LEGEND = {
     "cast": (CAST, "hexagon: cast, made in every call"),
     "kept": (KEPT, "cylinder: cast of a weight, kept across calls"),
+    "module": (INK, "kept, in a module: casts of its weights, kept across calls"),
     "ghost": (FAINT, "dashed: cast taken out"),
     "island": (INK, "octagon: island under native autocast"),
 }

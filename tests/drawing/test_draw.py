@@ -130,6 +130,15 @@ def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
     assert "hexagon: cast" not in amp_fx.draw(explained["attention"], legend=False).source
 
 
+def test_the_legend_says_what_kept_means(explained: dict[str, Explanation]) -> None:
+    of_ops, of_modules = (
+        amp_fx.draw(explained["unet"], level=level).source for level in ("op", "module")
+    )
+    assert "cylinder: cast of a weight, kept across calls" in of_ops
+    assert "2 kept" in of_modules
+    assert "kept, in a module: casts of its weights, kept across calls" in of_modules
+
+
 def test_ghosts_are_drawn_on_request() -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x @ w + x.relu() @ w
