@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
-from amp_fx.autocast_region import skip_in_dynamo
-from amp_fx.capture import Site
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
-from amp_fx.graph_copy import copy_graph_module
+from amp_fx.front.autocast_region import skip_in_dynamo
+from amp_fx.graphs.capture import Site
+from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.recording import current_recorder
+from amp_fx.graphs.region_cast import one_region
+from amp_fx.graphs.regions import AutocastState, no_autocast
+from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.inner import compile_inner
-from amp_fx.kept_inputs import (
+from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.pipeline import default_passes, run_passes
+from amp_fx.policies.module_place import NOWHERE, guard_place, surroundings
+from amp_fx.policies.overrides import warn_unused
+from amp_fx.policies.policy import preset
+from amp_fx.policies.state import carrying, policy_of
+from amp_fx.stats import record_graph
+from amp_fx.weights.kept_inputs import (
     example_copies,
     keep_passed_inputs,
     keepable_weights,
     plan_kept_casts,
 )
-from amp_fx.module_place import NOWHERE, guard_place, surroundings
-from amp_fx.options import Options, check_device_dtype, default_dtype
-from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policy import preset
-from amp_fx.policy_overrides import warn_unused
-from amp_fx.policy_state import carrying, policy_of
-from amp_fx.recording import current_recorder
-from amp_fx.region_cast import one_region
-from amp_fx.regions import AutocastState, no_autocast
-from amp_fx.stats import record_graph
-from amp_fx.values import recorded_value, remember_captured, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from torch import fx
 from torch._logging._internal import trace_structured
 
-from amp_fx.checker import check_graph
 from amp_fx.errors import AmpFxError, PassError
-from amp_fx.module_place import NOWHERE
+from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.recording import current_recorder
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -22,16 +22,16 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
-from amp_fx.recording import current_recorder
+from amp_fx.policies.module_place import NOWHERE
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
 
-    from amp_fx.capture import Site
-    from amp_fx.module_place import Around
+    from amp_fx.graphs.capture import Site
     from amp_fx.passes.base import Pass
-    from amp_fx.policy import Policy
+    from amp_fx.policies.module_place import Around
+    from amp_fx.policies.policy import Policy
 
 log = logging.getLogger(__name__)
 pass_log = logging.getLogger("amp_fx.passes")

@@ -3,7 +3,7 @@
 Graphs whose weight casts were taken out (``keep_weight_casts``) get the copies as inputs.
 All graphs of a process share them. A copy is refreshed, in place and together with all
 other stale ones of the call, before the first call after a write to its weight; how
-writes are noticed is told in ``amp_fx.storage_watch``. What nothing can notice is a write
+writes are noticed is told in ``amp_fx.weights.storage_watch``. What nothing can notice is a write
 through a NumPy array or another alias outside PyTorch that was taken before the first
 call: after such a write call ``invalidate()``.
 
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.kept_copies import CACHE, drop
+from amp_fx.weights.kept_copies import CACHE, drop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amp_fx.kept_copies import KeptCopy
+    from amp_fx.weights.kept_copies import KeptCopy
 
 
 @dataclasses.dataclass(frozen=True)

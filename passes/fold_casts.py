@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from amp_fx.bodies import rewritten_bodies
-from amp_fx.casts import Cast, inserted_cast, is_widening
+from amp_fx.graphs.bodies import rewritten_bodies
+from amp_fx.graphs.casts import Cast, inserted_cast, is_widening
+from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.passes.base import PassResult
-from amp_fx.values import storage_id, tensors_in, value_of, version_of
 
 if TYPE_CHECKING:
     from torch import fx

@@ -23,11 +23,18 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from amp_fx.bodies import append_operand, bodies_of, is_rewritten, operands_of
-from amp_fx.casts import add_cast, inserted_cast
+from amp_fx.graphs.bodies import append_operand, bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.casts import add_cast, inserted_cast
+from amp_fx.graphs.values import (
+    analysis,
+    detect_fake_mode,
+    evaluate,
+    is_written,
+    set_value,
+    value_of,
+)
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
-from amp_fx.values import analysis, detect_fake_mode, evaluate, is_written, set_value, value_of
 
 if TYPE_CHECKING:
     import torch

@@ -24,24 +24,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
-from amp_fx.bodies import (
+from amp_fx.graphs.bodies import (
     bodies_of,
     body_nodes,
     has_plain_bodies,
     mark_rewritten,
     operands_of,
 )
-from amp_fx.capture import NotPlainError, OpaqueKernelError, Opener, Site
-from amp_fx.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
-from amp_fx.islands import evaluate_island, evaluate_together, in_steps
-from amp_fx.mixtures import MixtureProbe
-from amp_fx.module_place import NOWHERE
-from amp_fx.passes.base import PassResult
-from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.passes.restore_outputs import RestoreOutputs
-from amp_fx.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
-from amp_fx.splice import is_getitem, spell_out_tuples, splice
-from amp_fx.values import (
+from amp_fx.graphs.capture import NotPlainError, OpaqueKernelError, Opener, Site
+from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
+from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
+from amp_fx.graphs.splice import is_getitem, spell_out_tuples, splice
+from amp_fx.graphs.values import (
     analysis,
     argument_values,
     captured_value,
@@ -54,12 +48,18 @@ from amp_fx.values import (
     value_of,
     values_in,
 )
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.policies.mixtures import MixtureProbe
+from amp_fx.policies.module_place import NOWHERE
+from amp_fx.policies.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.module_place import Around
-    from amp_fx.policy import Policy
+    from amp_fx.policies.module_place import Around
+    from amp_fx.policies.policy import Policy
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from amp_fx.casts import inserted_cast
-from amp_fx.kept_cast import Slot, kept_cast
+from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
-from amp_fx.values import analysis, detect_fake_mode, is_written, set_value, value_of
+from amp_fx.weights.kept_cast import Slot, kept_cast
 
 if TYPE_CHECKING:
     from torch import fx

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.capture import Site
-from amp_fx.islands import TRANSFORM
+from amp_fx.graphs.capture import Site
+from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:

@@ -19,9 +19,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from amp_fx.casts import add_cast
+from amp_fx.graphs.casts import add_cast
+from amp_fx.graphs.values import (
+    analysis,
+    captured_value,
+    detect_fake_mode,
+    evaluate,
+    set_value,
+    value_of,
+)
 from amp_fx.passes.base import PassResult
-from amp_fx.values import analysis, captured_value, detect_fake_mode, evaluate, set_value, value_of
 
 if TYPE_CHECKING:
     from torch import fx

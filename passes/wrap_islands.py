@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.bodies import rewritten_bodies
-from amp_fx.islands import TRANSFORM
+from amp_fx.graphs.bodies import rewritten_bodies
+from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.passes.base import PassResult
-from amp_fx.values import argument_values, tensors_in
 
 if TYPE_CHECKING:
     from torch import fx

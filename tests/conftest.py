@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.policy import Policy, preset
-from tests.graphs import capture_program
+from amp_fx.policies.policy import Policy, preset
+from tests.programs import capture_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.graphs import Captured
+    from tests.programs import Captured
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.graphs import assert_same_bits, compiled, run_program
+from tests.programs import assert_same_bits, compiled, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,12 +11,12 @@ import torch
 from amp_fx import fallback
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_fallback
-from tests.graphs import assert_same_bits, run_program, site
+from tests.programs import assert_same_bits, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.graphs import Captured
+    from tests.programs import Captured
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,13 +14,13 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 
 from amp_fx import inner
-from tests.graphs import compiled
+from tests.programs import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.graphs import Program
+    from tests.programs import Program
 
 
 @pytest.fixture

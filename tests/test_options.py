@@ -11,7 +11,7 @@ import torch
 
 from amp_fx.errors import OptionError, PolicyError
 from amp_fx.options import COMPILERS, Options, check_device_dtype, supported_dtypes
-from amp_fx.policy import preset
+from amp_fx.policies.policy import preset
 
 
 def test_every_field_can_be_given() -> None:

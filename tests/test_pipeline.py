@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from amp_fx.errors import BannedOpError, GraphInvariantError, PassError
+from amp_fx.graphs.values import set_value
 from amp_fx.passes.base import PassResult
 from amp_fx.pipeline import CHECK_ENVIRONMENT, default_passes, run_passes
-from amp_fx.values import set_value
-from tests.graphs import site
+from tests.programs import site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import fx
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,21 +18,21 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_fx.compiled import RegionSettings, as_dtype
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
+from amp_fx.front.compiled import RegionSettings, as_dtype
+from amp_fx.graphs.regions import AutocastState
 from amp_fx.options import check_device_dtype, default_dtype
-from amp_fx.policy import as_policy
-from amp_fx.policy_state import ambient_policy
-from amp_fx.regions import AutocastState
+from amp_fx.policies.policy import as_policy
+from amp_fx.policies.state import ambient_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from amp_fx.policy import Policy
+    from amp_fx.policies.policy import Policy
 
 # What fake tensors cannot answer, and real ones can.
 _NEEDS_NUMBERS = (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_fx.capture import NotPlainError, _call_key
-from amp_fx.values import analysis, argument_values, call_target, tensors_in
+from amp_fx.graphs.capture import NotPlainError, _call_key
+from amp_fx.graphs.values import analysis, argument_values, call_target, tensors_in
 
 if TYPE_CHECKING:
     from torch import fx

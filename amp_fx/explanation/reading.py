@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
-from amp_fx.kept_cast import kept_cast
-from amp_fx.values import recorded_value, tensors_in
+from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.explanation.flops import FlopMeter
-    from amp_fx.regions import AutocastState
+    from amp_fx.graphs.regions import AutocastState
 
 _MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight", "copy")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amp_fx.cast_policy import CastPolicy
-from amp_fx.policy_state import policy_of
-from amp_fx.regions import CARRIERS
+from amp_fx.graphs.regions import CARRIERS
+from amp_fx.policies.cast_policy import CastPolicy
+from amp_fx.policies.state import policy_of
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.capture import Decision
-    from amp_fx.regions import AutocastState
+    from amp_fx.graphs.capture import Decision
+    from amp_fx.graphs.regions import AutocastState
 
 _EFFECTS = {
     CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to {low}",

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from amp_fx.casts import Cast, inserted_cast
-from amp_fx.graph_copy import copy_graph_module
-from amp_fx.kept_inputs import example_copies
+from amp_fx.graphs.casts import Cast, inserted_cast
+from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from amp_fx.graphs.regions import AutocastState
     from amp_fx.pipeline import PassReport
-    from amp_fx.regions import AutocastState
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class SeenGraph:
 
 
 class GraphRecorder:
-    """Takes down one graph (``amp_fx.recording``).
+    """Takes down one graph (``amp_fx.graphs.recording``).
 
     Args:
         seen: What is filled in.

@@ -7,7 +7,7 @@ them in float32 inside and may return the low dtype.
 
 from __future__ import annotations
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
 

@@ -5,7 +5,7 @@ Source: ``TORCH_LIBRARY_IMPL(aten, Autocast, m)`` in ``ATen/autocast_mode.cpp``.
 
 from __future__ import annotations
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
 from amp_fx.tables.reference import ROWS

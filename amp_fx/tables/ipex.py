@@ -7,7 +7,7 @@ removed stay in the list: a policy shows them as gone.
 
 from __future__ import annotations
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import Row, ops
 
 # Matrix products of oneDNN.

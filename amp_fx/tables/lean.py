@@ -14,7 +14,7 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import ops
 from amp_fx.tables.families import NORMALIZATIONS, ROOT_MEAN_SQUARE
 

@@ -6,7 +6,7 @@ comment says ``fp32_set_opt_dtype`` above the reductions; what it registers is `
 
 from __future__ import annotations
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.op_names import is_functional, overloads_by_packet
+from amp_fx.policies.op_names import is_functional, overloads_by_packet
 from amp_fx.tables import DEVICES
 from amp_fx.tables.build import build_table
 from amp_fx.tables.ipex import IPEX_ROWS

@@ -8,7 +8,7 @@ can register the same policies as CUDA has. Nothing is registered for it by defa
 
 from __future__ import annotations
 
-from amp_fx.cast_policy import CastPolicy
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import Row, build_table
 

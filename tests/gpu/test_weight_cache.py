@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weight_cache.nets import Net, assert_same, make_net, random
+from tests.weights.nets import Net, assert_same, make_net, random
 
 pytestmark = [
     pytest.mark.gpu,

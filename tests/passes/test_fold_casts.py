@@ -11,15 +11,15 @@ from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import run_passes
-from tests.graphs import assert_same_bits, run_program, site
+from tests.programs import assert_same_bits, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from amp_fx.capture import Site
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured, Program
+    from amp_fx.graphs.capture import Site
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured, Program
 
 
 def fold(captured: Captured, policy: Policy, where: Site | None = None) -> Counter[str]:

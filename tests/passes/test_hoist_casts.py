@@ -13,14 +13,14 @@ from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import run_passes
-from tests.graphs import assert_same_bits, graph_text, run_program, site
+from tests.programs import assert_same_bits, graph_text, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured, Program
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured, Program
 
 
 def hoist(captured: Captured, policy: Policy, *weights: str) -> Counter[str]:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.kept_cast import Slot
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.pipeline import default_passes, run_passes
-from tests.graphs import Captured, assert_same_bits, run_program, site
+from amp_fx.weights.kept_cast import Slot
+from tests.programs import Captured, assert_same_bits, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Program, Run
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Program, Run
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.checker import check_graph
-from amp_fx.islands import TRANSFORM
+from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import default_passes, run_passes
-from tests.graphs import assert_same_bits, node_names, run_program, site
+from tests.programs import assert_same_bits, node_names, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured
 
 
 def nested(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

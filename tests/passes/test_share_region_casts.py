@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.kept_cast import kept_cast
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.pipeline import default_passes, run_passes
-from tests.graphs import site
+from amp_fx.weights.kept_cast import kept_cast
+from tests.programs import site
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured, Program
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured, Program
 
 
 def share(captured: Captured, policy: Policy, *, keeps: bool = False) -> Counter[str]:

@@ -9,13 +9,13 @@ import torch
 
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.pipeline import default_passes, run_passes
-from tests.graphs import assert_same_bits, run_program, site
+from tests.programs import assert_same_bits, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.policy import Policy
-    from tests.graphs import Captured, Program
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured, Program
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"  # Dynamo instantiates Functions

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amp_fx.cast_policy import CastPolicy
 from amp_fx.errors import PolicyError
+from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import build_table, ops
 
 NAMES = st.sampled_from([f"aten::op{i}" for i in range(12)] + ["aten::op0.out", "mylib::op0"])

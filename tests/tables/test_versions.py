@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from amp_fx.cast_policy import CastPolicy
-from amp_fx.policy import preset
+from amp_fx.policies.cast_policy import CastPolicy
+from amp_fx.policies.policy import preset
 from amp_fx.tables import DEVICES
 from amp_fx.tables.versions import SINCE, UNTIL, VERSIONS
 

@@ -21,14 +21,14 @@ from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.models import Size
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns, wait_for
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
-from amp_fx.policy import preset
+from amp_fx.policies.policy import preset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amp_fx.bench.compare import Watch
     from amp_fx.bench.settings import Settings
-    from amp_fx.policy import Policy
+    from amp_fx.policies.policy import Policy
 
 POLICIES = ("torch", "lean")
 LEARNING_RATE = 2e-3

@@ -1,0 +1,65 @@
+"""What ``amp_fx.compile`` makes of a module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule, _NullDecorator
+
+if TYPE_CHECKING:
+    from amp_fx.front.compiled import RegionSettings
+
+
+class CompiledModule(OptimizedModule):
+    """What ``torch.compile`` makes of a module, with every call of it inside a region."""
+
+    _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_amp_fx_settings"}
+
+    def __init__(self, mod: torch.nn.Module, dynamo_ctx: Any, settings: RegionSettings) -> None:
+        object.__setattr__(self, "_amp_fx_settings", settings)
+        super().__init__(mod, dynamo_ctx)
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.forward = self._amp_fx_settings.wrap(self.forward, self._orig_mod)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; hooks registered on the compiled module are inside the region."""
+        if torch.compiler.is_compiling():  # inside other compiled code
+            module: Any = self._modules["_orig_mod"]
+            with self._amp_fx_settings.region(module, args, kwargs):
+                return module(*args, **kwargs)
+        if not (self.__dict__["_forward_pre_hooks"] or self.__dict__["_forward_hooks"]):
+            return super().__call__(*args, **kwargs)
+        call = self._amp_fx_settings.wrap(super().__call__, self._orig_mod)
+        return call(*args, **kwargs)
+
+    def __bool__(self) -> bool:
+        """As of the module; the length that torch.compile's module asks for instead may raise.
+
+        Dynamo asks before torch 2.13, where the module is called in other compiled code.
+        """
+        return bool(self._orig_mod)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as torch.compile's module does, with the region's settings."""
+        return type(self), (self._orig_mod, self.dynamo_ctx, self._amp_fx_settings)
+
+
+def wrap_module(module: torch.nn.Module, compiled: Any, settings: RegionSettings) -> CompiledModule:
+    """A compiled module in a region.
+
+    Args:
+        module: The module.
+        compiled: What ``torch.compile`` made of it: the module itself under
+            ``TORCHDYNAMO_DISABLE=1``.
+        settings: The region.
+    """
+    if compiled is module:
+        return CompiledModule(module, _NullDecorator(), settings)
+    result = CompiledModule(module, compiled.dynamo_ctx, settings)
+    for name in ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"):
+        if name in compiled.__dict__:
+            object.__setattr__(result, name, compiled.__dict__[name])
+    return result

@@ -1,0 +1,1 @@
+"""What passes work with: the nodes of captured graphs, their values, autocast's state at them."""

@@ -1,0 +1,96 @@
+"""Cast nodes: how they are made, marked and recognised."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.graphs.values import value_of, version_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast that eager autocast makes.
+
+    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
+    that a node is opened into makes it under this name, so that it marks our own casts.
+    """
+    result: torch.Tensor = _TO_COPY(tensor, dtype=dtype)
+    return result
+
+
+CAPTURED_DTYPE = "captured dtype"
+"""The reason of casts back to what capture saw, for an op that takes no mixture."""
+
+KERNEL_RESULT = "result of a kernel"
+"""The reason of casts after an island: they say what eager autocast gives there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """What is known of a cast that a pass inserted; ``node.meta["cast"]``.
+
+    Attributes:
+        source_dtype: Dtype of the tensor that is cast.
+        dtype: Dtype that it is cast to.
+        source_version: The source's version counter where the cast stands: two casts of
+            one node are equal only if no write came between. None if it has none.
+        reason: Why it is there: the op that wanted it, ``"output"``, or one of
+            the constants above.
+    """
+
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    source_version: tuple[int, int] | None
+    reason: str
+
+
+def is_cast_call(node: fx.Node) -> bool:
+    """Whether a node makes a cast as ``make_cast`` does."""
+    return node.op == "call_function" and node.target is _TO_COPY
+
+
+def mark_cast(node: fx.Node, reason: str) -> None:
+    """Records that a pass put this cast in; its source must have a value."""
+    source = value_of(node.all_input_nodes[0])
+    dtype = node.kwargs["dtype"]
+    assert isinstance(dtype, torch.dtype)
+    node.meta["cast"] = Cast(source.dtype, dtype, version_of(source), reason)
+
+
+def inserted_cast(node: fx.Node) -> Cast | None:
+    """The record of a cast that a pass inserted; None for any other node."""
+    return node.meta.get("cast")
+
+
+def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
+    """Inserts a cast at the graph's insertion point; the caller evaluates it."""
+    node = graph.create_node(
+        "call_function", _TO_COPY, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
+    )
+    node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
+    mark_cast(node, reason)
+    return node
+
+
+def cast_name(source: fx.Node, dtype: torch.dtype) -> str:
+    """A readable name: the source's and the dtype's, ``weight_bfloat16``."""
+    return f"{source.name}_{str(dtype).removeprefix('torch.')}"
+
+
+_LOSSLESS = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+
+
+def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype has the same value in the other."""
+    return target in _LOSSLESS.get(source, ())

@@ -1,0 +1,121 @@
+"""Evaluates islands: nodes that stay as they are and run under native autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from amp_fx.graphs.values import (
+    adopt_captured,
+    analysis,
+    argument_values,
+    call_target,
+    captured_value,
+    set_value,
+    tensors_in,
+    value_of,
+)
+from amp_fx.policies.kernels import prepare_state
+from amp_fx.policies.module_place import NOWHERE, place_of
+from amp_fx.policies.state import at_place, carrying, policy_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.policies.module_place import Around
+
+TRANSFORM = "torch.func transform"
+"""The reason of islands that stand inside a torch.func transform (``meta["island"]``)."""
+
+
+def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes in order, those of one torch.func transform together."""
+    together: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        if node.meta.get("island") == TRANSFORM:
+            together.append(node)
+            continue
+        if together:
+            yield together
+            together = []
+        yield [node]
+
+
+def evaluate_island(
+    node: fx.Node, fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+) -> None:
+    """Runs one island under native autocast, as it will be run, and records its value."""
+    _lay_down_place([node], around)
+    args, kwargs = argument_values(node)
+    captured = captured_value(node)
+    if not tensors_in(args, kwargs):
+        set_value(node, captured)
+        return
+    with _native_autocast(node, fake_mode):
+        set_value(node, adopt_captured(captured, call_target(node, args, kwargs)))
+
+
+def evaluate_together(
+    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+) -> None:
+    """Runs the nodes of one torch.func transform, whose inner values are wrapped.
+
+    Only what leaves the transform gets its value; wrapped tensors must not outlive it.
+    """
+    _lay_down_place(nodes, around)
+    values: dict[fx.Node, Any] = {}
+
+    def lookup(node: fx.Node) -> Any:
+        return values.get(node, value_of(node))
+
+    with _native_autocast(nodes[0], fake_mode), functorch_levels_restored():
+        for node in nodes:
+            args, kwargs = map_arg((node.args, node.kwargs), lookup)
+            values[node] = call_target(node, args, kwargs)
+    inside = set(nodes)
+    for node in nodes:
+        is_result = not set(node.users) <= inside
+        set_value(node, values[node] if is_result else captured_value(node))
+
+
+def _lay_down_place(nodes: list[fx.Node], around: Around) -> None:
+    """Gives islands the policy of their module: where they run, no module does."""
+    site = nodes[0].meta["site"]
+    policy = policy_of(site.state)
+    if policy is None or not policy.resolver.depends_on_place:
+        return
+    state = carrying(site.state, at_place(policy, place_of(nodes[0], around)))
+    for node in nodes:
+        node.meta["site"] = dataclasses.replace(node.meta["site"], state=state)
+
+
+@contextlib.contextmanager
+def _native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    site = node.meta["site"]
+    prepare_state(site.state)
+    with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
+        yield
+
+
+@contextlib.contextmanager
+def functorch_levels_restored() -> Iterator[None]:
+    """Pops torch.func levels that an exception left behind.
+
+    Relies on ``torch._C._functorch`` keeping its levels on a stack.
+    """
+    stack = torch._C._functorch
+    depth = len(stack.get_interpreter_stack() or ())
+    try:
+        yield
+    finally:
+        while len(stack.get_interpreter_stack() or ()) > depth:
+            stack.pop_dynamic_layer_stack()

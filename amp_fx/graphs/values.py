@@ -1,0 +1,246 @@
+"""What a node really produces: evaluates single nodes on fake tensors.
+
+``node.meta["val"]`` is the value of a node after rewriting, ``node.meta["example_value"]``
+the one that Dynamo captured. Nodes are evaluated with autocast off, because casts are
+nodes, and in graph order, so that in-place ops raise the version of what they write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_fx.graphs.regions import no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def captured_value(node: fx.Node) -> Any:
+    """What Dynamo (``example_value``) or ``torch.export`` (``val``) recorded, or None."""
+    return node.meta.get("captured")
+
+
+def remember_captured(graph: fx.Graph) -> None:
+    """Keeps what capture recorded under ``meta["captured"]``, once, for all nodes."""
+    for node in graph.nodes:
+        if "captured" not in node.meta:
+            node.meta["captured"] = recorded_value(node)
+
+
+def recorded_value(node: fx.Node) -> Any:
+    """What capture left in the metadata, before anything was rewritten."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def set_value(node: fx.Node, value: Any) -> None:
+    """Records what a node produces, and the version that it has there (``version_of``).
+
+    ``example_value`` is kept equal: AOTAutograd's cache takes a method call on a node
+    for one on a tensor only where that key is present.
+    """
+    node.meta["val"] = value
+    if isinstance(value, torch.Tensor):
+        node.meta["version"] = version_of(value)
+    if value is not None:
+        node.meta["example_value"] = value
+
+
+def value_of(node: fx.Node) -> Any:
+    """The value recorded by ``set_value``."""
+    return node.meta.get("val")
+
+
+def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments with every node replaced by its value."""
+    args, kwargs = values_in((node.args, node.kwargs))
+    return args, kwargs
+
+
+def values_in(args: Any) -> Any:
+    """Nested arguments with every node replaced by its value."""
+    return map_arg(args, value_of)
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    """All tensors in nested arguments, in order."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        return leaf
+
+    map_aggregate(values, collect)
+    return found
+
+
+def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls what a ``call_function`` or ``call_method`` node calls."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode of the captured values (Dynamo's own, not the tracing context's)."""
+    for node in graph.nodes:
+        for tensor in tensors_in(captured_value(node)):
+            mode = getattr(tensor, "fake_mode", None)
+            if mode is not None:
+                return mode  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def analysis(
+    fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool, records_writes: bool = False
+) -> Iterator[None]:
+    """Where nodes are evaluated: fake tensors, autocast off, the program's grad mode."""
+    with contextlib.ExitStack() as stack:
+        if fake_mode is not None:
+            stack.enter_context(fake_mode)
+            if fake_mode.shape_env is not None:
+                stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+            if records_writes:
+                stack.enter_context(_WriteRecorder(fake_mode))
+        stack.enter_context(_without_warnings())
+        stack.enter_context(_without_saved_tensors_hooks())
+        stack.enter_context(no_autocast())
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
+        yield
+
+
+@contextlib.contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    """The user's hooks are for what the program saves, not for fake tensors.
+
+    Relies on ``torch._C._autograd._saved_tensors_hooks_set_tracing``, as AOTAutograd does.
+    """
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The user's program warns when it runs; evaluating its nodes must not repeat that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
+
+
+class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts writes per storage, those through ``.data`` and detached aliases included."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts = _num_writes.setdefault(fake_mode, Counter())
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                self._count(argument, value)
+            for argument in func._schema.arguments:
+                self._count(argument, kwargs.get(argument.name))
+        return func(*args, **kwargs)
+
+    def _count(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in tensors_in(value):
+                self._counts[storage_id(tensor)] += 1
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors share their memory; each sparse tensor is alone."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Changes whenever a tensor is written to; None for inference tensors.
+
+    The version counter does not see writes to ``.data``, the recorder of ``analysis`` does.
+    """
+    if tensor.is_inference():
+        return None
+    fake_mode: FakeTensorMode | None = getattr(tensor, "fake_mode", None)
+    if fake_mode is None:
+        return tensor._version, 0
+    return tensor._version, _num_writes.get(fake_mode, _NO_WRITES)[storage_id(tensor)]
+
+
+_NO_WRITES: Counter[int] = Counter()
+
+
+def is_written(placeholder: fx.Node) -> bool:
+    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
+    value = value_of(placeholder)
+    if not isinstance(value, torch.Tensor):
+        return False
+    version = version_of(value)
+    return version is None or version != placeholder.meta["version"]
+
+
+def evaluate(node: fx.Node) -> Any:
+    """The value of one call node from the values of its arguments, inside ``analysis``."""
+    args, kwargs = argument_values(node)
+    return adopt_captured(captured_value(node), call_target(node, args, kwargs))
+
+
+def adopt_captured(captured: Any, value: Any) -> Any:
+    """A fresh value, with everything but dtypes taken from capture where it has to be.
+
+    Sizes that depend on data get a new symbol at each evaluation; only the captured one
+    has a source. Dtypes do not change sizes, so the captured tensor in the fresh dtype
+    is the value. Numbers and symbols are taken as captured for the same reason.
+    """
+    if captured is None or value is None:
+        return value
+    if isinstance(captured, torch.Tensor) and isinstance(value, torch.Tensor):
+        return captured.to(value.dtype) if free_unbacked_symbols(captured) else value
+    if isinstance(captured, (tuple, list)) and isinstance(value, (tuple, list)):
+        if len(captured) == len(value) and tensors_in(captured):
+            leaves, spec = pytree.tree_flatten(value)
+            old = pytree.tree_leaves(captured)
+            if len(old) == len(leaves):
+                pairs = zip(old, leaves, strict=True)
+                return pytree.tree_unflatten([adopt_captured(o, v) for o, v in pairs], spec)
+        return value
+    return value if isinstance(value, torch.Tensor) else captured
+
+
+def dtypes_differ(left: Any, right: Any) -> bool:
+    """Whether two nested values hold tensors of different dtypes at any place."""
+    ours, theirs = tensors_in(left), tensors_in(right)
+    if len(ours) != len(theirs):
+        return bool(ours) and bool(theirs)
+    return any(a.dtype != b.dtype for a, b in zip(ours, theirs, strict=True))

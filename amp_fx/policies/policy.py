@@ -1,0 +1,393 @@
+"""Which op is cast how: op tables under a name, and what a user changes on top of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import PolicyError
+from amp_fx.policies.op_names import all_ops
+from amp_fx.policies.overrides import arg_override, module_overrides, op_overrides, rule_override
+from amp_fx.policies.treatment import Resolver
+from amp_fx.tables.build import check_entry
+from amp_fx.tables.presets import PRESETS, torch_version
+from amp_fx.tables.reference import REFERENCE
+from amp_fx.tables.versions import active
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from amp_fx.policies.cast_policy import CastPolicy
+    from amp_fx.policies.overrides import (
+        ArgOverride,
+        ModuleOverride,
+        OpOverride,
+        Rule,
+        RuleOverride,
+    )
+    from amp_fx.tables.build import Table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """Which op is cast how: op tables per device type, and changes to them; cannot be changed.
+
+    Policies are equal, and hash alike, if their contents are: the name is a label. The methods
+    ``with_*`` return a copy. Of what they lay down, later beats earlier; what holds for a
+    module beats what holds for an op, and a rule beats both.
+
+    Attributes:
+        name: What to call it; a preset's name, for one.
+        tables: By device type, the cast policy of each op by its qualified overload name
+            (``"aten::softmax.int"``; the default overload has no suffix), ``ops`` included.
+            Copied.
+        ops: What ``with_ops`` laid down, in order.
+        modules: What ``with_modules`` laid down, in order.
+        args: What ``with_args`` laid down, in order.
+        rules: What ``with_rule`` laid down, in order.
+        dtypes: By device type the low dtype of regions that name none.
+
+    Raises:
+        PolicyError: A name is not qualified, or a policy is not a ``CastPolicy``.
+    """
+
+    name: str = dataclasses.field(compare=False)
+    tables: Mapping[str, Table]
+    ops: tuple[OpOverride, ...] = ()
+    modules: tuple[ModuleOverride, ...] = ()
+    args: tuple[ArgOverride, ...] = ()
+    rules: tuple[RuleOverride, ...] = ()
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks the entries and replaces the tables by read-only copies."""
+        copies = {device_type: _read_only(table) for device_type, table in self.tables.items()}
+        object.__setattr__(self, "tables", types.MappingProxyType(copies))
+
+    @classmethod
+    def default(cls, device_type: str | None = None, dtype: torch.dtype | None = None) -> Policy:
+        """The policy of ``torch.autocast`` in the installed torch: ``preset("torch")``.
+
+        Args:
+            device_type: What ``dtype`` is for; None for all. The tables of the other device
+                types are there as well.
+            dtype: The low dtype of regions that name none.
+
+        Raises:
+            PolicyError: There is no table for the device type, or the dtype is not one to
+                autocast to.
+        """
+        policy = preset("torch")
+        if device_type is not None and device_type not in policy.tables:
+            allowed = ", ".join(policy.tables)
+            raise PolicyError(f"{device_type!r} has no table; there are {allowed}")
+        return policy if dtype is None else policy.with_dtype(dtype, device_type)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.files``.
+
+        Raises:
+            PolicyError: The file cannot be read, or an entry is wrong; names line and key.
+        """
+        from amp_fx.policies.files import load
+
+        return load(path)
+
+    @classmethod
+    def loads(cls, text: str) -> Policy:
+        """Reads the text of a policy file: what ``str`` gives of a policy.
+
+        Raises:
+            PolicyError: An entry is wrong; names line and key.
+        """
+        from amp_fx.policies.files import loads
+
+        return loads(text)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a policy file: the preset that this one starts from, and the changes.
+
+        Raises:
+            PolicyError: A rule or a class of modules cannot be imported by name, so that a
+                file cannot tell of it.
+        """
+        from amp_fx.policies.files import save
+
+        save(self, path)
+
+    def rule(self, op: torch._ops.OpOverload, device_type: str) -> CastPolicy | None:
+        """The policy of one op overload on one device type; None if it has none.
+
+        That is what holds outside of the modules named by ``with_modules``, where no rule says
+        otherwise. A device type without a table, such as a new accelerator, has no policies.
+        """
+        table = self.tables.get(device_type)
+        return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def resolver(self) -> Resolver:
+        """Finds how one call is treated, and why."""
+        return Resolver(self)
+
+    def low_dtype(self, device_type: str) -> torch.dtype | None:
+        """The low dtype of regions that name none; None leaves it to ``torch.autocast``."""
+        return dict(self.dtypes).get(device_type)
+
+    def with_dtype(self, dtype: torch.dtype, device_type: str | None = None) -> Policy:
+        """A copy with another low dtype for regions that name none.
+
+        Args:
+            dtype: ``torch.bfloat16`` or ``torch.float16``.
+            device_type: What it is for; None for all that have a table.
+
+        Raises:
+            PolicyError: It is not a dtype to autocast to.
+        """
+        is_dtype = isinstance(dtype, torch.dtype)
+        if not is_dtype or not dtype.is_floating_point or dtype.itemsize != 2:
+            raise PolicyError(
+                f"dtype={dtype!r} is not one to autocast to: torch.bfloat16 or torch.float16"
+            )
+        devices = self.tables if device_type is None else (device_type,)
+        dtypes = dict(self.dtypes) | dict.fromkeys(devices, dtype)
+        return dataclasses.replace(self, dtypes=tuple(sorted(dtypes.items(), key=str)))
+
+    def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
+        """A copy that casts some ops otherwise, on all device types.
+
+        Args:
+            policies: By op: a packet (``"softmax"``: all its overloads that can take the
+                policy), an overload (``"aten::softmax.int"``) or a glob (``"linalg_*"``), with
+                or without ``aten::``; ``"mylib::op"`` for one of a library's own, which must be
+                imported before; or the op itself (``torch.ops.aten.softmax``, what
+                ``torch.library.custom_op`` returns). A name wins over a glob.
+
+        Raises:
+            PolicyError: An op or a policy is unknown (suggests near names), an op is named
+                twice with different policies, or an op cannot take its policy.
+        """
+        added = op_overrides(policies, self._listed())
+        tables = {device: with_changes(table, added) for device, table in self.tables.items()}
+        return dataclasses.replace(self, tables=tables, ops=(*self.ops, *added))
+
+    def with_modules(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
+        """A copy that casts the ops inside of some modules otherwise.
+
+        Args:
+            policies: By module: a glob for the path from the compiled module
+                (``"decoder.*.norm"``; ``*`` also spans dots), a compiled regular expression
+                or ``"re:..."`` for the whole path, or a class, which its subclasses belong to.
+                Modules inside belong to a module too. It holds for all ops that make new
+                tensors (``treatment``): one of ``lower_precision_fp``, ``fp32``, ``promote``,
+                ``keep`` and ``same_as_input``.
+
+        Raises:
+            PolicyError: A pattern is none of these, or a policy is unknown.
+        """
+        added = module_overrides(policies)
+        return dataclasses.replace(self, modules=(*self.modules, *added))
+
+    def with_rule(self, rule: Rule | str) -> Policy:
+        """A copy with a function that is asked about every op that makes new tensors.
+
+        Args:
+            rule: Called as ``rule(op, module_path, shapes, dtypes)``: the qualified name of the
+                overload, the path of the module around it, and a tuple each with the sizes and
+                the dtypes of its tensors. Gives a cast policy, its name, or None for no opinion.
+                It must depend on these alone. A string names it: ``"package.module:name"``.
+
+        Raises:
+            PolicyError: It is no function.
+        """
+        return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
+
+    def with_args(self, op: Any, args: Mapping[str, CastPolicy | str]) -> Policy:
+        """A copy that treats single arguments of an op otherwise than the op's policy says.
+
+        Args:
+            op: As in ``with_ops``.
+            args: By argument ``"same_as:<another argument>"`` (its dtype, after its own cast),
+                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``.
+
+        Raises:
+            PolicyError: The op has no such tensor argument, or the value is not allowed.
+        """
+        return dataclasses.replace(self, args=(*self.args, arg_override(op, args, self._listed())))
+
+    def with_device(self, device_type: str, table: Table | None = None) -> Policy:
+        """A copy with a table for one more device type, or another one for a known type.
+
+        What ``with_ops`` laid down holds there too.
+
+        Args:
+            device_type: As in ``torch.device(...).type``; for a backend outside of PyTorch
+                the name given to ``torch.utils.rename_privateuse1_backend``.
+            table: Policies by qualified overload name. None takes the lists that
+                ``ATen/autocast_mode.h`` offers to new accelerators (``AT_FORALL_*``), as of
+                the installed torch.
+
+        Raises:
+            PolicyError: The device type is empty or has an index, or an entry is not usable.
+        """
+        if not device_type or ":" in device_type:
+            raise PolicyError(f"{device_type!r} is not a device type; write it like 'cuda'")
+        if table is None:
+            table = active(REFERENCE, torch_version())
+        changed = with_changes(_read_only(table), self.ops)
+        return dataclasses.replace(self, tables={**self.tables, device_type: changed})
+
+    def gone(self, device_type: str) -> tuple[str, ...]:
+        """Ops in a table that the installed torch does not have, sorted.
+
+        They are kept, and never met: a name from another torch version, or one that a list
+        from elsewhere has and torch has removed.
+        """
+        return tuple(sorted(set(self.tables.get(device_type, ())) - all_ops()))
+
+    def _listed(self) -> set[str]:
+        return {op for table in self.tables.values() for op in table}
+
+    def __hash__(self) -> int:
+        """By content, as equality is."""
+        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
+        return hash((tables, self.ops, self.modules, self.args, self.rules, self.dtypes))
+
+    def __repr__(self) -> str:
+        """The name, how many ops each device type has, and how many changes there are."""
+        counts = [f"{d}: {len(table)} ops" for d, table in self.tables.items()] or ["no devices"]
+        changes = {what: len(getattr(self, what)) for what in ("ops", "modules", "args", "rules")}
+        counts += [f"with {what}: {number}" for what, number in changes.items() if number]
+        counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
+        return f"Policy({self.name!r}, {', '.join(counts)})"
+
+    def __str__(self) -> str:
+        """The text of a policy file, which ``loads`` reads."""
+        from amp_fx.policies.files import to_text
+
+        return to_text(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles plain dictionaries: read-only views cannot be."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return _restored, (FORMAT, {**fields, "tables": _plain(self.tables)})
+
+
+def with_changes(table: Table, overrides: Iterable[OpOverride]) -> dict[str, CastPolicy]:
+    """A table with what ``with_ops`` laid down."""
+    changes = {op: override.policy for override in overrides for op in override.overloads}
+    return {**table, **changes}
+
+
+def _plain(tables: Mapping[str, Table]) -> dict[str, dict[str, CastPolicy]]:
+    return {device: dict(table) for device, table in tables.items()}
+
+
+FORMAT = 1
+"""Of pickled policies and of policy files; raised when older ones would be read wrongly."""
+
+
+def _restored(version: int, fields: dict[str, Any]) -> Policy:
+    """A pickled policy.
+
+    Raises:
+        PolicyError: Another version of amp_fx has pickled it.
+    """
+    known = {field.name for field in dataclasses.fields(Policy)}
+    if version == FORMAT and set(fields) == known:
+        return Policy(**fields)
+    raise PolicyError(
+        f"this policy was pickled by another version of amp_fx (format {version}, here "
+        f"{FORMAT}); Policy.save and Policy.load carry it over"
+    )
+
+
+def as_policy(policy: object) -> Policy:
+    """The policy that somebody means.
+
+    Args:
+        policy: A policy, the name of a preset, the path of a policy file (``*.toml``) or the
+            text of one.
+
+    Raises:
+        PolicyError: It is none of these, or the file cannot be read.
+    """
+    if isinstance(policy, os.PathLike):
+        return Policy.load(policy)
+    if isinstance(policy, str):
+        if "\n" in policy:
+            return Policy.loads(policy)
+        return Policy.load(policy) if policy.endswith(".toml") else preset(policy)
+    if isinstance(policy, Policy) and {f.name for f in dataclasses.fields(Policy)} <= {
+        *vars(policy)
+    }:
+        return policy
+    if type(policy).__name__ == Policy.__name__:
+        raise PolicyError(
+            f"policy={type(policy)!r} is of another version of amp_fx, or of a copy of it that "
+            "was imported before; Policy.save and Policy.load carry it over"
+        )
+    raise PolicyError(
+        f"policy={policy!r} is neither an amp_fx.Policy, nor the name of a preset "
+        f"({', '.join(preset_names())}), nor the path of a policy file (*.toml)"
+    )
+
+
+def preset(name: str) -> Policy:
+    """A policy by name.
+
+    Args:
+        name: ``"torch"`` is what ``torch.autocast`` does in the installed version;
+            ``"torch-2.11"`` and its like, what it did in another; ``"ipex"`` takes the CPU
+            lists of Intel Extension for PyTorch, and torch's own for all other devices;
+            ``"lean"`` is torch's, with the outputs of normalizations and softmax in the dtype
+            of their inputs where torch makes them float32.
+
+    Raises:
+        PolicyError: There is no such preset; lists those there are.
+    """
+    if name not in PRESETS:
+        raise PolicyError(_unknown_preset(name))
+    return _build(name)
+
+
+def add_device(device_type: str, table: Table | None) -> None:
+    """Gives all presets a table for one more device type; see ``Policy.with_device``.
+
+    Presets that were taken before keep their tables.
+    """
+    checked = Policy("", {}).with_device(device_type, table)
+    _added[device_type] = checked.tables[device_type]
+    _build.cache_clear()
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names that ``preset`` takes."""
+    return tuple(PRESETS)
+
+
+_added: dict[str, Table] = {}
+"""Tables of devices that are not PyTorch's own (``add_device``)."""
+
+
+@functools.cache
+def _build(name: str) -> Policy:
+    return Policy(name, {**PRESETS[name](), **_added})
+
+
+def _read_only(table: Table) -> Table:
+    for op, policy in table.items():
+        check_entry(op, policy)
+    return types.MappingProxyType(dict(table))
+
+
+def _unknown_preset(name: str) -> str:
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"there is no preset {name!r}; there are {', '.join(PRESETS)}{meant}"

@@ -1,0 +1,1 @@
+"""Low copies of weights: kept across calls, never stale."""

@@ -1,0 +1,147 @@
+"""Connects a graph whose weight casts were taken out with the cache that fills them in."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_fx.graphs.recording import current_recorder
+from amp_fx.graphs.values import is_written
+from amp_fx.weights.cast_plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def keepable_weights(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The placeholders that are weights: plain parameters, and buffers of modules.
+
+    Subclasses (DTensor, quantized weights) are left out: their storage is not plain.
+
+    Returns:
+        For each, its name and the names of all inputs that share its storage.
+    """
+    if _may_be_sharded():
+        return ()
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    pairs = list(zip(placeholders, example_inputs, strict=True))
+    sharing: defaultdict[int, list[str]] = defaultdict(list)
+    for node, example in pairs:
+        if isinstance(example, torch.Tensor) and example.layout is torch.strided:
+            sharing[example.untyped_storage()._cdata].append(node.name)
+    return tuple(
+        (node.name, tuple(sharing[example.untyped_storage()._cdata]))
+        for node, example in pairs
+        if _is_weight(node, example)
+    )
+
+
+def _may_be_sharded() -> bool:
+    """Whether FSDP may be at work, which frees and allocates the storages of weights.
+
+    Resizing a storage that was made copy-on-write fails in torch, so that no weight of a
+    distributed program is watched.
+    """
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _is_weight(node: fx.Node, example: Any) -> bool:
+    kind = type(example)
+    if kind is FakeTensor and current_recorder() is not None:
+        # It stands for a plain one; nobody can keep the casts of fake weights in earnest.
+        kind = torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
+    if kind is torch.Tensor:
+        return _is_module_buffer(node)
+    return kind is torch.nn.Parameter and example.layout is torch.strided
+
+
+def _is_module_buffer(node: fx.Node) -> bool:
+    """Whether Dynamo took an input for a module's own tensor, which keeps its address."""
+    tensor_dict = node.meta.get("tensor_dict") or {}
+    return tensor_dict.get("_dynamo_static_input_type") is not None
+
+
+def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
+    """The plan for a rewritten graph; None if it keeps no casts."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    slots = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
+    if not slots:
+        return None
+    writes_inputs = any(is_written(n) for n in placeholders)
+    return Plan(
+        slots,
+        owner=_owner(gm),
+        passed=_passed_inputs(placeholders),
+        writes_inputs=writes_inputs,
+        verify=verify,
+    )
+
+
+def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Positions of the inputs that Dynamo gives and the graph needs.
+
+    Where no gradient flows, a weight is only there for its copy to be made of.
+    """
+    given = [node for node in placeholders if "kept_input" not in node.meta]
+    replaced = {n.meta["kept_input"].source_index for n in placeholders if "kept_input" in n.meta}
+    return tuple(i for i, node in enumerate(given) if node.users or i not in replaced)
+
+
+def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
+    """Takes the inputs that a plan does not pass out of the graph."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for index, node in enumerate(placeholders):
+        if "kept_input" not in node.meta and index not in plan.passed:
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _owner(gm: fx.GraphModule) -> str:
+    """Whose graph it is: the function and the file in which its first node was captured."""
+    for node in gm.graph.nodes:
+        frame = _OUTERMOST_FRAME.search(node.meta.get("stack_trace") or "")
+        if frame is not None:
+            path, function = frame.groups()
+            return f"{function} ({Path(path).name})"
+    return "unknown"
+
+
+_OUTERMOST_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
+
+
+def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Example values of the added inputs, for the inner compiler.
+
+    They are fake, with the weights' own sizes: making a real copy fake would invent
+    symbolic sizes that no guard knows the source of.
+    """
+    context = TracingContext.try_get()
+    fake_mode: FakeTensorMode | None = context.fake_mode if context is not None else None
+    copies = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        kept = node.meta.get("kept_input")
+        if kept is not None:
+            copies.append(_example_copy(example_inputs[kept.source_index], kept.dtype, fake_mode))
+    return copies
+
+
+def _example_copy(
+    weight: torch.Tensor, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+) -> torch.Tensor:
+    copy = torch.empty_like(weight, dtype=dtype, device="meta", requires_grad=False)
+    if fake_mode is None:
+        return torch.empty_like(copy, device=weight.device)
+    with fake_mode:
+        return torch.empty_strided(copy.size(), copy.stride(), dtype=dtype, device=weight.device)

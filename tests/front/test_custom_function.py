@@ -1,0 +1,150 @@
+"""custom_function: custom_fwd and custom_bwd, eager and compiled, with and without a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import amp_fx
+from amp_fx import CastPolicy, preset
+from amp_fx.errors import OptionError, RegionError
+from tests.programs import assert_same_bits, compiled, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def make_function(
+    decorators: Any, cast_inputs: torch.dtype | None
+) -> type[torch.autograd.Function]:
+    """A product whose backward is not the forward's derivative: twice the gradient."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @decorators.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)  # type: ignore[untyped-decorator]
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @decorators.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            return 2 * (grad @ b.t()).to(a.dtype), 2 * (a.t() @ grad).to(b.dtype)
+
+    return Product
+
+
+# Dynamo makes an instance to find out what a user's function does.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+POLICIES = {
+    "torch": None,
+    "float32": preset("torch").with_device(
+        "cpu", {**preset("torch").tables["cpu"], "aten::matmul": CastPolicy.FP32}
+    ),
+}
+
+
+@pytest.fixture
+def args(rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(3, 3, generator=rng).requires_grad_() for _ in range(2))
+
+
+@pytest.mark.parametrize("cast_inputs", [None, f16, f32])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_same_as_torch_amp(
+    cast_inputs: torch.dtype | None, enabled: bool, args: tuple[torch.Tensor, ...]
+) -> None:
+    runs = [
+        run_program(make_function(module, cast_inputs).apply, args, bf16 if enabled else None)
+        for module in (amp_fx, torch.amp)
+    ]
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cast_inputs", [None, f16])
+def test_compiled_as_eager(
+    policy: str, cast_inputs: torch.dtype | None, args: tuple[torch.Tensor, ...]
+) -> None:
+    function = make_function(amp_fx, cast_inputs)
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return apply(function, a, b)
+
+    def in_region(inner: Callable[..., Any]) -> Callable[..., Any]:
+        return amp_fx.autocast("cpu", policy=POLICIES[policy])(inner)
+
+    eager, ours = run_program(in_region(call), args), run_program(in_region(compiled(call)), args)
+    expected = f16 if cast_inputs is not None else f32 if policy == "float32" else bf16
+    assert eager.outputs[0].dtype == expected
+    assert_same_bits(ours, eager)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_backward_runs_with_the_state_of_forward(
+    policy: str, args: tuple[torch.Tensor, ...]
+) -> None:
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        @amp_fx.custom_fwd(device_type="cpu")
+        def forward(_: Any, a: torch.Tensor) -> torch.Tensor:
+            return a.clone()
+
+        @staticmethod
+        @amp_fx.custom_bwd(device_type="cpu")
+        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append((grad @ grad).dtype)
+            return grad
+
+    with amp_fx.autocast("cpu", f16, policy=POLICIES[policy]):
+        result = apply(Look, args[0])
+    torch.autograd.backward(result.sum())
+    assert seen == [f16 if policy == "torch" else f32]
+
+
+def test_forward_with_torchs_own_decorator(args: tuple[torch.Tensor, ...]) -> None:
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
+        def forward(_: Any, a: torch.Tensor) -> torch.Tensor:
+            return a.clone()
+
+        @staticmethod
+        @amp_fx.custom_bwd(device_type="cpu")
+        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    torch.autograd.backward(apply(Mixed, args[0]).sum())
+    assert args[0].grad is not None
+
+
+@pytest.mark.parametrize("decorator", [amp_fx.custom_fwd, amp_fx.custom_bwd])
+def test_bad_input(decorator: Any) -> None:
+    with pytest.raises(RegionError, match="cannot autocast"):
+        decorator(device_type="nowhere")
+    with pytest.raises(RegionError, match="without an index"):
+        decorator(device_type="cpu:0")
+    with pytest.raises(TypeError, match="decorates a function, not 3"):
+        decorator(3, device_type="cpu")
+    with pytest.raises(TypeError):
+        decorator(lambda: None)
+
+
+@pytest.mark.parametrize("cast_inputs", ["float16", torch.int8, 3])
+def test_cast_inputs_that_is_no_floating_dtype(cast_inputs: Any) -> None:
+    with pytest.raises(OptionError, match="no floating-point dtype"):
+        amp_fx.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)

@@ -1,0 +1,73 @@
+"""checker: every invariant, broken on purpose, is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_fx.errors import GraphInvariantError
+from amp_fx.graphs.casts import add_cast
+from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.values import set_value
+from amp_fx.pipeline import default_passes, run_passes
+from tests.programs import site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_fx.policies.policy import Policy
+    from tests.programs import Captured
+
+
+@pytest.fixture
+def rewritten(capture: Callable[..., Captured], rng: torch.Generator, policy: Policy) -> Captured:
+    x = torch.randn(4, 4, generator=rng)
+    captured = capture(lambda x: (x @ x).relu().sum(), x)
+    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=False)
+    return captured
+
+
+def fails(captured: Captured, message: str) -> None:
+    with pytest.raises(GraphInvariantError, match=f"^after a_pass: .*{message}"):
+        check_graph(captured.gm, "a_pass")
+
+
+def test_rewritten_graph_passes(rewritten: Captured) -> None:
+    check_graph(rewritten.gm, "a_pass")
+
+
+def test_graph_that_does_not_lint(rewritten: Captured) -> None:
+    first, last = rewritten.node("x_bf16"), rewritten.node("sum")
+    last.append(first)
+    fails(rewritten, "does not lint")
+
+
+@pytest.mark.parametrize("name", ["matmul", "relu", "x_bf16"])
+def test_stale_dtype(rewritten: Captured, name: str) -> None:
+    node = rewritten.node(name)
+    set_value(node, node.meta["val"].float())
+    fails(rewritten, "produces .*bfloat16.*says .*float32")
+
+
+def test_stale_rank(rewritten: Captured) -> None:
+    node = rewritten.node("relu")
+    set_value(node, node.meta["val"].flatten())
+    fails(rewritten, "produces")
+
+
+def test_cast_to_the_same_dtype(rewritten: Captured) -> None:
+    node = rewritten.node("x_bf16")
+    node.meta["cast"] = dataclasses.replace(node.meta["cast"], source_dtype=torch.bfloat16)
+    fails(rewritten, "casts to the dtype that")
+
+
+def test_cast_of_a_cast(rewritten: Captured) -> None:
+    inner, user = rewritten.node("x_bf16"), rewritten.node("matmul")
+    with rewritten.gm.graph.inserting_before(user):
+        outer = add_cast(rewritten.gm.graph, inner, torch.float16, "test")
+    outer.meta["site"] = inner.meta["site"]
+    set_value(outer, inner.meta["val"].half())
+    fails(rewritten, "itself a cast")

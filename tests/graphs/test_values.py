@@ -1,0 +1,95 @@
+"""values: what a node produces, found by evaluating it alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from amp_fx.graphs.values import (
+    adopt_captured,
+    analysis,
+    captured_value,
+    detect_fake_mode,
+    dtypes_differ,
+    evaluate,
+    remember_captured,
+    set_value,
+    tensors_in,
+    value_of,
+)
+from tests.programs import capture_program
+
+
+def test_evaluation_is_under_the_fake_mode_with_autocast_off(rng: torch.Generator) -> None:
+    x = torch.randn(4, 4, generator=rng).requires_grad_()
+    captured = capture_program(lambda x: x @ x, x)
+    graph = captured.gm.graph
+    remember_captured(graph)
+    mode = detect_fake_mode(graph)
+    assert mode is not None
+    for node in graph.find_nodes(op="placeholder"):
+        set_value(node, captured_value(node))
+    node = captured.node("matmul")
+    with torch.autocast("cpu", torch.bfloat16), analysis(mode, is_grad_enabled=True):
+        value = evaluate(node)
+    assert value.fake_mode is mode
+    assert value.dtype == torch.float32
+    assert value.requires_grad
+    with analysis(mode, is_grad_enabled=False):
+        assert not evaluate(node).requires_grad
+
+
+def test_in_place_ops_raise_the_version_of_what_they_write() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_method("mul_", (x, 2))
+    set_value(x, torch.ones(2))
+    before = value_of(x)._version
+    with analysis(None, is_grad_enabled=True):
+        assert evaluate(node) is value_of(x)
+    assert value_of(x)._version == before + 1
+
+
+def test_captured_values_are_remembered_once() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = first = torch.ones(2)
+    remember_captured(graph)
+    set_value(x, torch.ones(2).half())
+    remember_captured(graph)
+    assert captured_value(x) is first
+    assert value_of(x).dtype == torch.float16
+
+
+def test_sizes_that_depend_on_data_stay_the_captured_ones() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with mode:
+        x = torch.ones(4)
+        captured, fresh = x.nonzero(), x.nonzero()
+        assert captured.shape[0] is not fresh.shape[0]
+        adopted = adopt_captured(captured, fresh.half())
+    assert str(adopted.shape) == str(captured.shape)
+    assert adopted.dtype == torch.float16
+
+
+def test_numbers_are_taken_as_captured_and_tensors_as_fresh() -> None:
+    captured, fresh = (torch.ones(2), 3), (torch.ones(2).half(), 4)
+    adopted = adopt_captured(captured, fresh)
+    assert adopted[0] is fresh[0]
+    assert adopted[1] == 3
+    assert adopt_captured(None, 5) == 5
+
+
+def test_dtypes_differ_at_any_place() -> None:
+    low, high = torch.ones(1).half(), torch.ones(1)
+    assert dtypes_differ((high, [high]), (high, [low]))
+    assert not dtypes_differ((high, [low]), [high, (low,)])
+    assert not dtypes_differ(None, low)
+    assert dtypes_differ((high,), (high, high))
+
+
+def test_tensors_in_nested_arguments_in_order() -> None:
+    first, second = torch.ones(1), torch.ones(2)
+    assert tensors_in([first, 1], {"a": (second, None)}) == [first, second]

@@ -1,0 +1,258 @@
+"""Gradients reach float32 parameters in float32, bit for bit as without the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.weights.nets import (
+    TRAIN,
+    assert_same,
+    autocast,
+    compile_amp_fx,
+    gradients,
+    inputs,
+    make_net,
+    random,
+)
+
+COMPILERS = ["eager", "aot_eager"]
+
+
+def test_dtypes_and_bits() -> None:
+    net, twin = make_net(), make_net()
+    compiled, plain = compile_amp_fx(net), compile_amp_fx(net, weight_cache=False)
+    for _ in range(2):
+        actual = gradients(compiled(inputs()), net)
+        assert [g.dtype for g in actual if g is not None] == [torch.float32] * 3
+        assert_same(actual, gradients(plain(inputs()), net))
+        assert_same(actual, gradients(autocast(twin, inputs()), twin))
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_compiled_backward_gives_the_same_with_and_without_the_cache(compiler: str) -> None:
+    net = make_net()
+    compiled = compile_amp_fx(net, compiler=compiler)
+    plain = compile_amp_fx(net, compiler=compiler, weight_cache=False)
+    for _ in range(3):
+        expected = plain(inputs())
+        actual = compiled(inputs())
+        assert_same(actual, expected)
+        assert_same(gradients(actual, net), gradients(expected, net))
+        net.a.weight.data.mul_(1.5)
+
+
+def test_gradients_of_inputs() -> None:
+    net, twin = make_net(), make_net()
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    compile_amp_fx(net)(x).sum().backward()  # type: ignore[no-untyped-call]
+    autocast(twin, y).sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, y.grad)
+
+
+def test_hooks_of_parameters_see_and_change_float32_gradients() -> None:
+    seen: list[list[Any]] = []
+    for compiled in (True, False):
+        net = make_net()
+        calls: list[Any] = []
+
+        def hook(grad: torch.Tensor, calls: list[Any] = calls) -> torch.Tensor:
+            calls.append(grad.clone())
+            return grad * 2
+
+        net.a.weight.register_hook(hook)  # type: ignore[no-untyped-call]
+        out = compile_amp_fx(net)(inputs()) if compiled else autocast(net, inputs())
+        out.sum().backward()  # type: ignore[no-untyped-call]
+        seen.append([*calls, net.a.weight.grad])
+    assert len(seen[0]) == 2
+    assert_same(seen[0], seen[1])
+
+
+def test_a_graph_that_is_retained() -> None:
+    net, twin = make_net(), make_net()
+    out, expected = compile_amp_fx(net)(inputs()), autocast(twin, inputs())
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        expected.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_double_backward() -> None:
+    grads = []
+    for compiled in (True, False):
+        net = make_net()
+        out = compile_amp_fx(net)(inputs()) if compiled else autocast(net, inputs())
+        first = torch.autograd.grad(out.square().sum(), list(net.parameters()), create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        assert isinstance(penalty, torch.Tensor)
+        grads.append([*first, *torch.autograd.grad(penalty, list(net.parameters()))])
+    assert_same(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_from_outside(use_reentrant: bool) -> None:
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net)
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    compiled(x)  # tracing saves tensors too, which checkpoint would count
+    with torch.no_grad():
+        compiled(x)
+    for _ in range(2):
+        out = checkpoint(compiled, x, use_reentrant=use_reentrant)
+        expected = autocast(lambda v: checkpoint(twin, v, use_reentrant=use_reentrant), y)
+        out.sum().backward()
+        expected.sum().backward()  # type: ignore[no-untyped-call]
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.5)
+
+
+def test_checkpointed_inside() -> None:
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(lambda v: net.b(checkpoint(net.a, v, use_reentrant=False)))
+    for _ in range(2):
+        out = compiled(inputs())
+        expected = autocast(lambda v: twin.b(checkpoint(twin.a, v, use_reentrant=False)), inputs())
+        assert_same(out, expected)
+        assert_same(gradients(out, net), gradients(expected, twin))
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.5)
+
+
+# A weight that changes between a forward and its backward.
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_change_before_the_backward_gives_the_gradient_of_the_forward(
+    compiler: str, is_frozen: bool
+) -> None:
+    net, twin = make_net(), make_net()
+    for model in (net, twin):
+        model.requires_grad_(not is_frozen)
+    compiled = compile_amp_fx(net, compiler=compiler)
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    out, expected = compiled(x), autocast(twin, y)
+    for model in (net, twin):
+        for parameter in model.parameters():
+            parameter.data.mul_(3)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    expected.sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, y.grad)
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+# Graphs of the inner compiler "eager" save the region's own cast of a trainable weight.
+@pytest.mark.parametrize("other_graph", [False, True])
+def test_a_change_and_another_forward_leave_the_first_backward_alone(other_graph: bool) -> None:
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net, compiler="eager")
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    out, expected = compiled(x), autocast(twin, y)
+    for model in (net, twin):
+        model.b.weight.data.mul_(3)
+    with torch.set_grad_enabled(not other_graph):
+        compiled(inputs(requires_grad=True))
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    expected.sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, y.grad)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "is_frozen"), [("eager", True), ("aot_eager", False), ("aot_eager", True)]
+)
+@pytest.mark.parametrize("other_graph", [False, True])
+def test_a_change_and_another_forward_refuse_the_first_backward(
+    compiler: str, is_frozen: bool, other_graph: bool
+) -> None:
+    net = make_net().requires_grad_(not is_frozen)
+    compiled = compile_amp_fx(net, compiler=compiler)
+    out = compiled(inputs(requires_grad=True))
+    net.b.weight.data.mul_(3)
+    with torch.set_grad_enabled(not other_graph):
+        compiled(inputs(requires_grad=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_false_alarm_refuses_no_backward(compiler: str, is_frozen: bool) -> None:
+    check_false_alarm(compiler, is_frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_false_alarm_refuses_no_backward_of_inductor(is_frozen: bool) -> None:
+    check_false_alarm("inductor", is_frozen)
+
+
+def check_false_alarm(compiler: str, is_frozen: bool) -> None:
+    net = make_net().requires_grad_(not is_frozen)
+    compiled = compile_amp_fx(net, compiler=compiler)
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    compiled(y).sum().backward()  # type: ignore[no-untyped-call]
+    outs = [compiled(x)]
+    for _ in range(2):
+        for parameter in net.parameters():
+            parameter.data_ptr()
+        outs.append(compiled(x))
+        with torch.no_grad():
+            compiled(x)
+    outs[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, y.grad)
+
+
+def test_a_native_graph_that_reads_a_weight_is_no_change() -> None:
+    net = make_net()
+    compiled = compile_amp_fx(net)
+    reader = torch.compile(lambda w: w.sum(), backend="aot_eager")
+    out = compiled(inputs())
+    reader(net.a.weight)
+    compiled(inputs())
+    out.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_clearing_the_cache_does_not_touch_a_pending_backward() -> None:
+    from amp_fx import weight_cache
+
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net)
+    out = compiled(inputs())
+    weight_cache.clear()
+    net.a.weight.data.mul_(3)
+    compiled(inputs())
+    assert_same(gradients(out, net), gradients(autocast(twin, inputs()), twin))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_derivatives_by_inputs() -> None:
+    forward_ad: Any = torch.autograd.forward_ad
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net)
+    tangents = []
+    programs: tuple[Any, ...] = (compiled, lambda v: autocast(twin, v))
+    for program in programs:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs(), random(3, 4, seed=5))
+            tangents.append(forward_ad.unpack_dual(program(dual)).tangent)
+    assert_same(tangents[0], tangents[1])
+
+
+def test_training_for_some_steps() -> None:
+    net, twin = make_net(), make_net()
+    compiled = TRAIN.compile(net)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (net, twin)]
+    for _ in range(5):
+        TRAIN.check(compiled, net, twin)
+        compiled(inputs()).square().mean().backward()  # type: ignore[no-untyped-call]
+        autocast(twin, inputs()).square().mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(list(net.parameters()), list(twin.parameters()))

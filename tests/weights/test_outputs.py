@@ -1,0 +1,64 @@
+"""No output of a graph is, or looks into, a kept copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from amp_fx.weights import kept_copies
+from tests.weights.nets import SIZE, assert_same, compile_amp_fx, inputs, random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "weight": lambda x, w: (functional.linear(x, w), w),
+    "view of weight": lambda x, w: (functional.linear(x, w), w[1:].t()),
+    "transposed before use": lambda x, w: (x @ w.t(), w.t()),
+    "weight to bfloat16": lambda x, w: (functional.linear(x, w), w.to(torch.bfloat16)),
+    "view of weight to bfloat16": lambda x, w: (functional.linear(x, w), w.bfloat16().view(-1)[2:]),
+    "dropout in eval": lambda x, w: functional.dropout(functional.linear(x, w), training=False),
+    "one operand": lambda _, w: w @ w,
+    "diagonal of product": lambda _, w: torch.diagonal(w @ w),
+    "list": lambda x, w: [functional.linear(x, w), {"w": w.detach()}],
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("is_grad_enabled", [True, False])
+@pytest.mark.parametrize("is_ambient", [True, False])
+def test_outputs_stay_as_they_were(
+    name: str, compiler: str, is_grad_enabled: bool, is_ambient: bool
+) -> None:
+    weight = torch.nn.Parameter(random(SIZE, SIZE))
+    compiled = compile_amp_fx(PROGRAMS[name], compiler=compiler)
+    with torch.set_grad_enabled(is_grad_enabled), torch.autocast("cpu", enabled=is_ambient):
+        compiled(inputs(), weight)
+        outs = tree_leaves(compiled(inputs(), weight))
+        storages = {out.untyped_storage()._cdata for out in outs}
+        assert not storages & {
+            copy.low.untyped_storage()._cdata for copy in kept_copies.CACHE.copies.values()
+        }
+        own = [out for out in outs if out.untyped_storage()._cdata != weight_storage(weight)]
+        before = [out.detach().clone() for out in own]
+        weight.data.mul_(3)
+        compiled(inputs(), weight)
+    assert_same([out.detach() for out in own], before)
+
+
+def weight_storage(weight: torch.Tensor) -> int:
+    return int(weight.untyped_storage()._cdata)
+
+
+@torch.no_grad()
+def test_writing_to_an_output_spoils_no_copy() -> None:
+    weight = torch.nn.Parameter(random(SIZE, SIZE))
+    compiled = compile_amp_fx(PROGRAMS["view of weight to bfloat16"])
+    expected = compiled(inputs(), weight)[0].clone()
+    compiled(inputs(), weight)[1].zero_()
+    assert_same(compiled(inputs(), weight)[0], expected)

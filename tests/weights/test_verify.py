@@ -1,0 +1,98 @@
+"""What nothing can notice: said aloud by ``verify``, put right by ``invalidate``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from amp_fx import weight_cache
+from amp_fx.errors import StaleWeightError
+from tests.weights.nets import (
+    Net,
+    Weight,
+    assert_same,
+    autocast,
+    compile_amp_fx,
+    inputs,
+    make_net,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def aliased() -> tuple[Net, np.ndarray]:
+    """A model, and an array over its first weight that was taken before any call."""
+    net = make_net()
+    return net, net.a.weight.detach().numpy()
+
+
+@torch.no_grad()
+def test_invalidate_after_a_write_through_an_earlier_array() -> None:
+    net, array = aliased()
+    compiled = compile_amp_fx(net)
+    compiled(inputs())
+    for target in (net, net.a.weight, None):
+        array *= 2
+        weight_cache.invalidate(target)
+        assert_same(compiled(inputs()), autocast(net, inputs()))
+
+
+@torch.no_grad()
+def test_verify_option() -> None:
+    net, array = aliased()
+    compiled = compile_amp_fx(net, verify=True)
+    compiled(inputs())
+    compiled(inputs())
+    array *= 2
+    with pytest.raises(StaleWeightError, match=r"bfloat16.*forward.*\(4, 4\).*invalidate"):
+        compiled(inputs())
+    weight_cache.invalidate(net)
+    assert_same(compiled(inputs()), autocast(net, inputs()))
+
+
+@torch.no_grad()
+def test_verify_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_FX_VERIFY", "1")
+    net, array = aliased()
+    compiled = compile_amp_fx(net)
+    compiled(inputs())
+    array *= 2
+    with pytest.raises(StaleWeightError):
+        compiled(inputs())
+
+
+@torch.no_grad()
+def test_without_verify_nothing_is_compared() -> None:
+    """If this fails, such writes are noticed after all: say so in the documentation."""
+    net, array = aliased()
+    compiled = compile_amp_fx(net)
+    before = compiled(inputs())
+    array *= 2
+    assert_same(compiled(inputs()), before)
+
+
+@torch.no_grad()
+def test_verify_tells_a_signed_zero_and_takes_nans() -> None:
+    model = Weight(torch.zeros(4, 4))
+    array = model.weight.numpy()
+    compiled = compile_amp_fx(model, verify=True)
+    model.weight[0, 0] = float("nan")
+    compiled(inputs())
+    compiled(inputs())
+    model.weight.numpy()  # noticed: the next call arms the weight again
+    compiled(inputs())
+    array[1, 1] = -0.0
+    with pytest.raises(StaleWeightError):
+        compiled(inputs())
+
+
+def test_verify_trains() -> None:
+    net, _ = aliased()
+    compiled = compile_amp_fx(net, verify=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(inputs()).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()

@@ -1,0 +1,387 @@
+"""Ways to change a weight: each is prepared for a model and then called step by step.
+
+The same steps on a twin make the same weights, bit for bit. Some need a model of plain
+allocated storage, some bring their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from tests.weights.nets import SIZE, Net, make_net, random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Step = Callable[[int], None]
+    Write = Callable[[Net], Step]
+
+WRITES: dict[str, Write] = {}
+"""By name; each takes a model and gives what writes to it."""
+
+COUNT = SIZE * SIZE
+
+
+def _write(change: Callable[[Net, int], Any]) -> None:
+    """Registers a write that needs no preparation."""
+
+    def prepare(net: Net) -> Step:
+        def step(i: int) -> None:
+            with torch.no_grad():
+                change(net, i)
+
+        return step
+
+    WRITES[change.__name__] = prepare
+
+
+def _prepared(prepare: Write) -> None:
+    """Registers a write that sets something up before the model is first called."""
+    WRITES[prepare.__name__] = prepare
+
+
+def other(i: int, *shape: int) -> torch.Tensor:
+    """New contents for a weight."""
+    return random(*(shape or (SIZE, SIZE)), seed=1000 + i)
+
+
+def _each(**changes: Callable[[Any, int], Any]) -> None:
+    """Registers writes to one parameter under no_grad."""
+    for name, change in changes.items():
+
+        def apply(net: Net, i: int, change: Callable[[Any, int], Any] = change) -> None:
+            change(net.a.weight, i)
+
+        apply.__name__ = name
+        _write(apply)
+
+
+_each(
+    mul_=lambda p, _: p.mul_(1.5),
+    copy_=lambda p, i: p.copy_(other(i)),
+    add_to_detached=lambda p, i: p.detach().add_(other(i)),
+    lerp_=lambda p, i: p.lerp_(other(i), 0.25),
+    fill_one_entry=lambda p, i: p.__setitem__((i % SIZE, 1), 3.0 + i),
+    write_row_of_view=lambda p, i: p.view(-1)[SIZE : 2 * SIZE].fill_(i + 0.5),
+    index_fill_=lambda p, i: p.index_fill_(0, torch.tensor([i % SIZE]), i + 0.25),
+    masked_fill_=lambda p, _: p.masked_fill_(p > 0.3, 0.3),
+    scatter_=lambda p, i: p.scatter_(0, torch.zeros(1, SIZE, dtype=torch.int64), other(i)),
+    out_argument=lambda p, i: torch.mul(other(i), 2.0, out=p),
+    initialise=lambda p, _: nn.init.constant_(p, 0.125),
+    orthogonal=lambda p, _: nn.init.orthogonal_(p, generator=torch.Generator().manual_seed(0)),
+    transpose_in_place=lambda p, _: p.t_(),
+    set_=lambda p, i: p.set_(other(i)),
+    data_mul_=lambda p, _: p.data.mul_(1.5),
+    data_copy_=lambda p, i: p.data.copy_(other(i)),
+    data_entry=lambda p, i: p.data.__setitem__((1, i % SIZE), 3.0 + i),
+    data_uniform_=lambda p, _: p.data.uniform_(-1, 1, generator=torch.Generator().manual_seed(5)),
+    data_replaced=lambda p, i: setattr(p, "data", other(i)),
+    data_transposed=lambda p, _: setattr(p, "data", p.data.t()),
+    data_transposed_and_written=lambda p, _: setattr(p, "data", p.data.t().mul_(1.5)),
+    data_cloned_and_scaled=lambda p, _: setattr(p, "data", p.data * 1.5),
+    foreach_mul_=lambda p, _: torch._foreach_mul_([p], 1.5),
+    foreach_copy_=lambda p, i: torch._foreach_copy_([p.data], [other(i)]),
+    foreach_lerp_=lambda p, i: torch._foreach_lerp_([p], [other(i)], 0.5),
+    numpy_of_detached=lambda p, _: p.detach().numpy().__imul__(1.5),
+    numpy_of_data=lambda p, i: p.data.numpy().__setitem__(0, i + 0.75),
+    numpy_array_protocol=lambda p, _: torch.from_numpy(p.detach().numpy()).mul_(1.5),
+    dlpack=lambda p, _: from_dlpack(p.detach()).mul_(1.5),
+    memmove=lambda p, i: _memmove(p, other(i)),
+    storage_copy_=lambda p, i: p.untyped_storage().copy_(other(i).untyped_storage()),
+    storage_fill_=lambda p, _: p.untyped_storage().fill_(0),
+    version_preserved=lambda p, _: _mul_preserving_version(p),
+    multiplied_in_inference_mode=lambda p, _: torch.inference_mode()(p.data.mul_)(1.5),
+    copied_by_a_thread=lambda p, i: _in_thread(lambda: p.data.copy_(other(i))),
+    written_in_a_fork_of_storage=lambda p, _: torch.as_strided(p.data, (2,), (1,), 3).mul_(1.5),
+)
+
+
+def _mul_preserving_version(parameter: nn.Parameter) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
+        parameter.mul_(1.5)
+
+
+def _memmove(parameter: nn.Parameter, source: torch.Tensor) -> None:
+    ctypes.memmove(parameter.data_ptr(), source.data_ptr(), 4 * COUNT)
+
+
+def _in_thread(change: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+
+
+@_write
+def parameter_replaced(net: Net, i: int) -> None:
+    net.a.weight = nn.Parameter(other(i))
+
+
+@_write
+def layer_replaced(net: Net, i: int) -> None:
+    net.a = nn.Linear(SIZE, SIZE)
+    net.a.weight.data.copy_(other(i))
+    net.a.bias.data.copy_(other(i, SIZE))
+
+
+@_write
+def layers_swapped(net: Net, i: int) -> None:  # noqa: ARG001
+    net.a.weight, net.b.weight = net.b.weight, net.a.weight
+
+
+@_write
+def data_swapped_inside(net: Net, i: int) -> None:  # noqa: ARG001
+    net.a.weight.data, net.b.weight.data = net.b.weight.data, net.a.weight.data
+
+
+@_write
+def load_state_dict(net: Net, i: int) -> None:
+    net.load_state_dict(make_net(i + 1).state_dict())
+
+
+@_write
+def load_state_dict_assign(net: Net, i: int) -> None:
+    net.load_state_dict(make_net(i + 1).state_dict(), assign=True)
+
+
+@_write
+def to_float64(net: Net, i: int) -> None:
+    """And back on the next step."""
+    net.to(torch.float64 if i % 2 == 0 else torch.float32)
+    net.a.weight.data.mul_(1.5)
+
+
+@_write
+def to_half_and_back(net: Net, i: int) -> None:  # noqa: ARG001
+    net.half().float()
+    net.a.weight.data.mul_(1.25)
+
+
+@_write
+def vector_to_parameters(net: Net, i: int) -> None:
+    vector = other(i, sum(p.numel() for p in net.parameters()))
+    nn.utils.vector_to_parameters(vector, net.parameters())
+
+
+@_write
+def share_memory(net: Net, i: int) -> None:
+    net.share_memory()
+    net.a.weight.data.copy_(other(i))
+
+
+@_write
+def storage_freed_and_allocated(net: Net, i: int) -> None:
+    """As sharded training does between layers."""
+    parameter = net.a.weight
+    parameter.data_ptr()  # a storage that is copy-on-write cannot be resized in torch 2.13
+    parameter.untyped_storage().resize_(0)
+    parameter.untyped_storage().resize_(4 * COUNT)
+    parameter.data.copy_(other(i))
+
+
+@_write
+def requires_grad_toggled(net: Net, i: int) -> None:
+    net.a.weight.requires_grad_(i % 2 == 1)
+    net.a.weight.data.mul_(1.5)
+
+
+@_write
+def bias_only(net: Net, i: int) -> None:
+    net.a.bias.data.copy_(other(i, SIZE))
+
+
+@_write
+def everything(net: Net, i: int) -> None:
+    for parameter in net.parameters():
+        parameter.data.copy_(other(i, *parameter.shape))
+
+
+@_prepared
+def averages_swapped_in_and_out(net: Net) -> Step:
+    """An exponential average of the weights for evaluation, the weights for training."""
+    average = {name: p.detach().clone() * 1.5 for name, p in net.named_parameters()}
+    kept: dict[str, torch.Tensor] = {}
+
+    def step(i: int) -> None:
+        for name, parameter in net.named_parameters():
+            if i % 2 == 0:
+                kept[name] = parameter.detach().clone()
+                parameter.data.copy_(average[name])
+            else:
+                parameter.data.copy_(kept[name])
+
+    return step
+
+
+@_prepared
+def averages_swapped_by_pointer(net: Net) -> Step:
+    """No byte of any storage changes: only which storage a weight has."""
+    average = {name: p.detach().clone() * 1.5 for name, p in net.named_parameters()}
+
+    def step(_: int) -> None:
+        for name, parameter in net.named_parameters():
+            parameter.data, average[name] = average[name], parameter.data
+
+    return step
+
+
+@_prepared
+def averages_by_torch(net: Net) -> Step:
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+
+    def step(i: int) -> None:
+        net.a.weight.data.copy_(other(i))
+        averaged.update_parameters(net)
+        net.load_state_dict(averaged.module.state_dict())
+
+    return step
+
+
+@_prepared
+def double_buffer(net: Net) -> Step:
+    """Two slices of one flat buffer by turns, the idle one written in between."""
+    flat = torch.cat([net.a.weight.detach().reshape(-1), other(0).reshape(-1)])
+    halves = [flat[:COUNT].view(SIZE, SIZE), flat[COUNT:].view(SIZE, SIZE)]
+    net.a.weight.data = halves[0]
+
+    def step(i: int) -> None:
+        idle = halves[(i + 1) % 2]
+        idle.copy_(other(i))
+        net.a.weight.data = idle
+
+    return step
+
+
+@_prepared
+def slices_swapped(net: Net) -> Step:
+    """Two slices of one flat buffer by turns: neither the storage nor a byte of it changes."""
+    flat = torch.cat([net.a.weight.detach().reshape(-1), other(0).reshape(-1)])
+    halves = [flat[:COUNT].view(SIZE, SIZE), flat[COUNT:].view(SIZE, SIZE)]
+    net.a.weight.data = halves[0]
+
+    def step(i: int) -> None:
+        net.a.weight.data = halves[(i + 1) % 2]
+
+    return step
+
+
+@_prepared
+def flat_buffer(net: Net) -> Step:
+    """All parameters lie in one buffer, which is written as a whole."""
+    flat = _flattened(net)
+
+    def step(_: int) -> None:
+        flat.mul_(1.5)
+
+    return step
+
+
+@_prepared
+def neighbour_in_flat_buffer(net: Net) -> Step:
+    """All parameters lie in one buffer; the second weight alone is written."""
+    _flattened(net)
+
+    def step(_: int) -> None:
+        net.b.weight.data.mul_(1.5)
+
+    return step
+
+
+def _flattened(net: Net) -> torch.Tensor:
+    flat = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    start = 0
+    for parameter in net.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return flat
+
+
+@_prepared
+def numpy_backed(net: Net) -> Step:
+    """Weights over a NumPy array, which is written: nothing in PyTorch sees it."""
+    array = net.a.weight.detach().clone().numpy().copy()
+    net.a.weight.data = torch.from_numpy(array)
+
+    def step(_: int) -> None:
+        array.__imul__(1.5)
+
+    return step
+
+
+@_prepared
+def buffer_backed(net: Net) -> Step:
+    memory = bytearray(net.a.weight.detach().numpy().tobytes())
+    net.a.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(SIZE, SIZE)
+
+    def step(i: int) -> None:
+        memory[:] = other(i).numpy().tobytes()
+
+    return step
+
+
+@_prepared
+def swapped_with_another_model(net: Net) -> Step:
+    """Two models exchange the storages of their weights; both have kept copies."""
+    from tests.weights.nets import compile_amp_fx, inputs
+
+    rival = make_net(9)
+    compiled = compile_amp_fx(rival)
+    with torch.no_grad():
+        compiled(inputs())
+
+    def step(_: int) -> None:
+        net.a.weight.data, rival.a.weight.data = rival.a.weight.data, net.a.weight.data
+        with torch.no_grad():
+            compiled(inputs())
+
+    return step
+
+
+@_prepared
+def momentum_on_data(net: Net) -> Step:
+    """An optimizer of a third party, in the style of old ones."""
+    momenta = [torch.zeros_like(p) for p in net.parameters()]
+
+    def step(i: int) -> None:
+        for parameter, momentum in zip(net.parameters(), momenta, strict=True):
+            momentum.mul_(0.9).add_(other(i, *parameter.shape))
+            parameter.data.add_(momentum, alpha=-0.1)
+
+    return step
+
+
+@_prepared
+def deepcopied_and_loaded(net: Net) -> Step:
+    def step(i: int) -> None:
+        clone = copy.deepcopy(net)
+        clone.a.weight.data.copy_(other(i))
+        for mine, theirs in zip(net.parameters(), clone.parameters(), strict=True):
+            mine.data = theirs.data
+
+    return step
+
+
+def _compiled_write(name: str, compile_write: Callable[[Any], Any]) -> None:
+    def prepare(net: Net) -> Step:
+        def change(weight: torch.Tensor, scale: torch.Tensor) -> None:
+            with torch.no_grad():
+                weight.mul_(scale)
+
+        compiled = compile_write(change)
+        return lambda _: compiled(net.a.weight, torch.tensor(1.5))
+
+    WRITES[name] = prepare
+
+
+_compiled_write("compiled_eager", lambda f: torch.compile(f, backend="eager"))
+_compiled_write("compiled_aot_eager", lambda f: torch.compile(f, backend="aot_eager"))
+_compiled_write(
+    "compiled_by_amp_fx",
+    lambda f: torch.compile(f, backend="amp_fx", options={"compiler": "eager"}),
+)
