@@ -40,16 +40,19 @@ def as_text(explanation: Explanation, width: int | None = None) -> str:
         explanation: What to show.
         width: Columns; None takes those of the terminal (80 where there is none).
     """
-    console = Console(file=io.StringIO(), width=width, no_color=True)
-    console.print(render(explanation))
-    file = console.file
-    assert isinstance(file, io.StringIO)
+    return printed(render(explanation), width)
+
+
+def printed(shown: RenderableType, width: int | None = None) -> str:
+    """What rich prints, as plain text; in a notebook too, where rich would show it instead."""
+    file = io.StringIO()
+    Console(file=file, width=width, no_color=True, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def as_html(explanation: Explanation) -> str:
     """The table as HTML, for notebooks."""
-    console = Console(file=io.StringIO(), width=110, record=True)
+    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
     console.print(render(explanation))
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
     form = f'<pre style="{style}">{{code}}</pre>'
