@@ -44,9 +44,12 @@ def as_text(explanation: Explanation, width: int | None = None) -> str:
 
 
 def printed(shown: RenderableType, width: int | None = None) -> str:
-    """What rich prints, as plain text; in a notebook too, where rich would show it instead."""
+    """What rich prints, as plain text.
+
+    In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
+    """
     file = io.StringIO()
-    Console(file=file, width=width, no_color=True, force_jupyter=False).print(shown)
+    Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 

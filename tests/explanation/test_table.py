@@ -34,11 +34,12 @@ def test_in_a_notebook_it_is_html() -> None:
 
 
 def test_in_a_notebook_print_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There rich would show the table at once, and give back nothing."""
+    """There rich would show the table at once, give back nothing, and find a coloured terminal."""
     explanation = amp_fx.explain(mlp())(torch.randn(8, 16))
     diff = explanation.diff(amp_fx.explain(mlp(), dtype=torch.float16)(torch.randn(8, 16)))
     outside = str(explanation), str(diff), explanation._repr_html_()
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert (str(explanation), str(diff), explanation._repr_html_()) == outside
     assert "layer_norm" in str(explanation)
 
