@@ -85,12 +85,13 @@ def _run_one(path: Path, *, is_check: bool) -> int:
     notebook = read(path)
     before = [_shape(cell) for cell in _code(notebook)]
     written_for = notebook.metadata.get(SOURCES_KEY)
-    try:
-        execute(notebook)
-    except CellExecutionError as error:
-        _say(f"{path.name}: a cell failed\n{error}")
-        return 1
-    normalize(notebook)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            execute(notebook, folder)
+        except CellExecutionError as error:
+            _say(f"{path.name}: a cell failed\n{error}")
+            return 1
+    normalize(notebook, folder)
     if not is_check:
         nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
         _say(f"wrote {path.name}")
@@ -111,67 +112,72 @@ def read(path: Path) -> Notebook:
     return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
-def execute(notebook: Notebook) -> None:
-    """Runs all cells in a fresh kernel and an empty folder; outputs go into the notebook.
+def execute(notebook: Notebook, folder: str) -> None:
+    """Runs all cells in a fresh kernel, in a folder; outputs go into the notebook.
 
     Raises:
         CellExecutionError: A cell raised; the message shows the cell and the traceback.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "IPYTHONDIR": folder,  # nobody's own settings
-            "COLUMNS": "100",  # the width of tables
-            "PYTHONHASHSEED": "0",  # the order of sets
-        }
-        client = NotebookClient(
-            notebook,
-            kernel_name=KERNEL["kernelspec"]["name"],
-            timeout=CELL_SECONDS,
-            record_timing=False,
-            coalesce_streams=True,
-            extra_arguments=["--log-level=ERROR"],  # it warns of local sockets
-            resources={"metadata": {"path": folder}},
-        )
-        client.execute(env=environment)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONHASHSEED": "0",  # the order of sets
+        "IPYTHONDIR": folder,  # nobody's own settings
+        "COLUMNS": "100",  # the width of tables
+    }
+    client = NotebookClient(
+        notebook,
+        kernel_name=KERNEL["kernelspec"]["name"],
+        timeout=CELL_SECONDS,
+        record_timing=False,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=ERROR"],  # it warns of local sockets
+        resources={"metadata": {"path": folder}},
+    )
+    client.execute(env=environment)
 
 
-def normalize(notebook: Notebook) -> None:
-    """Leaves out what tells of the machine and the run, in place."""
+def normalize(notebook: Notebook, folder: str) -> None:
+    """Leaves out what tells of the machine and the run, in place.
+
+    Args:
+        notebook: What was run.
+        folder: Where.
+    """
     notebook.metadata = {**KERNEL, SOURCES_KEY: digest(notebook)}
     for cell in notebook.cells:
         cell.metadata = {}
     for number, cell in enumerate(_code(notebook), start=1):
         cell.execution_count = number
         for output in cell.outputs:
-            _normalize_output(output, number)
+            _normalize_output(output, number, folder)
 
 
-def _normalize_output(output: Any, number: int) -> None:
+def _normalize_output(output: Any, number: int, folder: str) -> None:
     if "execution_count" in output:
         output.execution_count = number
     if "metadata" in output:
         output.metadata = {}
     if "text" in output:
-        output.text = plain(output.text)
+        output.text = plain(output.text, folder)
     for kind, content in output.get("data", {}).items():
         if isinstance(content, str) and kind != "image/png":
-            output.data[kind] = plain(content)
+            output.data[kind] = plain(content, folder)
 
 
-def plain(text: str) -> str:
-    """Text without paths of this machine, addresses and versions of tools."""
-    text = _CELL_FILE.sub("cell", text)
-    for path in sorted(_places(), key=len, reverse=True):
-        text = text.replace(f"{path}{os.sep}", "")
-    return _ADDRESS.sub("0x...", _GENERATOR.sub("", text))
+def plain(text: str, folder: str) -> str:
+    """Text without paths of this machine, addresses and versions of tools.
 
-
-def _places() -> set[str]:
-    """Folders before which a path means the same on every machine."""
+    Args:
+        text: What a cell showed.
+        folder: Where it ran.
+    """
     libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    return {str(ROOT), str(Path.home()), tempfile.gettempdir(), *libraries}
+    places = {folder, str(ROOT), str(Path.home()), tempfile.gettempdir(), *libraries}
+    text = _CELL_FILE.sub("notebook cell", text)
+    for place in sorted(places, key=len, reverse=True):
+        text = text.replace(f"{place}{os.sep}", "")
+    return _ADDRESS.sub("0x...", _GENERATOR.sub("", text))
 
 
 def digest(notebook: Notebook) -> str:
