@@ -44,6 +44,14 @@ def test_in_a_notebook_print_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "layer_norm" in str(explanation)
 
 
+def test_a_changed_policy_is_told_from_its_preset() -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    changed = amp_fx.Policy.default().with_modules({"3": "fp32"})
+    plain, other = amp_fx.explain(model)(x), amp_fx.explain(model, policy=changed)(x)
+    assert plain.diff(other).names == ("torch cpu bfloat16", "torch, changed cpu bfloat16")
+    assert "policy 'torch, changed'" in str(other)
+
+
 def test_devices_differ_where_their_tables_do() -> None:
     model, x = mlp(), torch.randn(8, 16)
     cpu = amp_fx.explain(model, dtype=torch.bfloat16)(x)
