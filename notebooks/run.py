@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -58,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write nothing; fail also where a notebook's outputs are not those of its code",
     )
     given = parser.parse_args(arguments)
+    if shutil.which("dot") is None:
+        parser.error(
+            "the 'dot' program of Graphviz, which draws the pictures, is not installed: "
+            "apt-get install graphviz, brew install graphviz or conda install graphviz"
+        )
     try:
         paths = chosen(given.names)
     except ValueError as error:

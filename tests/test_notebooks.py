@@ -22,8 +22,9 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 TOOLS = ("nbclient", "nbformat", "ipykernel", "matplotlib")
 MISSING = [name for name in TOOLS if importlib.util.find_spec(name) is None]
+if shutil.which("dot") is None:
+    MISSING.append("the dot program")
 can_run = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs the dot program")
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
@@ -55,7 +56,6 @@ def test_there_are_notebooks() -> None:
 
 
 @can_run
-@needs_dot
 @each
 def test_it_runs_and_shows_what_is_committed(path: Path) -> None:
     done = run("--check", path.stem)
@@ -167,6 +167,14 @@ def test_a_cell_that_raises_fails_and_writes_nothing(
     assert "broken.ipynb" in done.stdout
     assert "no luck" in done.stdout
     assert path.read_bytes() == before
+
+
+@can_run
+def test_without_dot_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = run("01_quickstart")
+    assert done.returncode == 2
+    assert "apt-get install graphviz" in done.stderr
 
 
 @can_run
