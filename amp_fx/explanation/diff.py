@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +61,9 @@ class Diff:
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
-        from rich.console import Console
+        from amp_fx.explanation.table import printed
 
-        console = Console(file=io.StringIO(), no_color=True)
-        console.print(_table(self))
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+        return printed(_table(self))
 
     def __repr__(self) -> str:
         """One line."""

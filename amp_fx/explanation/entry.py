@@ -151,7 +151,7 @@ def _explain(
         raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
     explanation = Explanation(
         model=_name(model),
-        policy=request.policy.name,
+        policy=_label(request.policy),
         dtype=_dtype_of(capture, stand_in, request),
         device_type=stand_in.device_type,
         is_imagined=stand_in.imagined,
@@ -160,6 +160,12 @@ def _explain(
     )
     capture.release()
     return explanation
+
+
+def _label(policy: Policy) -> str:
+    """The policy's name, and whether something was changed on top of it."""
+    is_changed = policy.ops or policy.modules or policy.args or policy.rules
+    return f"{policy.name}, changed" if is_changed else policy.name
 
 
 def _name(model: Any) -> str:

@@ -24,7 +24,7 @@ class Explanation:
 
     Attributes:
         model: The model's class, or the function's name.
-        policy: The policy's name.
+        policy: The policy's name, and ``", changed"`` if it is a preset with changes.
         dtype: What low-precision ops run in.
         device_type: The device type that is explained for.
         is_imagined: Whether that device is not there, so that the CPU stood for it.

@@ -40,16 +40,22 @@ def as_text(explanation: Explanation, width: int | None = None) -> str:
         explanation: What to show.
         width: Columns; None takes those of the terminal (80 where there is none).
     """
-    console = Console(file=io.StringIO(), width=width, no_color=True)
-    console.print(render(explanation))
-    file = console.file
-    assert isinstance(file, io.StringIO)
+    return printed(render(explanation), width)
+
+
+def printed(shown: RenderableType, width: int | None = None) -> str:
+    """What rich prints, as plain text.
+
+    In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
+    """
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def as_html(explanation: Explanation) -> str:
     """The table as HTML, for notebooks."""
-    console = Console(file=io.StringIO(), width=110, record=True)
+    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
     console.print(render(explanation))
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
     form = f'<pre style="{style}">{{code}}</pre>'

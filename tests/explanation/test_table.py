@@ -33,6 +33,25 @@ def test_in_a_notebook_it_is_html() -> None:
     assert "layer_norm" in html
 
 
+def test_in_a_notebook_print_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There rich would show the table at once, give back nothing, and find a coloured terminal."""
+    explanation = amp_fx.explain(mlp())(torch.randn(8, 16))
+    diff = explanation.diff(amp_fx.explain(mlp(), dtype=torch.float16)(torch.randn(8, 16)))
+    outside = str(explanation), str(diff), explanation._repr_html_()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert (str(explanation), str(diff), explanation._repr_html_()) == outside
+    assert "layer_norm" in str(explanation)
+
+
+def test_a_changed_policy_is_told_from_its_preset() -> None:
+    model, x = mlp(), torch.randn(8, 16)
+    changed = amp_fx.Policy.default().with_modules({"3": "fp32"})
+    plain, other = amp_fx.explain(model)(x), amp_fx.explain(model, policy=changed)(x)
+    assert plain.diff(other).names == ("torch cpu bfloat16", "torch, changed cpu bfloat16")
+    assert "policy 'torch, changed'" in str(other)
+
+
 def test_devices_differ_where_their_tables_do() -> None:
     model, x = mlp(), torch.randn(8, 16)
     cpu = amp_fx.explain(model, dtype=torch.bfloat16)(x)
