@@ -173,11 +173,18 @@ def longest_low_path(network: DiGraph) -> list[str]:
         network: As ``to_networkx`` gives it.
     """
     ops = _ops(network)
-    low = ops.subgraph([name for name, dtype in ops.nodes(data="dtype") if dtype in LOW])
+    low = _without(ops, [name for name, dtype in ops.nodes(data="dtype") if dtype not in LOW])
     return list(nx.dag_longest_path(low)) if low else []
 
 
 def _ops(network: DiGraph) -> DiGraph:
     """The nodes that compute, with the ways between them that lead over no cast."""
     skipped: Iterable[str] = (*_SOURCES, *CASTS)
-    return network.subgraph([n for n, kind in network.nodes(data="kind") if kind not in skipped])
+    return _without(network, [n for n, kind in network.nodes(data="kind") if kind in skipped])
+
+
+def _without(network: DiGraph, names: Iterable[str]) -> DiGraph:
+    """A copy without some nodes, the others in order: those of a subgraph are hashed."""
+    result = network.copy()
+    result.remove_nodes_from(names)
+    return result

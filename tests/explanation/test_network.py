@@ -71,3 +71,10 @@ def test_longest_low_path() -> None:
     graph = network(("a", "b"), ("b", "c"), ("a", "d"), ("d", "e"), ("e", "f"), low="abcdf")
     assert longest_low_path(graph) == ["a", "b", "c"]
     assert longest_low_path(network(("a", "b"))) == []
+
+
+def test_of_equal_paths_the_first_is_named() -> None:
+    """Not one that the hashes of names choose, which differ from run to run."""
+    letters = "mnopqrstuvwxyz"
+    graph = network(*[("in", name) for name in letters], low=letters)
+    assert longest_low_path(graph) == ["m"]
