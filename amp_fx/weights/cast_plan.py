@@ -144,7 +144,7 @@ class Plan:
                     raise StaleWeightError(
                         f"the kept {slot.dtype} copy of input {slot.source_index} of a graph of "
                         f"{self.owner}, shape {tuple(source.shape)}, is stale: it was written "
-                        "where PyTorch cannot see it; call amp_fx.weightCACHE.invalidate() "
+                        "where PyTorch cannot see it; call amp_fx.weight_cache.invalidate() "
                         "after such writes, or compile with options={'weight_cache': False}"
                     )
 
