@@ -47,7 +47,8 @@ def test_verify_option() -> None:
     compiled(inputs())
     compiled(inputs())
     array *= 2
-    with pytest.raises(StaleWeightError, match=r"bfloat16.*forward.*\(4, 4\).*amp_fx\.weight_cache\.invalidate\(\)"):
+    advice = r"bfloat16.*forward.*\(4, 4\).*amp_fx\.weight_cache\.invalidate\(\)"
+    with pytest.raises(StaleWeightError, match=advice):
         compiled(inputs())
     weight_cache.invalidate(net)
     assert_same(compiled(inputs()), autocast(net, inputs()))
