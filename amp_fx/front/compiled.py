@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -186,13 +187,18 @@ def as_dtype(dtype: object) -> torch.dtype:
     return found
 
 
+_LOOKUP = threading.Lock()
+"""torch.compile registers a backend at its first use, and fails if two threads do so at once."""
+
+
 def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> Any:
     if isinstance(target, type) or not callable(target):
         what = f"the class {target.__name__}" if isinstance(target, type) else repr(target)
         raise CompileTargetError(
             f"amp_fx.compile takes a torch.nn.Module or a function, not {what}"
         )
-    compiled = torch.compile(target, **kwargs)
+    with _LOOKUP:
+        compiled = torch.compile(target, **kwargs)
     if not isinstance(target, torch.nn.Module):
         return settings.wrap(compiled, None)
     from amp_fx.front.compiled_module import wrap_module  # torch._dynamo takes seconds to import

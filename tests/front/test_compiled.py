@@ -378,6 +378,33 @@ def test_importing_amp_fx_does_not_import_dynamo() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+FIRST_USE = """
+import threading
+import amp_fx
+from torch import nn
+
+barrier, done = threading.Barrier(8), []
+
+def run():
+    barrier.wait()
+    done.append(amp_fx.compile(nn.Linear(2, 2)))
+
+threads = [threading.Thread(target=run) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(done) == 8, done
+"""
+
+
+def test_first_use_in_eight_threads() -> None:
+    """In a process where nothing was compiled: torch looks the backend up by its name."""
+    command = [sys.executable, "-c", FIRST_USE]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_eight_threads() -> None:
     """Each with its own model, region and dtype, compiling and running at once."""
     num_threads = 8
