@@ -150,7 +150,8 @@ def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
     library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
-        library.impl(op, _make_kernel(op, device_type, key, before), key, with_keyset=True)  # type: ignore[no-untyped-call]
+        kernel = _make_kernel(op, device_type, key, before)
+        library.impl(op, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
 
