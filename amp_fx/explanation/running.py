@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ def run_stand_in(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(_sizes_forgotten())
+        stack.enter_context(_without_limit())
         stack.enter_context(_forgotten(backend))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
@@ -103,6 +105,14 @@ def _sizes_forgotten() -> Iterator[None]:
     finally:
         state.clear()
         state.update(before)
+
+
+def _without_limit() -> contextlib.AbstractContextManager[None]:
+    """Lets a program be explained however often it was compiled (see ``_optimize``)."""
+    without: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
+        recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize
+    )
+    return without
 
 
 def _optimize(backend: Any) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from amp_fx.tables.presets import torch_version
 from amp_fx.weights.kept_copies import _is_shared, same_bits
 from amp_fx.weights.storage_watch import StorageWatch, arm, is_armed, storage_address_of
 
@@ -133,6 +134,7 @@ def test_an_armed_storage_can_be_shared_saved_and_pickled(tmp_path: Path) -> Non
 
 
 @pytest.mark.xfail(
+    torch_version() >= (2, 13),
     strict=True,
     raises=RuntimeError,
     reason="torch: resizing a storage leaves its copy-on-write materializer behind",
