@@ -88,10 +88,12 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Whether one of the tensors is spread over processes."""
-    kinds = {*map(type, tensors)} - _PLAIN
     # Importing it takes a second, and where nobody has done so there is none.
-    module = sys.modules.get("torch.distributed.tensor") if kinds else None
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    kinds = {*map(type, tensors)} - _PLAIN
+    return any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:
