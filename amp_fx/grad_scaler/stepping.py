@@ -92,10 +92,9 @@ def step_checked(
     The arguments are those of `step_fused`.
     """
     report = state.report or scaler._report(state)
-    if report.known_skipped is None and _is_capturable(optimizer):
-        tensors = predicated.stepped_tensors(optimizer)
-        if tensors is not None:
-            return predicated.step_unless(scaler._combine(state.found_inf), tensors, step)
+    is_unknown = report.known_skipped is None
+    if is_unknown and _is_capturable(optimizer) and predicated.has_state(optimizer):
+        return predicated.step_unless(scaler._combine(state.found_inf), optimizer, step)
     return None if report.learn_skipped() else step()
 
 

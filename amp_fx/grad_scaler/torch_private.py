@@ -73,7 +73,7 @@ def runs_only_own_code(optimizer: Any) -> bool:
     Nor has anything taken the place of its `step`, apart from the wrapper that learning-rate
     schedulers put there to learn of steps.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return False
     replaced = vars(optimizer).get("step")
     if replaced is not None and not _is_schedulers_wrapper(replaced, optimizer):

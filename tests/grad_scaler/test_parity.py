@@ -133,6 +133,20 @@ def test_fused_contract() -> None:
     assert not hasattr(runs[0].optimizers[0], "found_inf")
 
 
+@pytest.mark.parametrize(("bad", "flag"), [(None, 0.0), (math.inf, 1.0)])
+def test_hooks_see_what_torch_promises(bad: float | None, flag: float) -> None:
+    """Without them nobody would, and a flag of 0 is not handed to torch's own code."""
+    run = Run(amp_fx.GradScaler, "adamw-fused", init_scale=8.0)
+    optimizer = run.optimizers[0]
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.extend([optimizer.grad_scale.item(), optimizer.found_inf.item()])
+    )
+    run.backward(0, bad)
+    run.scaler.step(optimizer)
+    assert seen == [8.0, flag]
+
+
 def test_custom_optimizers_get_scale_and_flag() -> None:
     """What torch promises to optimizers with `_step_supports_amp_scaling`."""
 
@@ -175,3 +189,18 @@ def test_optimizers_that_take_the_scaler_itself() -> None:
         assert scaler.step(optimizer) == 1.0
     scaler.update()
     assert scaler.get_scale() == 64.0
+
+
+def test_a_flag_of_0_is_not_taken_off_step_counters() -> None:
+    """Which is a third of what scaling adds to fused Adam; torch's scaler has it done."""
+    num_passes = []
+    for scaler_class in (amp_fx.GradScaler, torch.amp.GradScaler):
+        run = Run(scaler_class, "adamw-fused")
+        run.backward(0, None)
+        run.scaler.step(run.optimizers[0])  # makes the state
+        run.scaler.update()
+        run.backward(0, None)
+        with torch.profiler.profile() as profile:
+            run.scaler.step(run.optimizers[0])
+        num_passes.append(sum(event.name == "aten::_foreach_sub_" for event in profile.events()))
+    assert num_passes == [0, 1]
