@@ -7,6 +7,7 @@ wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step'
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from numbers import Number
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler.outputs import widen
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
 from amp_fx.grad_scaler.unscale import clip_factor, on_devices
@@ -191,7 +193,7 @@ class CompiledStep:
         ]
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"])
+            group["lr"] = torch.tensor(group["lr"], dtype=_widest(group["params"]), device="cpu")
         try:
             yield
         finally:
@@ -232,8 +234,14 @@ def _grads(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    """The real dtype that all of these fit in; float32 at least."""
+    dtypes = [tensor.dtype.to_real() for tensor in tensors]
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(g.float(), norm_type) for g in grads if g.numel()]
+    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 

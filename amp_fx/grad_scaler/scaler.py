@@ -203,8 +203,8 @@ class GradScaler(Bookkeeping):
         """Do `unscale_` and torch.nn.utils.clip_grad_norm_ in two passes over the gradients.
 
         The first pass takes the norm of the scaled gradients; the second checks, unscales and clips
-        in one kernel. Where the scale may be below 1, or for norms other than 1, 2 and infinity,
-        there are three passes. Never waits for the device.
+        in one kernel. There are three where the scale may be below 1, for norms other than 1, 2 and
+        infinity, and for float64. Never waits for the device.
 
         Where gradients overflowed, so that the step will be skipped, they are clipped as
         `clip_grad_norm_` does on the CPU; on a device infinities and NaNs stay where they were, for

@@ -35,9 +35,11 @@ def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
 
     CUDA has none for bfloat16, and no device has one for complex numbers.
     """
-    flag, one = torch.zeros((), device=device), torch.ones((), device=device)
+    flag = torch.zeros((), dtype=torch.float32, device=device)
     try:
-        check_and_unscale_([torch.zeros(1, dtype=dtype, device=device)], flag, one)
+        check_and_unscale_(
+            [torch.zeros(1, dtype=dtype, device=device)], flag, torch.ones_like(flag)
+        )
     except (NotImplementedError, RuntimeError):
         return False
     return True

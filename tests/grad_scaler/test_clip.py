@@ -71,6 +71,11 @@ def test_powers_of_two_change_no_bit() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_float64_keeps_its_digits() -> None:
+    ours, theirs = clip_both(2.0**16, 0.1, 2.0, [], torch.float64)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
 def test_largest_element() -> None:
     """Against a known answer: torch has no largest element for empty gradients."""
     params = make_params((3,), (0,))

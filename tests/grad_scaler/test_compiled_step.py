@@ -70,6 +70,26 @@ def test_same_numbers_in_one_graph(optimizer_name: str, max_norm: float | None) 
     assert counter.frame_count == (0 if optimizer_name == "adamw-fused" else 1)
 
 
+def test_float64_stays_float64() -> None:
+    """Learning rates and norms too."""
+    results = []
+    for is_compiled in (True, False):
+        params = make_params((4, 3), (5,), dtype=torch.float64)
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        grad_scaler = amp_fx.GradScaler("cpu")
+        step = grad_scaler.compile_step(optimizer, max_norm=0.5, backend="eager")
+        for seed in range(3):
+            set_scaled_grads(grad_scaler, params, None, seed)
+            if is_compiled:
+                step()
+                continue
+            norm = grad_scaler.unscale_and_clip_(optimizer, 0.5)
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        results.append([step.norm if is_compiled else norm, *(p.detach() for p in params)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
+
+
 @needs_compiler
 def test_same_numbers_through_inductor() -> None:
     expected = train("adamw", is_compiled=False, max_norm=0.5)

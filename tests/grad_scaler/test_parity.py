@@ -121,6 +121,28 @@ def assert_agree(runs: tuple[Run, Run]) -> None:
     assert_same(runs[0].numbers(), runs[1].numbers())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
+    """The scale and its flags are float32 all the same."""
+    runs = both(optimizer, init_scale=2.0**10, growth_interval=2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for bad in (None, None, math.inf, None):
+            for run in runs:
+                run.backward(0, bad)
+                run.scaler.unscale_(run.optimizers[0])
+                run.scaler.step(run.optimizers[0])
+                run.scaler.update()
+                run.backward(1, bad)
+                run.scaler.step(run.optimizers[1])
+                run.scaler.update()
+    finally:
+        torch.set_default_dtype(before)
+    assert_agree(runs)
+
+
 def test_fused_contract() -> None:
     """A user's own factor on `grad_scale` counts, and both attributes are gone afterwards."""
     runs = both("adamw-fused", init_scale=8.0)
