@@ -88,10 +88,13 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 def any_dtensor(tensors: Iterable[Tensor]) -> bool:
     """Whether one of the tensors is spread over processes."""
+    # Importing it takes a second, and where nobody has done so there is none. Nor is there one
+    # without a process group; torch.compile imports it too.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not dist.is_initialized():
+        return False
     kinds = {*map(type, tensors)} - _PLAIN
-    # Importing it takes a second, and where nobody has done so there is none.
-    module = sys.modules.get("torch.distributed.tensor") if kinds else None
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+    return any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def local(tensor: Tensor) -> Tensor:

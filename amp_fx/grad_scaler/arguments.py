@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,10 +17,14 @@ STATE_DICT_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval"
 
 
 def positive_float(value: object, name: str) -> float:
-    """A finite number above 0 that float32, in which the scale is kept, can hold."""
+    """A finite number above 0 that float32, in which the scale is kept, can hold and invert."""
     number = _real(value, name, "a finite number above 0")
-    if not (math.isfinite(number) and 0.0 < number <= torch.finfo(torch.float32).max):
-        raise ScalerValueError(f"{name} must be a finite number above 0; got {value!r}.")
+    float32 = torch.finfo(torch.float32)
+    if not float32.tiny <= number <= float32.max:  # nor is NaN
+        raise ScalerValueError(
+            f"{name} must be a finite number above 0 that float32 can hold and invert, so between "
+            f"{float32.tiny:.3g} and {float32.max:.3g}; got {value!r}."
+        )
     return number
 
 
@@ -63,16 +68,20 @@ def one_of(value: object, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def max_norm(value: object) -> float:
-    """A number of at least 0; infinity measures without clipping."""
-    number = _real(value, "max_norm", "a number of at least 0")
+    """A number, or a tensor of one element, of at least 0; infinity measures without clipping."""
+    number = _real(_item(value), "max_norm", "a number of at least 0")
     if not number >= 0.0:
         raise ScalerValueError(f"max_norm must be a number of at least 0; got {value!r}.")
     return number
 
 
 def norm_type(value: object) -> float:
-    """The order p of a norm; may be infinite."""
-    number = _real(value, "norm_type", "the order of a norm, such as 2.0 or inf")
+    """The order p of a norm; may be infinite, also as "inf"."""
+    number = _real(
+        math.inf if value == "inf" else value,
+        "norm_type",
+        "the order of a norm, such as 2.0 or inf",
+    )
     if math.isnan(number):
         raise ScalerValueError(
             f"norm_type must be the order of a norm, such as 2.0; got {value!r}."
@@ -118,8 +127,11 @@ def optimizer(value: Any) -> Any:
 
 
 def state_dict(value: object) -> dict[str, Any]:
-    """The five entries of a scaler's state, all checked."""
-    if not isinstance(value, dict):
+    """The five entries of a scaler's state, all checked.
+
+    Some ways to save a checkpoint make tensors of its numbers; they may be.
+    """
+    if not isinstance(value, Mapping):
         raise ScalerStateDictError(f"expected a dict; got {type(value).__name__!r}.")
     if not value:
         raise ScalerStateDictError(
@@ -133,16 +145,32 @@ def state_dict(value: object) -> dict[str, Any]:
             f"a scaler's state has the entries {', '.join(STATE_DICT_KEYS)}; "
             f"missing here: {missing or 'none'}; not known: {extra or 'none'}."
         )
+    entries = {key: _item(entry) for key, entry in value.items()}
     try:
         return {
-            "scale": positive_float(value["scale"], "scale"),
-            "growth_factor": growth_factor(value["growth_factor"]),
-            "backoff_factor": backoff_factor(value["backoff_factor"]),
-            "growth_interval": growth_interval(value["growth_interval"]),
-            "_growth_tracker": whole(value["_growth_tracker"], "_growth_tracker", minimum=0),
+            "scale": positive_float(entries["scale"], "scale"),
+            "growth_factor": growth_factor(entries["growth_factor"]),
+            "backoff_factor": backoff_factor(entries["backoff_factor"]),
+            "growth_interval": growth_interval(entries["growth_interval"]),
+            "_growth_tracker": whole(entries["_growth_tracker"], "_growth_tracker", minimum=0),
         }
     except (ScalerValueError, ScalerTypeError) as error:
         raise ScalerStateDictError(f"the state dict has a wrong entry: {error}") from error
+
+
+def device_with_values(value: Tensor) -> torch.device:
+    """The device of a tensor, on which the scale can be kept."""
+    if value.is_meta:
+        raise ScalerValueError(
+            "outputs must be on a device that holds values, such as 'cuda' or 'cpu'; got one on "
+            "'meta'."
+        )
+    return value.device
+
+
+def _item(value: object) -> object:
+    """What a tensor of one element holds; anything else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _real(value: object, name: str, expected: str) -> float:

@@ -7,6 +7,7 @@ wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step'
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from numbers import Number
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerTypeError
-from amp_fx.grad_scaler.predicated import state_tensors
+from amp_fx.grad_scaler.outputs import widen
+from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
 from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
@@ -35,7 +37,11 @@ class CompiledStep:
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
     tensors in their state, which nothing on the device can put back, for sparse gradients or
     gradients on several devices, and where several processes have to agree. Optimizers that are
-    fused run eagerly too, and do not wait.
+    fused run eagerly too, and do not wait. An optimizer whose step reads values itself, as
+    Adafactor's does, waits there.
+
+    Put back on overflow are the parameters and the tensors in the optimizer's `state` and
+    `param_groups`; a step that writes others cannot be compiled this way.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -105,27 +111,25 @@ class CompiledStep:
             return self._give_up("several processes have to agree on each of them")
         return all(id(param) in self._params_with_state for param in self._params())
 
-    def _give_up(self, reason: str) -> bool:
+    def _give_up(self, reason: str, *, stacklevel: int = 4) -> bool:
         self._must_run_eagerly = True
         name = type(self._optimizer).__name__
         warnings.warn(
             f"steps of {name} run eagerly, for {reason}; the numbers are the same, but the host "
             "waits for the device.",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
         return False
 
     def _params(self) -> list[Tensor]:
-        """The parameters that have gradients."""
-        groups = self._optimizer.param_groups
-        return [param for group in groups for param in group["params"] if param.grad is not None]
+        return params_with_grads(self._optimizer)
 
     # Eagerly -------------------------------------------------------------------------------------
 
     def _step_eagerly(self) -> Any:
         scaler, optimizer = self._scaler, self._optimizer
-        if self._max_norm is not None and _is_ready(scaler, optimizer):
-            self.norm = scaler.unscale_and_clip_(optimizer, self._max_norm, self._norm_type)
+        if self._max_norm is not None:
+            self.norm = self._clip_eagerly(self._max_norm)
         numbers = _numbers(optimizer)
         result = scaler.step(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -134,13 +138,22 @@ class CompiledStep:
             self._note_state(numbers)
         return result
 
+    def _clip_eagerly(self, max_norm: float) -> Tensor | None:
+        scaler, optimizer = self._scaler, self._optimizer
+        stage = scaler._states.of(optimizer).stage if scaler.is_enabled() else OptState.READY
+        if stage is OptState.READY:
+            return scaler.unscale_and_clip_(optimizer, max_norm, self._norm_type)
+        if stage is OptState.UNSCALED:
+            return scaler._clip(optimizer, max_norm, self._norm_type)
+        return None  # and the step will refuse
+
     def _note_state(self, numbers: dict[Any, Any]) -> None:
         """After a step that was not skipped all parameters with gradients have their state."""
         report = self._scaler.last_step
         if report is None or report.skipped:
             return
         if numbers.keys() != (after := _numbers(self._optimizer)).keys() or numbers != after:
-            self._give_up("its step counts in numbers, not in tensors")
+            self._give_up("its step counts in numbers, not in tensors", stacklevel=5)
             return
         params = self._params()
         _move_to_device(self._optimizer, params)
@@ -156,7 +169,7 @@ class CompiledStep:
         inv_scale = on_devices(scaler._inv_scale())[groups[0].device]
         with self._learning_rates_as_tensors():
             result, found_inf, self.norm = self._compiled(
-                params, state_tensors(optimizer, params), _grads(params), inv_scale
+                params, written_tensors(optimizer, params), _grads(params), inv_scale
             )
         mark_stepped(optimizer)
         state = scaler._states.of(optimizer)
@@ -180,7 +193,7 @@ class CompiledStep:
         ]
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"])
+            group["lr"] = torch.tensor(group["lr"], dtype=_widest(group["params"]), device="cpu")
         try:
             yield
         finally:
@@ -189,12 +202,13 @@ class CompiledStep:
 
     def _function(self) -> Any:
         """The function to compile."""
-        step = bare_step(self._optimizer)
+        optimizer = self._optimizer
+        step = bare_step(optimizer)
         max_norm, norm_type = self._max_norm, self._norm_type
 
         @torch.no_grad()
         def unscale_check_clip_step(
-            params: list[Tensor], states: list[Tensor], grads: list[Tensor], inv_scale: Tensor
+            params: list[Tensor], written: list[Tensor], grads: list[Tensor], inv_scale: Tensor
         ) -> tuple[Any, Tensor, Tensor | None]:
             for grad in grads:
                 grad.mul_(inv_scale)
@@ -206,43 +220,41 @@ class CompiledStep:
                 factor = torch.where(overflowed, 1.0, clip_factor(norm, max_norm))
                 for grad in grads:
                     grad.mul_(factor)
-            written = params + states
             old = [tensor.clone() for tensor in written]
             result = step()
-            for tensor, value in zip(written, old, strict=True):
+            # Looked up again: a step may put new tensors in the place of old ones.
+            for tensor, value in zip(written_tensors(optimizer, params), old, strict=True):
                 tensor.copy_(torch.where(overflowed, value, tensor))
             return result, overflowed.to(torch.float32), norm
 
         return unscale_check_clip_step
 
 
-def _is_ready(scaler: GradScaler, optimizer: Any) -> bool:
-    return not scaler.is_enabled() or scaler._states.of(optimizer).stage is OptState.READY
-
-
 def _grads(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    """The real dtype that all of these fit in; float32 at least."""
+    dtypes = [tensor.dtype.to_real() for tensor in tensors]
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(g.float(), norm_type) for g in grads if g.numel()]
+    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
 
 def _numbers(optimizer: Any) -> dict[Any, Any]:
-    """All numbers that a step could count in: in the groups and in the state."""
-    numbers = {
+    """All numbers that a step could count in: in the groups, in the state, in the optimizer."""
+    places = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    return {
         (index, key): value
-        for index, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if isinstance(value, Number)
+        for index, place in enumerate(places)
+        for key, value in place.items()
+        if isinstance(value, Number) and not isinstance(value, bool)  # flags count nothing
     }
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Number):
-                numbers[id(param), key] = value
-    return numbers
 
 
 def _move_to_device(optimizer: Any, params: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
 from amp_fx.grad_scaler import arguments, host_scale, unscale
-from amp_fx.grad_scaler.agreement import params_of
+from amp_fx.grad_scaler.agreement import any_dtensor, clip_together_, params_of
 from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
 from amp_fx.grad_scaler.host_scale import HostScale
 from amp_fx.grad_scaler.ledger import Ledger
@@ -67,8 +67,8 @@ class ScalerCore(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Check gradients without unscaling them; part of torch's contract with optimizers."""
         state = self._begin("_check_inf_per_device", optimizer)
-        inv_scale = self._inv_scale() if self._may_amplify() else None
-        found_inf = unscale.check(self._group(optimizer, allow_fp16=True), inv_scale)
+        state.inv_scale = self._inv_scale() if self._may_amplify() else None
+        found_inf = unscale.check(self._group(optimizer, allow_fp16=True), state.inv_scale)
         return self._found(optimizer, state, found_inf)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -91,6 +91,14 @@ class ScalerCore(torch.amp.GradScaler):
     ) -> list[GradGroup]:
         allow_fp16 = allow_fp16 or self._allow_fp16
         return group_gradients(optimizer, self._names, allow_fp16=allow_fp16, coalesce=coalesce)
+
+    def _clip(self, optimizer: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clip gradients that are not scaled, or not any longer; returns their norm."""
+        params = params_of(optimizer)
+        if any_dtensor(params):
+            return clip_together_(params, max_norm, norm_type)
+        groups = self._group(optimizer, allow_fp16=True, coalesce=True)
+        return unscale.clip_(groups, max_norm, norm_type)
 
     def _inv_scale(self) -> Tensor:
         assert self._scale is not None
@@ -134,10 +142,10 @@ class ScalerCore(torch.amp.GradScaler):
         if host_scale.peek(flag := self._combine(state.found_inf)) == 0.0:
             state.report = _FINITE
             return _FINITE
-        alive, names = state.alive, self._names
+        alive, names, factor = state.alive, self._names, state.inv_scale
         state.report = StepReport(
             flag,
-            lambda: count_overflows(names.of(owner)) if (owner := alive()) else (),
+            lambda: count_overflows(names.of(owner), factor) if (owner := alive()) else (),
         )
         return state.report
 

@@ -22,13 +22,12 @@ class ParameterNames:
 
     def add(self, named_parameters: NamedParameters) -> None:
         """Learn names from pairs of name and parameter, or nothing if one is no such pair."""
+        if not isinstance(named_parameters, Iterable):
+            raise _wrong_names(named_parameters)
         pairs = list(named_parameters)
         for pair in pairs:
             if not (_is_pair(pair) and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
-                raise ScalerTypeError(
-                    "named_parameters must give pairs of name and parameter, as "
-                    f"model.named_parameters() does; got {type(pair).__name__!r}."
-                )
+                raise _wrong_names(pair)
         for name, param in pairs:
             self._names[param] = name
 
@@ -46,6 +45,13 @@ class ParameterNames:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _wrong_names(value: object) -> ScalerTypeError:
+    return ScalerTypeError(
+        "named_parameters must give pairs of name and parameter, as model.named_parameters() does; "
+        f"got {type(value).__name__!r}."
+    )
 
 
 def _name_in_group(optimizer: Any, group: int, index: int) -> str:

@@ -14,46 +14,63 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def stepped_tensors(optimizer: Any) -> list[Tensor] | None:
-    """All tensors that a step writes: the parameters with gradients, and their state.
+def has_state(optimizer: Any) -> bool:
+    """Whether each parameter with a gradient has state: the step that makes it cannot be undone."""
+    return all(optimizer.state.get(param) for param in params_with_grads(optimizer))
 
-    Returns:
-        None if some parameter has no state yet: the first step creates it, which cannot be undone.
+
+def written_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
+    """All tensors that a step writes: the parameters, and what the optimizer keeps of them.
+
+    Args:
+        optimizer: keeps tensors in its `state`, nested at will, and in its `param_groups`. Learning
+            rates are not among them: no step writes one.
+        params: those with gradients.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not all(optimizer.state.get(param) for param in params):
-        return None
-    return [local(tensor) for tensor in params + state_tensors(optimizer, params)]
-
-
-def state_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
-    """The tensors in the optimizer's state of these parameters."""
-    return [
-        value
-        for param in params
-        for value in optimizer.state.get(param, {}).values()
-        if isinstance(value, Tensor)
+    state = getattr(optimizer, "state", {})
+    in_groups = [
+        {key: value for key, value in group.items() if key not in ("params", "lr")}
+        for group in optimizer.param_groups
     ]
+    return [*params, *_tensors([state.get(param) for param in params]), *_tensors(in_groups)]
+
+
+def params_with_grads(optimizer: Any) -> list[Tensor]:
+    """The parameters that have gradients."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a structure of dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
 @torch.no_grad()
-def step_unless(found_inf: Tensor, tensors: list[Tensor], step: Callable[..., Any]) -> Any:
-    """Step an optimizer; on overflow put all tensors back as they were.
+def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> Any:
+    """Step an optimizer that has its state; on overflow put all tensors back as they were.
 
-    Costs a copy of `tensors` for the time of the step.
+    Costs a copy of the tensors for the time of the step.
 
     Args:
         found_inf: 0-dim; not 0 where gradients overflowed.
-        tensors: what the step writes.
-        step: the optimizer's.
+        optimizer: what to step.
+        step: the optimizer's, with the caller's arguments.
 
     Returns:
         What the optimizer's step returns.
     """
     overflowed = on_devices(found_inf != 0)
-    old = [tensor.clone() for tensor in tensors]
+    params = params_with_grads(optimizer)
+    old = [local(tensor).clone() for tensor in written_tensors(optimizer, params)]
     with torch.enable_grad():
         result = step()
-    for tensor, value in zip(tensors, old, strict=True):
+    # Looked up again: a step may put new tensors in the place of old ones.
+    for tensor, value in zip(map(local, written_tensors(optimizer, params)), old, strict=True):
         tensor.copy_(torch.where(overflowed[tensor.device], value, tensor))
     return result

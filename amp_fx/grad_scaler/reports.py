@@ -158,14 +158,22 @@ def describe(overflows: tuple[Overflow, ...]) -> str:
 
 
 @torch.no_grad()
-def count_overflows(named_params: list[tuple[str, Tensor]]) -> tuple[Overflow, ...]:
+def count_overflows(
+    named_params: list[tuple[str, Tensor]], factor: Tensor | None = None
+) -> tuple[Overflow, ...]:
     """Count what is not finite in the gradients of parameters; waits for the device.
 
     Two waits per device: one to find the gradients, one to count in those that were found.
+
+    Args:
+        named_params: pairs of name and parameter.
+        factor: float32, 0-dim. If given, counts in the gradients times this.
     """
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
         if param.grad is not None and (values := _values(param.grad)).numel():
+            if factor is not None:
+                values = values * factor.to(values.device)
             by_device.setdefault(values.device, []).append((name, values))
     return tuple(o for named_grads in by_device.values() for o in _count(named_grads))
 

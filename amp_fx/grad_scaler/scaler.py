@@ -16,7 +16,7 @@ from amp_fx.errors import (
     ScalerStateError,
 )
 from amp_fx.grad_scaler import arguments, host_scale, unscale
-from amp_fx.grad_scaler.agreement import Agreement, any_dtensor, clip_together_, params_of
+from amp_fx.grad_scaler.agreement import Agreement, any_dtensor, params_of
 from amp_fx.grad_scaler.bookkeeping import Bookkeeping
 from amp_fx.grad_scaler.compiled_step import CompiledStep
 from amp_fx.grad_scaler.ledger import any_skipped
@@ -150,7 +150,8 @@ class GradScaler(Bookkeeping):
             float16 and bfloat16 tensors come back as float32, others keep their dtype.
 
         Raises:
-            ScalerValueError: something is neither a tensor nor an iterable.
+            ScalerValueError: something is neither a tensor nor an iterable, or the first tensor is
+                on the meta device, where no scale can be kept.
         """
         if not self._enabled:
             return outputs
@@ -160,7 +161,7 @@ class GradScaler(Bookkeeping):
         def scaled(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if self._scale is None:
-                    self._lazy_init_scale_growth_tracker(value.device)
+                    self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
                     scales.append(unscale.on_devices(cast("Tensor", self._scale)))
                 return widen(value) * scales[0][value.device]
@@ -202,8 +203,8 @@ class GradScaler(Bookkeeping):
         """Do `unscale_` and torch.nn.utils.clip_grad_norm_ in two passes over the gradients.
 
         The first pass takes the norm of the scaled gradients; the second checks, unscales and clips
-        in one kernel. Where the scale may be below 1, or for norms other than 1, 2 and infinity,
-        there are three passes. Never waits for the device.
+        in one kernel. There are three where the scale may be below 1, for norms other than 1, 2 and
+        infinity, and for float64. Never waits for the device.
 
         Where gradients overflowed, so that the step will be skipped, they are clipped as
         `clip_grad_norm_` does on the CPU; on a device infinities and NaNs stay where they were, for
@@ -224,13 +225,10 @@ class GradScaler(Bookkeeping):
             ScalerTypeError: this is no optimizer.
         """
         max_norm, norm_type = arguments.max_norm(max_norm), arguments.norm_type(norm_type)
-        params = params_of(arguments.optimizer(optimizer))
-        are_spread = any_dtensor(params)
+        arguments.optimizer(optimizer)
         if not self._enabled:
-            if are_spread:
-                return clip_together_(params, max_norm, norm_type)
-            groups = self._group(optimizer, allow_fp16=True, coalesce=True)
-            return unscale.clip_(groups, max_norm, norm_type)
+            return self._clip(optimizer, max_norm, norm_type)
+        are_spread = any_dtensor(params_of(optimizer))
         state = self._begin_unscale("unscale_and_clip_", optimizer)
         groups = self._group(optimizer, coalesce=True)
         inv_scale, may_amplify = self._inv_scale(), self._may_amplify()
@@ -243,9 +241,7 @@ class GradScaler(Bookkeeping):
         found_inf = unscale.unscale_(groups, inv_scale, may_overflow=may_amplify)
         # Counts overflows before clipping spreads them.
         self._unscaled(optimizer, state, found_inf)
-        if are_spread:
-            return clip_together_(params, max_norm, norm_type)
-        return unscale.clip_(groups, max_norm, norm_type)
+        return self._clip(optimizer, max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer unless its gradients overflowed; unscales them first if need be.

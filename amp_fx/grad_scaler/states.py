@@ -24,10 +24,11 @@ class OptimizerState:
         last_step: what became of its newest step.
         stage: how far it is in this iteration.
         found_inf: what the check found in this iteration, per device.
+        inv_scale: where the check left gradients scaled, what it looked at them times; else None.
         report: on that check.
     """
 
-    __slots__ = ("alive", "found_inf", "last_step", "report", "stage")
+    __slots__ = ("alive", "found_inf", "inv_scale", "last_step", "report", "stage")
 
     def __init__(self, alive: Callable[[], Any]) -> None:
         """Nothing has happened yet."""
@@ -39,6 +40,7 @@ class OptimizerState:
         """Nothing has happened in this iteration."""
         self.stage = OptState.READY
         self.found_inf: dict[torch.device, Tensor] = {}
+        self.inv_scale: Tensor | None = None
         self.report: StepReport | None = None
 
 

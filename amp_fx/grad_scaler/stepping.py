@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
-from amp_fx.grad_scaler import predicated
+from amp_fx.grad_scaler import host_scale, predicated
+from amp_fx.grad_scaler.torch_private import runs_only_own_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from amp_fx.grad_scaler.core import ScalerCore
     from amp_fx.grad_scaler.states import OptimizerState
@@ -55,11 +58,21 @@ def step_fused(
     else:
         scaler._check_inf_per_device(optimizer)
         optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-    optimizer.found_inf = scaler._combine(state.found_inf)
+    optimizer.found_inf = _flag_for(optimizer, scaler._combine(state.found_inf))
     try:
         return step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
+
+
+def _flag_for(optimizer: Any, found_inf: Tensor) -> Tensor | None:
+    """The flag, or None where the host knows that it is 0 and only torch's own code would read it.
+
+    With a flag Adam and Adagrad take it off each of their step counters, which costs as much as the
+    check.
+    """
+    is_needless = host_scale.peek(found_inf) == 0.0 and runs_only_own_code(optimizer)
+    return None if is_needless else found_inf
 
 
 def _takes_scaler(step: Callable[..., Any]) -> bool:
@@ -79,10 +92,9 @@ def step_checked(
     The arguments are those of `step_fused`.
     """
     report = state.report or scaler._report(state)
-    if report.known_skipped is None and _is_capturable(optimizer):
-        tensors = predicated.stepped_tensors(optimizer)
-        if tensors is not None:
-            return predicated.step_unless(scaler._combine(state.found_inf), tensors, step)
+    is_unknown = report.known_skipped is None
+    if is_unknown and _is_capturable(optimizer) and predicated.has_state(optimizer):
+        return predicated.step_unless(scaler._combine(state.found_inf), optimizer, step)
     return None if report.learn_skipped() else step()
 
 

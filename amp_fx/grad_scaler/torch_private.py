@@ -10,6 +10,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.optim.optimizer as optimizer_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +35,11 @@ def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
 
     CUDA has none for bfloat16, and no device has one for complex numbers.
     """
-    flag, one = torch.zeros((), device=device), torch.ones((), device=device)
+    flag = torch.zeros((), dtype=torch.float32, device=device)
     try:
-        check_and_unscale_([torch.zeros(1, dtype=dtype, device=device)], flag, one)
+        check_and_unscale_(
+            [torch.zeros(1, dtype=dtype, device=device)], flag, torch.ones_like(flag)
+        )
     except (NotImplementedError, RuntimeError):
         return False
     return True
@@ -66,16 +69,38 @@ def group_by_device_and_dtype(
     return {key: lists[0] for key, (lists, _) in grouped.items()}  # type: ignore[misc]
 
 
+def runs_only_own_code(optimizer: Any) -> bool:
+    """Whether a step runs nothing but torch's own code: one of its optimizers, with no hooks.
+
+    Nor has anything taken the place of its `step`, apart from the wrapper that learning-rate
+    schedulers put there to learn of steps.
+    """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return False
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not _is_schedulers_wrapper(replaced, optimizer):
+        return False
+    return not (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
+    )
+
+
+def _is_schedulers_wrapper(step: Any, optimizer: Any) -> bool:
+    """Whether it is that wrapper, and right around the optimizer's own step."""
+    is_around_own = getattr(step, "__wrapped__", None) is type(optimizer).step
+    return is_around_own and hasattr(step, "_wrapped_by_lr_sched")
+
+
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The optimizer's step in a form that compiles into one graph.
 
     `Optimizer.step` is wrapped in a profiler hook and in a grad-mode switch with graph breaks.
-    Both are taken off for torch's own optimizers; other optimizers, and those with hooks, keep
-    whatever wraps their step.
+    Both are taken off where nothing else runs in a step; other optimizers keep whatever wraps it.
     """
-    is_own = type(optimizer).__module__.startswith("torch.optim.")
-    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-    if not is_own or has_hooks:
+    if not runs_only_own_code(optimizer):
         return optimizer.step
     return functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
 

@@ -91,7 +91,7 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
         return found_infs[0]
     flags = [flag if flag.device == device else on_devices(flag)[device] for flag in found_infs]
     if not flags:
-        return torch.zeros((), device=device)
+        return _float32(0.0, device)
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
 
@@ -112,10 +112,12 @@ def unscale_and_clip_(
 
     Returns:
         What `unscale_` returns, and the norm of the unscaled gradients. None, with nothing done, if
-        the norm of the scaled gradients does not tell.
+        the norm of the scaled gradients does not tell, or gradients are float64.
     """
     device_types = {group.device.type for group in groups}
     if norm_type not in _HOMOGENEOUS_NORMS or device_types not in ({"cpu"}, {"cuda"}):
+        return None
+    if _norm_dtype(groups) is torch.float64:  # the kernel's factor is float32
         return None
     scaled_norm = _total_norm(groups, norm_type)
     known = host_scale.peek(scaled_norm)
@@ -149,7 +151,7 @@ def _total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
     """The norm of all gradients as one vector, on the device of the first; 0 if there are none."""
     norms = [norm for group in groups for norm in _norms(group, norm_type)]
     if not norms:
-        return torch.zeros((), device=groups[0].device if groups else None)
+        return _float32(0.0, groups[0].device if groups else None)
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
     norm: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return norm
@@ -163,19 +165,24 @@ def _norm_dtype(groups: list[GradGroup]) -> torch.dtype:
     return dtype.to_real()
 
 
+def _float32(value: float, device: torch.device | None) -> Tensor:
+    """A 0-dim tensor; scale and flags are float32 whatever the default dtype."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 def _no_inf(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
     found_inf: dict[torch.device, Tensor] = {}
     for group in groups:
         if group.device not in found_inf:
-            found_inf[group.device] = torch.zeros((), device=group.device)
+            found_inf[group.device] = _float32(0.0, group.device)
     return found_inf
 
 
 def _check_(group: GradGroup, found_inf: Tensor) -> None:
     if has_check_and_unscale(group.device, group.dtype):
-        check_and_unscale_(group.grads, found_inf, torch.ones((), device=group.device))
+        check_and_unscale_(group.grads, found_inf, _float32(1.0, group.device))
         return
-    _check_product_(group, torch.ones((), device=group.device), found_inf)
+    _check_product_(group, _float32(1.0, group.device), found_inf)
 
 
 def _check_product_(group: GradGroup, factor: Tensor, found_inf: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -48,9 +49,31 @@ def test_same_norm_and_gradients(norm_type: float, max_norm: float, values: list
     torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(torch.tensor(0.1), 2.0), (0.1, "inf")])
+def test_whatever_clip_grad_norm_takes(max_norm: Any, norm_type: Any) -> None:
+    results = []
+    for is_ours in (True, False):
+        params = make_params((4, 3), (5,))
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        scaler = amp_fx.GradScaler("cpu")
+        set_scaled_grads(scaler, params, None)
+        if is_ours:
+            norm = scaler.unscale_and_clip_(optimizer, max_norm, norm_type)
+        else:
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        results.append([norm, *(param.grad for param in params)])
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_powers_of_two_change_no_bit() -> None:
     ours, theirs = clip_both(2.0**16, 0.1, 2.0, [])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_float64_keeps_its_digits() -> None:
+    ours, theirs = clip_both(2.0**16, 0.1, 2.0, [], torch.float64)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
 
 def test_largest_element() -> None:

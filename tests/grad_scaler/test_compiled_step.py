@@ -70,6 +70,26 @@ def test_same_numbers_in_one_graph(optimizer_name: str, max_norm: float | None) 
     assert counter.frame_count == (0 if optimizer_name == "adamw-fused" else 1)
 
 
+def test_float64_stays_float64() -> None:
+    """Learning rates and norms too."""
+    results = []
+    for is_compiled in (True, False):
+        params = make_params((4, 3), (5,), dtype=torch.float64)
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        grad_scaler = amp_fx.GradScaler("cpu")
+        step = grad_scaler.compile_step(optimizer, max_norm=0.5, backend="eager")
+        for seed in range(3):
+            set_scaled_grads(grad_scaler, params, None, seed)
+            if is_compiled:
+                step()
+                continue
+            norm = grad_scaler.unscale_and_clip_(optimizer, 0.5)
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        results.append([step.norm if is_compiled else norm, *(p.detach() for p in params)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-14)
+
+
 @needs_compiler
 def test_same_numbers_through_inductor() -> None:
     expected = train("adamw", is_compiled=False, max_norm=0.5)
@@ -180,25 +200,116 @@ def test_parameters_that_join_later() -> None:
     torch.testing.assert_close(snapshot(grad_scaler, params, optimizer), expected)
 
 
-class Counting(torch.optim.SGD):
+class Custom(torch.optim.Optimizer):
+    """Momentum, kept in a way of somebody's own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.decay = 0.9  # a number, but no count
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.step_one(param, group, self.state[param])
+
+    def step_one(self, param: Any, group: Any, state: Any) -> None:
+        raise NotImplementedError
+
+
+class Nested(Custom):
+    def step_one(self, param: Any, group: Any, state: Any) -> None:
+        if not state:
+            state["moments"] = [torch.zeros_like(param), {"second": torch.zeros_like(param)}]
+        first, second = state["moments"][0], state["moments"][1]["second"]
+        first.mul_(self.decay).add_(param.grad)
+        second.add_(param.grad**2)
+        param.sub_(first / (1.0 + second), alpha=group["lr"])
+
+
+class Replacing(Custom):
+    def step_one(self, param: Any, group: Any, state: Any) -> None:
+        state["moment"] = state.get("moment", torch.zeros_like(param)) * self.decay + param.grad
+        param.sub_(state["moment"], alpha=group["lr"])
+
+
+class InGroup(Custom):
+    def step_one(self, param: Any, group: Any, state: Any) -> None:
+        state["moment"] = torch.zeros_like(param)
+        count = group.setdefault("count", torch.zeros(()))
+        param.sub_(param.grad * group["lr"] / count.add_(1.0))
+
+
+@pytest.mark.parametrize("kind", [Nested, Replacing, InGroup])
+def test_whatever_an_optimizer_keeps_is_put_back(kind: Any) -> None:
+    """The oracle is torch's scaler, which does not call the step."""
+    counter = CompileCounterWithBackend("eager")
+    results = []
+    for is_compiled in (False, True):
+        params = make_params((4, 3), (5,))
+        optimizer = kind(params)
+        grad_scaler: Any = amp_fx.GradScaler("cpu") if is_compiled else torch.amp.GradScaler("cpu")
+        if is_compiled:
+            step = grad_scaler.compile_step(optimizer, backend=counter)
+        for seed, bad in enumerate(BAD):
+            set_scaled_grads(grad_scaler, params, bad, seed)
+            if is_compiled:
+                step()
+            else:
+                grad_scaler.step(optimizer)
+                grad_scaler.update()
+        results.append([param.detach() for param in params])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    assert counter.frame_count > 0
+
+
+class CountsInGroup(torch.optim.SGD):
     """Counts its steps in a number, which nothing on a device can put back."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
         return super().step(closure)
 
+    @property
+    def num_steps(self) -> int:
+        return int(self.param_groups[0]["k"])
 
-def test_optimizers_that_count_in_numbers_run_eagerly_and_say_so() -> None:
+
+class CountsInItself(torch.optim.SGD):
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [CountsInGroup, CountsInItself])
+def test_optimizers_that_count_in_numbers_run_eagerly_and_say_so(kind: Any) -> None:
     grad_scaler, _, params = make_case()
-    optimizer = Counting(params, lr=0.1)
+    optimizer = kind(params, lr=0.1)
     step = grad_scaler.compile_step(optimizer, backend="eager")
     set_scaled_grads(grad_scaler, params, None)
-    with pytest.warns(UserWarning, match="Counting run eagerly, for its step counts in numbers"):
+    message = "run eagerly, for its step counts in numbers"
+    with pytest.warns(UserWarning, match=message) as warned:
         step()
+    assert [warning.filename for warning in warned] == [__file__]
     for bad in (None, math.inf, None):
         set_scaled_grads(grad_scaler, params, bad)
         step()
-    assert optimizer.param_groups[0]["k"] == 3
+    assert optimizer.num_steps == 3
+
+
+def test_gradients_that_are_unscaled_already_are_clipped_all_the_same() -> None:
+    grad_scaler, optimizer, params = make_case()
+    step = grad_scaler.compile_step(optimizer, max_norm=0.5, backend="eager")
+    for _ in range(3):
+        set_scaled_grads(grad_scaler, params, None)
+        grad_scaler.unscale_(optimizer)
+        expected = torch.cat([param.grad.flatten() for param in params]).norm()
+        step()
+        torch.testing.assert_close(step.norm, expected)
+        clipped = torch.cat([param.grad.flatten() for param in params]).norm()
+        torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-4, atol=0.0)
 
 
 def test_sparse_gradients_run_eagerly_and_say_so() -> None:

@@ -135,6 +135,7 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"init_scale": math.inf}, "finite"),
     ({"init_scale": math.nan}, "finite"),
     ({"init_scale": 1e300}, "finite"),
+    ({"init_scale": 1e-46}, "float32 can hold and invert"),  # 0.0 there
     ({"init_scale": "8"}, "finite"),
     ({"growth_factor": 0.5}, "above 1"),
     ({"growth_factor": math.inf}, "above 1"),
@@ -173,6 +174,7 @@ def test_device(device: Any) -> None:
         ("update", -2.0),
         ("update", math.inf),
         ("update", math.nan),
+        ("update", 1e-40),
         ("update", "8"),
         ("update", True),
         ("update", torch.tensor(math.nan)),
@@ -237,6 +239,13 @@ def test_what_is_no_optimizer(method: str, thing: Any) -> None:
     case.scaler.update()
 
 
+def test_outputs_on_meta_leave_no_scale_there() -> None:
+    scaler = amp_fx.GradScaler("cpu")
+    with pytest.raises(ValueError, match="got one on 'meta'"):
+        scaler.scale([torch.ones((), device="meta")])
+    assert scaler.scale(torch.ones(())).item() == scaler.get_scale()
+
+
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(-1.0, 2.0), (math.nan, 2.0), (1.0, math.nan)])
 def test_bad_norms_leave_gradients_scaled(max_norm: float, norm_type: float) -> None:
     case = Case()
@@ -249,9 +258,9 @@ def test_bad_norms_leave_gradients_scaled(max_norm: float, norm_type: float) -> 
 
 @pytest.mark.parametrize("names", [["weight"], [("weight", 3)], [(1, torch.ones(2))], 5])
 def test_names(names: Any) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(errors.ScalerTypeError, match="pairs of name and parameter"):
         amp_fx.GradScaler("cpu", named_parameters=names)
-    with pytest.raises(TypeError):
+    with pytest.raises(errors.ScalerTypeError):
         amp_fx.GradScaler("cpu").name_parameters(names)
 
 

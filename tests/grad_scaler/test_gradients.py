@@ -173,6 +173,8 @@ def test_unscaling_by_a_small_scale_overflows_and_is_noticed(optimizer: str) -> 
     scaler = make_scaler(2.0**-10)
     params[0].grad = torch.tensor([1e36, 1.0])  # finite, but not after unscaling
     scaler.step(stepped)
+    assert scaler.last_step is not None
+    assert [(o.num_inf, o.num_nan, o.numel) for o in scaler.last_step.overflows] == [(1, 0, 2)]
     scaler.update()
     assert torch.equal(params[0], before)
     assert scaler.get_scale() == 2.0**-11

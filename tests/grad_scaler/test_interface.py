@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,6 +139,15 @@ def test_state_dicts_load_both_ways(source: Any, target: Any, is_used: bool) -> 
     scaler.load_state_dict(state)
     assert scaler.state_dict() == state
     assert scaler.scale(torch.ones(())).item() == 2.0**14
+
+
+def test_state_dicts_may_hold_their_numbers_as_tensors() -> None:
+    """As some ways to save a checkpoint leave them."""
+    state = trained(amp_fx.GradScaler("cpu")).state_dict()
+    scaler = amp_fx.GradScaler("cpu")
+    as_tensors = {key: torch.tensor(value) for key, value in state.items()}
+    scaler.load_state_dict(types.MappingProxyType(as_tensors))  # type: ignore[arg-type]
+    assert scaler.state_dict() == state
 
 
 def test_growth_goes_on_after_loading() -> None:

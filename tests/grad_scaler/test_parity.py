@@ -121,6 +121,28 @@ def assert_agree(runs: tuple[Run, Run]) -> None:
     assert_same(runs[0].numbers(), runs[1].numbers())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
+    """The scale and its flags are float32 all the same."""
+    runs = both(optimizer, init_scale=2.0**10, growth_interval=2)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for bad in (None, None, math.inf, None):
+            for run in runs:
+                run.backward(0, bad)
+                run.scaler.unscale_(run.optimizers[0])
+                run.scaler.step(run.optimizers[0])
+                run.scaler.update()
+                run.backward(1, bad)
+                run.scaler.step(run.optimizers[1])
+                run.scaler.update()
+    finally:
+        torch.set_default_dtype(before)
+    assert_agree(runs)
+
+
 def test_fused_contract() -> None:
     """A user's own factor on `grad_scale` counts, and both attributes are gone afterwards."""
     runs = both("adamw-fused", init_scale=8.0)
@@ -131,6 +153,20 @@ def test_fused_contract() -> None:
     assert_same(runs[0].numbers(), runs[1].numbers())
     assert not hasattr(runs[0].optimizers[0], "grad_scale")
     assert not hasattr(runs[0].optimizers[0], "found_inf")
+
+
+@pytest.mark.parametrize(("bad", "flag"), [(None, 0.0), (math.inf, 1.0)])
+def test_hooks_see_what_torch_promises(bad: float | None, flag: float) -> None:
+    """Without them nobody would, and a flag of 0 is not handed to torch's own code."""
+    run = Run(amp_fx.GradScaler, "adamw-fused", init_scale=8.0)
+    optimizer = run.optimizers[0]
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.extend([optimizer.grad_scale.item(), optimizer.found_inf.item()])
+    )
+    run.backward(0, bad)
+    run.scaler.step(optimizer)
+    assert seen == [8.0, flag]
 
 
 def test_custom_optimizers_get_scale_and_flag() -> None:
@@ -175,3 +211,18 @@ def test_optimizers_that_take_the_scaler_itself() -> None:
         assert scaler.step(optimizer) == 1.0
     scaler.update()
     assert scaler.get_scale() == 64.0
+
+
+def test_a_flag_of_0_is_not_taken_off_step_counters() -> None:
+    """Which is a third of what scaling adds to fused Adam; torch's scaler has it done."""
+    num_passes = []
+    for scaler_class in (amp_fx.GradScaler, torch.amp.GradScaler):
+        run = Run(scaler_class, "adamw-fused")
+        run.backward(0, None)
+        run.scaler.step(run.optimizers[0])  # makes the state
+        run.scaler.update()
+        run.backward(0, None)
+        with torch.profiler.profile() as profile:
+            run.scaler.step(run.optimizers[0])
+        num_passes.append(sum(event.name == "aten::_foreach_sub_" for event in profile.events()))
+    assert num_passes == [0, 1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.grad_scaler import torch_private
 
@@ -81,6 +83,28 @@ def test_bare_steps_step() -> None:
     plain.register_step_pre_hook(lambda *_: calls.append("hook"))
     torch_private.bare_step(plain)()
     assert calls == ["hook"]
+
+
+def test_whether_only_torchs_own_code_runs() -> None:
+    def make(kind: Any = torch.optim.SGD) -> Any:
+        return kind([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
+
+    assert torch_private.runs_only_own_code(make())
+    assert torch_private.runs_only_own_code(make(torch.optim.Adafactor))
+    assert not torch_private.runs_only_own_code(make(WithHook))
+
+    scheduled, replaced = make(), make()
+    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
+    assert torch_private.runs_only_own_code(scheduled)
+    replaced.step = functools.wraps(replaced.step)(lambda *_: None)
+    assert not torch_private.runs_only_own_code(replaced)
+    scheduled.step = functools.wraps(scheduled.step)(lambda *_: None)
+    assert not torch_private.runs_only_own_code(scheduled)
+
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    assert not torch_private.runs_only_own_code(make())
+    hook.remove()
+    assert torch_private.runs_only_own_code(make())
 
 
 def test_schedulers_know_of_a_marked_step() -> None:
