@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # The scale has collapsed when it is below 1 and this many backoffs below where it was at its
 # highest: a model that merely starts with too large a scale settles long before.
 _BACKOFFS_TO_COLLAPSE = 16
+# Where a floor keeps it from that, it has collapsed after more overflows than this in a row.
+_OVERFLOWS_TO_COLLAPSE = 16
 
 
 class Ledger:
@@ -35,6 +37,7 @@ class Ledger:
     def forget_peak(self, scale: float | None) -> None:
         """The user chose a scale, None if on the device: what went before tells of no collapse."""
         self._highest = 0.0 if scale is None else scale
+        self._num_overflows = 0  # in a row, as far as the host knows
 
     def begin_iteration(self) -> None:
         """Gradients are about to change: let go of those that past reports could still read."""
@@ -49,6 +52,7 @@ class Ledger:
         self._updates.append(PendingRecord(self._scale, new_scale, reports))
         self._scale = new_scale
         self._last_reports = reports
+        self._num_overflows = self._num_overflows + 1 if any_skipped(reports) else 0
         if known is not None and known > self._highest:
             self._highest = known
 
@@ -57,13 +61,16 @@ class Ledger:
         return [record.resolve() for record in self._updates]
 
     def find_collapse(
-        self, scale: float | None, backoff_factor: float, *, is_told_once: bool
+        self, scale: float | None, backoff_factor: float, floor: float, *, is_told_once: bool
     ) -> str | None:
-        """A warning if the scale that was last seen tells of a collapse."""
+        """A warning if the scale that was last seen tells of a collapse, or sticks at its floor."""
         if scale is None or (is_told_once and self._has_warned):
             return None
         self._highest = max(self._highest, scale)
-        if scale >= 1.0 or scale > self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE:
+        lowest = self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE
+        is_far_down = scale < 1.0 and scale <= lowest
+        is_stuck = scale <= floor and self._num_overflows > _OVERFLOWS_TO_COLLAPSE
+        if not (is_far_down or is_stuck):
             return None
         self._has_warned = True
         overflows = next((r.overflows for r in reversed(self._last_reports) if r.skipped), ())

@@ -73,7 +73,8 @@ class GradScaler(Bookkeeping):
         max_scale: the scale does not grow above this (unless it was set higher); None for no limit.
         hysteresis: how many updates in a row with an overflow it takes to back off, the last of
             them and all that follow doing so; 1 backs off at once. Steps are skipped regardless.
-        on_collapse: what to do when the scale shrinks without end: "warn", once, or "raise".
+        on_collapse: what to do when the scale shrinks without end, or step after step overflows at
+            `min_scale`: "warn", once, or "raise".
         history_size: how many updates `history` remembers.
         process_group: the processes that skip a step together if one of them overflowed, so that
             their scales stay equal. Each must call the same methods, whether it has gradients or
@@ -365,7 +366,10 @@ class GradScaler(Bookkeeping):
         if was_skipped is False:
             return
         collapse = self._ledger.find_collapse(
-            self._host_scale.seen, self._backoff_factor, is_told_once=self._on_collapse == "warn"
+            self._host_scale.seen,
+            self._backoff_factor,
+            self._limits.floor,
+            is_told_once=self._on_collapse == "warn",
         )
         if collapse is None:
             return

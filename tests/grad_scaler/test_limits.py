@@ -15,7 +15,7 @@ import torch
 import amp_fx
 from amp_fx import errors
 from amp_fx.grad_scaler import host_scale
-from tests.grad_scaler.loops import make_params, set_scaled_grads
+from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads
 
 
 class Run:
@@ -103,6 +103,29 @@ def test_a_new_scale_starts_counting_anew() -> None:
     run.scaler.update(32.0)
     assert run.iterate(True) == 32.0
     assert run.iterate(True) == 16.0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "sgd-fused"])
+def test_a_collapse_is_noticed_at_the_floor(optimizer: str) -> None:
+    """Where every step is skipped and the scale has nowhere to go."""
+    params = make_params((3,))
+    stepped = OPTIMIZERS[optimizer](params)
+    scaler = amp_fx.GradScaler("cpu", init_scale=512.0, min_scale=128.0, on_collapse="raise")
+
+    def overflow(times: int) -> None:
+        for _ in range(times):
+            set_scaled_grads(scaler, params, math.nan)
+            scaler.step(stepped)
+            scaler.update()
+
+    overflow(10)
+    set_scaled_grads(scaler, params, None)  # a batch that was just bad
+    scaler.step(stepped)
+    scaler.update()
+    overflow(10)
+    with pytest.raises(errors.ScaleCollapseError, match="collapsed to 128"):
+        overflow(20)
+    assert scaler.get_scale() == 128.0
 
 
 def test_a_collapse_raises_if_told_to() -> None:
