@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast
 from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
 from amp_fx.passes.base import PassResult
@@ -94,7 +95,7 @@ def _add_placeholder(
 ) -> fx.Node:
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        node = graph.placeholder(f"{source.name}_{str(dtype).removeprefix('torch.')}_kept")
+        node = graph.placeholder(f"{source.name}_{dtype_name(dtype)}_kept")
     with analysis(fake_mode, is_grad_enabled=False):
         set_value(node, torch.empty_like(value_of(source), dtype=dtype, requires_grad=False))
     node.meta["captured"] = value_of(node)

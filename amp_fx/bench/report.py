@@ -14,6 +14,7 @@ from rich.table import Table
 
 from amp_fx.bench.compare import LIMIT, NATIVE, Comparison, Figure
 from amp_fx.bench.memory import how_measured
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """A report as JSON takes it; times in seconds, memory in bytes."""
     settings = dataclasses.asdict(report.settings)
     settings["device"] = str(report.settings.device)
-    settings["dtype"] = str(report.settings.dtype).removeprefix("torch.")
+    settings["dtype"] = dtype_name(report.settings.dtype)
     return {
         "command": report.command,
         "machine": report.machine,

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.regions import CARRIERS, autocast_device_types
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import default_dtype
@@ -83,7 +84,7 @@ def _dot_version() -> str:
 def devices() -> Iterator[tuple[str, str]]:
     """The devices here, and autocast's dtype on each."""
     capability = torch.backends.cpu.get_cpu_capability()
-    yield "cpu", f"{capability}, autocast to {_short(default_dtype('cpu'))}"
+    yield "cpu", f"{capability}, autocast to {dtype_name(default_dtype('cpu'))}"
     for name in autocast_device_types():
         if name in ("cpu", "privateuseone", *CARRIERS):
             continue
@@ -92,11 +93,7 @@ def devices() -> Iterator[tuple[str, str]]:
             yield name, "not here; can be explained (device_type)"
             continue
         found = [module.get_device_name(i) for i in range(module.device_count())]
-        yield name, f"{', '.join(found)}, autocast to {_short(default_dtype(name))}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        yield name, f"{', '.join(found)}, autocast to {dtype_name(default_dtype(name))}"
 
 
 def drift() -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
@@ -236,4 +237,4 @@ def _dtype_of(capture: Capture, stand_in: StandIn, request: _Request) -> str:
     states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
     enabled = [state for state in states if device in state.enabled]
     low = enabled[0].low_dtype(device) if enabled else request.dtype
-    return str(low or default_dtype(stand_in.device_type)).removeprefix("torch.")
+    return dtype_name(low or default_dtype(stand_in.device_type))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_fx.graphs.capture import NotPlainError, _call_key
+from amp_fx.graphs.capture import NotPlainError, call_key
 from amp_fx.graphs.values import analysis, argument_values, call_target, tensors_in
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class FlopMeter:
         if self._fake_mode is None or not _may_count(node):
             return 0
         try:
-            key = _call_key(node, node.all_input_nodes)
+            key = call_key(node, node.all_input_nodes)
         except NotPlainError:
             return self._measure(node)
         if key not in self._memo:

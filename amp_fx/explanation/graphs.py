@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.flops import FlopMeter
 from amp_fx.explanation.places import input_path, module_types
-from amp_fx.explanation.reading import GraphReader, dtype_name, kind_of, num_bytes
+from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
 from amp_fx.graphs.regions import AutocastState
@@ -98,14 +99,8 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
         stage="backward",
         autocast=_regions(seen, device),
         nodes=nodes,
-        before=(),
         casts=tuple(_cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
-        islands=(),
-        counts=(),
         modules=tuple(module_types(gm, reader.root).items()),
-        fallback="",
-        break_reason="",
-        break_at="",
     )
 
 
@@ -190,17 +185,12 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        before=(),
         casts=tuple(
             _cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
             for n in found
         ),
         islands=_islands(nodes),
-        counts=(),
         modules=tuple(module_types(gm, reader.root).items()),
-        fallback="",
-        break_reason="",
-        break_at="",
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
@@ -174,11 +175,6 @@ def run_dtype(node: fx.Node) -> str:
         if floats:
             return dtype_name(functools.reduce(torch.promote_types, floats))
     return dtype_name((results or inputs)[0]) if results or inputs else ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

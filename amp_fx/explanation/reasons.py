@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.regions import CARRIERS
 from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.policies.state import policy_of
@@ -70,7 +71,7 @@ def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
 
 
 def _sentence(decision: Decision, state: AutocastState) -> str:
-    low = str(state.low_dtype(decision.device_type)).removeprefix("torch.")
+    low = dtype_name(state.low_dtype(decision.device_type))
     policy = decision.policy.value
     effect = _EFFECTS.get(policy, policy).format(low=low)
     op = decision.op.removeprefix("aten::")
@@ -85,7 +86,7 @@ def describe(state: AutocastState) -> str:
 def region_names(state: AutocastState) -> tuple[str, ...]:
     """Device types that autocast, with their dtypes."""
     return tuple(
-        f"{device} {str(state.low_dtype(device)).removeprefix('torch.')}"
+        f"{device} {dtype_name(state.low_dtype(device))}"
         for device in state.enabled
         if device not in CARRIERS
     )

@@ -164,11 +164,11 @@ class GraphRecord:
     stage: str
     autocast: tuple[str, ...]
     nodes: tuple[NodeRecord, ...]
-    before: tuple[NodeRecord, ...]
-    casts: tuple[CastRecord, ...]
-    islands: tuple[IslandRecord, ...]
-    counts: tuple[tuple[str, int], ...]
-    modules: tuple[tuple[str, str], ...]
-    fallback: str
-    break_reason: str
-    break_at: str
+    before: tuple[NodeRecord, ...] = ()
+    casts: tuple[CastRecord, ...] = ()
+    islands: tuple[IslandRecord, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    fallback: str = ""
+    break_reason: str = ""
+    break_at: str = ""

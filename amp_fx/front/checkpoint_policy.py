@@ -1,7 +1,7 @@
 """Has eager ``torch.utils.checkpoint`` recompute under the policy that the forward had.
 
 It restores the autocast state of two devices, its own and the CPU's; a policy travels in
-that of two others (``policy_state``).
+that of two others (``policies.state``).
 """
 
 from __future__ import annotations

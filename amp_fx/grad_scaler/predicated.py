@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_fx.grad_scaler.agreement import local
+from amp_fx.grad_scaler.agreement import local, params_of
 from amp_fx.grad_scaler.unscale import on_devices
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def written_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
 
 def params_with_grads(optimizer: Any) -> list[Tensor]:
     """The parameters that have gradients."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [param for param in params_of(optimizer) if param.grad is not None]
 
 
 def _tensors(value: Any) -> list[Tensor]:

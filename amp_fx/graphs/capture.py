@@ -126,7 +126,7 @@ class Opener:
         inputs = node.all_input_nodes
         resolver = (policy_of(site.state) or self.policy).resolver
         place = place_of(node, self.around) if resolver.depends_on_place else ()
-        key = (_call_key(node, inputs), site, resolver.place_key(place))
+        key = (call_key(node, inputs), site, resolver.place_key(place))
         if key not in self._memo:
             try:
                 self._memo[key] = self._trace(node, inputs, site, resolver, place)
@@ -256,7 +256,7 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 
 added_kernels: set[tuple[str, str]] = set()
-"""Device types and ops that have an autocast kernel only because ``policy_kernels`` gave one."""
+"""Device types and ops that have an autocast kernel only because ``policies.kernels`` gave one."""
 
 
 def autocast_key(device_type: str) -> str:
@@ -298,7 +298,7 @@ def _rolled_back_unless(
     fx_tracer.sympy_expr_tracker = expressions
 
 
-def _call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
+def call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     """Equal for two calls whose traces are equal: target, constants, input metadata."""
     index = {n: i for i, n in enumerate(inputs)}
     metadata = tuple(_value_key(value_of(n)) for n in inputs)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.values import value_of, version_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) 
 
 def cast_name(source: fx.Node, dtype: torch.dtype) -> str:
     """A readable name: the source's and the dtype's, ``weight_bfloat16``."""
-    return f"{source.name}_{str(dtype).removeprefix('torch.')}"
+    return f"{source.name}_{dtype_name(dtype)}"
 
 
 _LOSSLESS = {

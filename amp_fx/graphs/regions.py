@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
 
 # Device types that no tensor is ever on: their autocast dtypes carry the number of a policy
-# (``policy_state``). Whether they are enabled says nothing. No package has ever offered "ipu"
+# (``policies.state``). Whether they are enabled says nothing. No package has ever offered "ipu"
 # to this torch; "hpu" is Habana's.
 _HAS_HPU = importlib.util.find_spec("habana_frameworks") is not None
 CARRIERS = ("ipu", "xla" if _HAS_HPU else "hpu")

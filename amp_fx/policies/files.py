@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies.overrides import OpOverride, find_object, is_glob, to_policy
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
@@ -263,7 +264,7 @@ def to_text(policy: Policy) -> str:
 
 
 def _dtype_lines(policy: Policy) -> list[str]:
-    dtypes = {device: str(dtype).removeprefix("torch.") for device, dtype in policy.dtypes}
+    dtypes = {device: dtype_name(dtype) for device, dtype in policy.dtypes}
     if not dtypes:
         return []
     if set(dtypes) == set(policy.tables) and len(set(dtypes.values())) == 1:

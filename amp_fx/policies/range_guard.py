@@ -25,6 +25,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast, is_widening
 from amp_fx.graphs.values import captured_value, dtypes_differ, tensors_in, value_of
 
@@ -55,7 +56,7 @@ def clamp_fill_value(node: fx.Node) -> None:
         if number is None or abs(number) <= limit or not math.isfinite(number):
             return arg
         fits = type(number)(math.copysign(limit, number))
-        clamped.append(f"{number:g} clamped to {fits:g}, the limit of {_short(low)}")
+        clamped.append(f"{number:g} clamped to {fits:g}, the limit of {dtype_name(low)}")
         return fits
 
     node.args = map_aggregate(node.args, clamp)
@@ -111,8 +112,8 @@ def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> list[st
     smallest = info.smallest_normal * info.eps
     too_small = [n for n in numbers if abs(n) <= smallest / 2]
     too_large = [n for n in numbers if abs(n) > info.max and not flushes_only]
-    return [f"{n:g} flushes to zero in {_short(low)}" for n in too_small] + [
-        f"{n:g} overflows {_short(low)}" for n in too_large
+    return [f"{n:g} flushes to zero in {dtype_name(low)}" for n in too_small] + [
+        f"{n:g} overflows {dtype_name(low)}" for n in too_large
     ]
 
 
@@ -160,7 +161,3 @@ def _name(node: fx.Node) -> str:
     if node.op == "call_method":
         return str(node.target)
     return str(getattr(node.target, "__name__", ""))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

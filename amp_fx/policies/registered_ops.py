@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies.op_names import op_text
 from amp_fx.policies.overrides import arg_override, expand_ops, to_policy
@@ -87,7 +88,7 @@ def report_mixture(call: Call, device_type: str) -> None:
     if name.startswith(_OWN_NAMESPACES) or name in _reported:
         return
     tensors = [t for t in castable_tensors(call) if is_eligible(t, device_type)]
-    dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in tensors})
+    dtypes = sorted({dtype_name(t.dtype) for t in tensors})
     if len(dtypes) < 2:
         return
     _reported.add(name)

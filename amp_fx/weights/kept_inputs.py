@@ -101,9 +101,9 @@ def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
 
 def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
     """Takes the inputs that a plan does not pass out of the graph."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for index, node in enumerate(placeholders):
-        if "kept_input" not in node.meta and index not in plan.passed:
+    passed = frozenset(plan.passed)
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if "kept_input" not in node.meta and index not in passed:
             gm.graph.erase_node(node)
     gm.recompile()
 

@@ -1,4 +1,4 @@
-"""autocast_region, policy_state, policy_kernels: regions in eager and compiled code."""
+"""autocast_region, and the policies' state and kernels: regions in eager and compiled code."""
 
 from __future__ import annotations
 

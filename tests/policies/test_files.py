@@ -1,4 +1,4 @@
-"""policy_file: what is written is read back, and mistakes are told with line and key."""
+"""files: what is written is read back, and mistakes are told with line and key."""
 
 from __future__ import annotations
 

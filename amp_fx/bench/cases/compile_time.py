@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from amp_fx.bench.compare import NATIVE, Comparison, Figure, Measured
 from amp_fx.bench.timing import Timing
+from amp_fx.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,7 @@ def _measure(
         "layers": layers,
         "compiler": compiler,
         "device": str(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "dtype": dtype_name(settings.dtype),
         "tiny": settings.tiny,
     }
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
