@@ -55,11 +55,6 @@ class Result:
     """The inputs and the module's tensors after the run."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def compile_amp_fx(
     program: Program, way: Way, dtype: torch.dtype, *, compiler: str = "eager", **kwargs: Any
 ) -> Program:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
-from tests.parity.oracle import LOW_DTYPES, Subject, Way, dtype_name
+from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable

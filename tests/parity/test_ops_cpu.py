@@ -19,9 +19,10 @@ import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 from torch.utils._pytree import tree_map_only
 
+from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
 from tests.parity.calls import OPS, Call, op_calls
-from tests.parity.oracle import LOW_DTYPES, Subject, Way, dtype_name
+from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

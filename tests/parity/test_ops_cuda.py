@@ -19,9 +19,10 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
+from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
 from tests.parity.calls import OPS, Call, op_calls
-from tests.parity.oracle import Way, dtype_name
+from tests.parity.oracle import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
