@@ -28,6 +28,7 @@ from amp_fx.policies.state import carrying, policy_of
 from amp_fx.stats import record_graph
 from amp_fx.weights.kept_inputs import (
     example_copies,
+    has_aliases,
     keep_passed_inputs,
     keepable_weights,
     plan_kept_casts,
@@ -89,6 +90,7 @@ def amp_fx(
         shares_region=parsed.compiler == "eager",
         around=around,
         guards_range=parsed.range_guard,
+        aliases_reads=parsed.compiler != "eager" and current_recorder() is None and has_aliases(),
     )
     with no_autocast():
         rewritten = _rewrite(gm, passes, parsed) or as_native_region(
@@ -97,7 +99,7 @@ def amp_fx(
         recorder = current_recorder()
         if recorder is not None:
             return _called_in(no_autocast, recorder.compile(rewritten, example_inputs))
-        plan = plan_kept_casts(rewritten, verify=parsed.verify)
+        plan = plan_kept_casts(rewritten, verify=parsed.verify, root=_root_class())
         if plan is not None:
             added = example_copies(rewritten, example_inputs)
             keep_passed_inputs(rewritten, plan)
@@ -108,6 +110,12 @@ def amp_fx(
     if ambient.enabled:
         return _called_in(no_autocast, compiled)  # the casts are in the graph already
     return _called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
+
+
+def _root_class() -> str | None:
+    """The class of the outermost module whose code is compiled."""
+    root = surroundings().root
+    return None if root is None else type(root).__name__
 
 
 def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:

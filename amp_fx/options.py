@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
+VERIFY = ("sample", "full", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Options:
             ``"autocast"``: those that autocast leaves. Under an ambient autocast they
             are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
-        verify: Whether every call compares kept casts with fresh ones.
+        verify: How much of the kept casts each call compares with the weights: ``"sample"``, an
+            element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
+            ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.policies.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
@@ -49,7 +52,7 @@ class Options:
     compiler: str = "inductor"
     output_dtype: str = "original"
     weight_cache: bool = True
-    verify: bool = False
+    verify: str = "sample"
     range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
@@ -108,7 +111,13 @@ def _to_policy(name: str, value: Any) -> Policy:
     )
 
 
-_CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES}
+def _to_verify(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        value = "full" if value else "off"
+    return _to_choice(name, value)
+
+
+_CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES, "verify": VERIFY}
 
 
 def _to_choice(name: str, value: Any) -> str:
@@ -139,7 +148,7 @@ _CONVERT = {
     "compiler": _to_choice,
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
-    "verify": _to_bool,
+    "verify": _to_verify,
     "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,

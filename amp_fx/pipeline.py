@@ -14,6 +14,7 @@ from torch._logging._internal import trace_structured
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.checker import check_graph
 from amp_fx.graphs.recording import current_recorder
+from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -57,6 +58,7 @@ def default_passes(
     around: Around = NOWHERE,
     guards_range: bool = True,
     shares_region: bool = False,
+    aliases_reads: bool = False,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -69,6 +71,8 @@ def default_passes(
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         shares_region: Whether casts of leaves are shared with what runs around the graph
             (``ShareRegionCasts``).
+        aliases_reads: Whether weights whose casts are kept are read through other storages
+            (``AliasWeightReads``).
     """
     return (
         MarkRegions(site),
@@ -77,6 +81,7 @@ def default_passes(
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
+        *((AliasWeightReads(),) if kept_weights and aliases_reads else ()),
         *((ShareRegionCasts(),) if shares_region else ()),
         WrapIslands(),
     )

@@ -1,16 +1,18 @@
-"""Keeps one low-precision copy per (weight, dtype) and refreshes it when it goes stale.
+"""Keeps one low-precision copy per (weight, dtype) and makes it again when it goes stale.
 
 Graphs whose weight casts were taken out (``keep_weight_casts``) get the copies as inputs.
-All graphs of a process share them. A copy is refreshed, in place and together with all
-other stale ones of the call, before the first call after a write to its weight; how
-writes are noticed is told in ``amp_fx.weights.storage_watch``. What nothing can notice is a write
-through a NumPy array or another alias outside PyTorch that was taken before the first
-call: after such a write call ``invalidate()``.
+All graphs of a process share them. A copy is made again, together with all other stale ones
+of the call, before the first call after a write to its weight; which signal tells of which
+write is said in ``amp_fx.weights.write_signals``. What no signal tells of is a write through a
+pointer, a NumPy array or a DLPack alias that was taken before the latest call. Every call
+compares an element or two of each copy with its weight, so that a write of a whole weight is
+noticed all the same at the next call on the CPU; then the weight is named in a warning, and cast
+on every call. ``options={"verify": "full"}`` compares all, and raises; ``"off"`` compares none.
 
 Use::
 
     amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
-    amp_fx.weight_cache.invalidate(model)  # refresh its copies at the next call
+    amp_fx.weight_cache.invalidate(model)  # make its copies again at the next call
     amp_fx.weight_cache.clear()            # drop all copies
     amp_fx.weight_cache.set_limit(2**30)   # bytes that copies may take together
 """
@@ -18,11 +20,16 @@ Use::
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 
-from amp_fx.weights.kept_copies import CACHE, drop
+from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_copies import CACHE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +46,7 @@ class Stats:
         bytes: Bytes that they take.
         hits: Times that a call found a copy fresh.
         refreshes: Times that a copy was made or made again.
-        by_model: The same, by the function (and file) whose graph asked first.
+        by_model: The same, by the class of the model (or the function) whose graph asked first.
     """
 
     entries: int
@@ -48,12 +55,24 @@ class Stats:
     refreshes: int
     by_model: dict[str, Stats] = dataclasses.field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """A small table."""
+        right = [Column(name, justify="right") for name in ("copies", "bytes", "hits", "made")]
+        table = Table("model", *right, box=box.SIMPLE_HEAD)
+        for name, stats in {**self.by_model, "all": self}.items():
+            numbers = stats.entries, stats.bytes, stats.hits, stats.refreshes
+            table.add_row(name, *[f"{number:,}" for number in numbers])
+        text = io.StringIO()
+        # In a notebook rich would show it at once.
+        Console(file=text, width=100, force_terminal=False, force_jupyter=False).print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
 
 def stats() -> Stats:
     """Counts of the copies that are alive."""
-    with CACHE.lock:
-        copies = list(CACHE.copies.values())
-    owners = {copy.owner for copy in copies}
+    with CACHE.exclusive():
+        copies = [kept for kept in list(CACHE.copies.values()) if kept.num_bytes]
+    owners = {kept.owner for kept in copies}
     by_model = {o: _count(c for c in copies if c.owner == o) for o in sorted(owners)}
     return dataclasses.replace(_count(copies), by_model=by_model)
 
@@ -62,14 +81,10 @@ def _count(copies: Iterable[KeptCopy]) -> Stats:
     copies = list(copies)
     return Stats(
         entries=len(copies),
-        bytes=sum(copy.num_bytes for copy in copies),
-        hits=sum(copy.num_uses for copy in copies),
-        refreshes=sum(copy.refreshes for copy in copies),
+        bytes=sum(kept.num_bytes for kept in copies),
+        hits=sum(kept.copy.hits for kept in copies),
+        refreshes=sum(kept.copy.refreshes for kept in copies),
     )
-
-
-_INVALID = ()
-"""What no weight was ever seen as, while None says that a copy was never filled."""
 
 
 def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) -> None:
@@ -79,13 +94,11 @@ def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) ->
         model_or_tensor: Whose copies; None for all.
     """
     tensors = _tensors_of(model_or_tensor)
-    with CACHE.lock:
-        for copy in list(CACHE.copies.values()):
-            source = copy.source()
+    with CACHE.exclusive():
+        for kept in list(CACHE.copies.values()):
+            source = kept.source()
             if tensors is None or id(source) in tensors:
-                copy.seen = _INVALID
-                for plan in list(copy.plans):
-                    plan.forget()
+                kept.copy.invalidate()
 
 
 def _tensors_of(model_or_tensor: Any) -> set[int] | None:
@@ -102,17 +115,14 @@ def _tensors_of(model_or_tensor: Any) -> set[int] | None:
 
 
 def clear() -> None:
-    """Drops all copies and stops watching their weights, until graphs are called again.
-
-    Call it before resizing the storage of a weight (``untyped_storage().resize_``), which
-    torch refuses for a storage that is watched.
-    """
-    with CACHE.lock:
-        for key, copy in list(CACHE.copies.items()):
-            source = copy.source()
+    """Drops all copies and stops watching their weights, until graphs are called again."""
+    with CACHE.exclusive():
+        for key, kept in list(CACHE.copies.items()):
+            source = kept.source()
             if source is not None and source.device.type != "meta":
-                source.data_ptr()  # asks for a mutable pointer, which disarms
-            drop(copy, key)
+                engine().unwatch(source)
+            if key in CACHE.copies:
+                CACHE.drop(key)
 
 
 def set_limit(num_bytes: int | None) -> None:
@@ -127,6 +137,7 @@ def set_limit(num_bytes: int | None) -> None:
     """
     if num_bytes is not None and num_bytes < 0:
         raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
-    with CACHE.lock:
+    with CACHE.exclusive():
         CACHE.limit = num_bytes
-        CACHE.make_room(0, list(CACHE.copies.values()))
+        if num_bytes is not None:
+            CACHE.shrink(num_bytes)

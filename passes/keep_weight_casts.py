@@ -19,8 +19,9 @@ output or a view handed out may alias, weights with symbolic sizes, and regions 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -34,7 +35,6 @@ from amp_fx.weights.kept_cast import Slot, kept_cast
 
 if TYPE_CHECKING:
     from torch import fx
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,6 @@ class KeepWeightCasts:
         counts: Counter[str] = Counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
         keepable = self._keepable(placeholders)
-        fake_mode = detect_fake_mode(gm.graph)
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         for cast in list(gm.graph.nodes):
             source = _kept_source(cast, keepable)
@@ -62,13 +61,10 @@ class KeepWeightCasts:
                 continue
             dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
-                kept[source, dtype] = _add_placeholder(gm.graph, source, dtype, fake_mode)
+                index = placeholders.index(source)
+                kept[source, dtype] = add_kept_input(gm.graph, source, index, dtype)
             _replace(gm.graph, cast, source, kept[source, dtype])
             counts["weight_casts_kept"] += 1
-        for (source, dtype), node in kept.items():
-            is_read = any(user.target is not kept_cast for user in source.users)
-            index = placeholders.index(source)
-            node.meta["kept_input"] = Slot(index, dtype, is_read)
         return PassResult(counts)
 
     def _keepable(self, placeholders: list[fx.Node]) -> dict[int, fx.Node]:
@@ -90,20 +86,54 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
     return source if all(user.op != "output" for user in node.users) else None
 
 
-def _add_placeholder(
-    graph: fx.Graph, source: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+def add_kept_input(
+    graph: fx.Graph, source: fx.Node, index: int, dtype: torch.dtype, *, is_alias: bool = False
 ) -> fx.Node:
+    """Adds the placeholder of what is kept for a weight, behind all others.
+
+    Args:
+        graph: The graph.
+        source: The weight's placeholder.
+        index: Its position among the inputs that Dynamo gives.
+        dtype: Dtype of what is kept.
+        is_alias: Whether that is no copy but the weight's own bytes.
+    """
     last = graph.find_nodes(op="placeholder")[-1]
+    kind = "alias" if is_alias else "kept"
     with graph.inserting_after(last):
-        node = graph.placeholder(f"{source.name}_{dtype_name(dtype)}_kept")
-    with analysis(fake_mode, is_grad_enabled=False):
-        set_value(node, torch.empty_like(value_of(source), dtype=dtype, requires_grad=False))
+        node = graph.placeholder(f"{source.name}_{dtype_name(dtype)}_{kind}")
+    weight = value_of(source)
+    make = _like_exactly if is_alias else torch.empty_like
+    with analysis(detect_fake_mode(graph), is_grad_enabled=False):
+        set_value(node, make(weight, dtype=dtype, requires_grad=False))
     node.meta["captured"] = value_of(node)
     node.meta["site"] = source.meta["site"]
     # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node.meta["kept_input"] = Slot(index, dtype, weight_name(source), is_alias)
     node._dynamo_source = None
     return node
+
+
+def _like_exactly(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    """``empty_like`` keeps the strides of dense tensors only."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), device=tensor.device, **options)
+
+
+def weight_name(node: fx.Node) -> str:
+    """What the user's program calls a weight: ``layers.0.weight``.
+
+    Relies on Dynamo's sources, whose names are expressions such as
+    ``L['self']._modules['layers']._modules['0']._parameters['weight']``.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    text = str(name() if callable(name) else name) if name is not None else ""
+    parts = _KEYS.findall(text)
+    return ".".join(parts) or node.name
+
+
+_KEYS = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]")
 
 
 def _replace(graph: fx.Graph, cast: fx.Node, source: fx.Node, copy: fx.Node) -> None:

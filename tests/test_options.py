@@ -22,7 +22,7 @@ def test_every_field_can_be_given() -> None:
         "compiler": "eager",
         "output_dtype": "autocast",
         "weight_cache": False,
-        "verify": True,
+        "verify": "full",
         "range_guard": False,
         "bare_region": False,
         "fallback": False,
@@ -53,7 +53,7 @@ def test_what_is_no_low_dtype(value: Any) -> None:
         Options.parse({"dtype": value})
 
 
-@pytest.mark.parametrize("name", ["weight_cache", "verify", "bare_region", "fallback"])
+@pytest.mark.parametrize("name", ["weight_cache", "bare_region", "fallback"])
 def test_switches_are_booleans(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         Options.parse({name: "yes"})
@@ -119,3 +119,13 @@ def test_backend_of_privateuse1_says_itself_what_it_supports(
 def test_torch_agrees_on_what_the_cpu_supports(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype):
         assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(("given", "meaning"), [(True, "full"), (False, "off"), ("off", "off")])
+def test_verify_takes_words_and_what_it_took_before(given: object, meaning: str) -> None:
+    assert Options.parse({"verify": given}).verify == meaning
+
+
+def test_verify_lists_what_it_takes() -> None:
+    with pytest.raises(OptionError, match=r"'often'.*'sample', 'full', 'off'"):
+        Options.parse({"verify": "often"})

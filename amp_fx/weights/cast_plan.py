@@ -1,36 +1,29 @@
-"""The kept casts of one compiled graph: what it is called with, and the quick way to know it."""
+"""The kept casts of one compiled graph: what it is called with, fresh."""
 
 from __future__ import annotations
 
-import dataclasses
-import operator
-import os
+import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.errors import StaleWeightError
-from amp_fx.graphs.regions import no_autocast
-from amp_fx.tables.presets import torch_version
-from amp_fx.weights.kept_copies import CACHE, same_bits, version_of, versions_of
-from amp_fx.weights.storage_watch import arm, is_armed, storage_address_of
+from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
 from amp_fx.weights.stream_order import accelerator_devices
+from amp_fx.weights.write_signals import is_capturing, may_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from amp_fx.weights.kept_cast import Slot
 
-VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
-    """What a plan's weights were when their copies were last found fresh."""
-
-    epoch: int
-    versions: tuple[int, ...] | None
-    lows: tuple[torch.Tensor, ...]
+ADVICE = (
+    "call amp_fx.weight_cache.invalidate() after such writes, or compile with "
+    "options={'weight_cache': False}"
+)
 
 
 class Plan:
@@ -38,10 +31,12 @@ class Plan:
 
     Args:
         slots: What to pass, in the order of the graph's added inputs.
-        owner: The name under which ``stats`` counts the copies: function and file.
+        owner: The name under which ``stats`` counts the copies.
         passed: Positions of the inputs that the graph takes besides the copies.
-        writes_inputs: Whether the graph writes to any of its inputs.
-        verify: Whether to compare every copy with a fresh cast on every call.
+        is_pure: Whether nothing in the graph writes to a weight.
+        verify: ``"sample"``, ``"full"`` or ``"off"``: how much of the copies each call compares
+            with the weights.
+        on_accelerator: Whether any weight is on a device that has streams.
     """
 
     def __init__(
@@ -50,130 +45,173 @@ class Plan:
         *,
         owner: str,
         passed: Sequence[int],
-        writes_inputs: bool,
-        verify: bool,
+        is_pure: bool,
+        verify: str,
+        on_accelerator: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self.owner = owner
         self.passed = tuple(passed)
-        self.verify = verify or os.environ.get(VERIFY_ENVIRONMENT) == "1"
-        self.num_hits = 0
-        self._select = _tuple_getter([slot.source_index for slot in slots])
-        # A graph that writes to an input may write to a weight through shared storage.
-        read = [] if writes_inputs else [s.source_index for s in slots if s.is_read]
-        self._select_read = _tuple_getter(read)
-        # By place: one graph may serve many layers, each with its own weights.
-        self._snapshots: dict[Any, _Snapshot] = {}
-        self._devices: tuple[torch.device, ...] = ()
-        self._has_parts = False
-        self._needs_layouts = not _guards_see_layouts()
+        self.is_pure = is_pure
+        self.verify = verify
+        self.on_accelerator = on_accelerator
+        self.look = self._new_look(self.slots, self.passed)
+        self._subset: tuple[tuple[Slot, ...], Any] = (), None
+
+    def _new_look(self, slots: Sequence[Slot], passed: Sequence[int]) -> Any:
+        sources = tuple(slot.source_index for slot in slots)
+        return engine().Look(sources, tuple(passed), self.is_pure, self.verify == "sample")
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
-        select_passed = _tuple_getter(self.passed)
+        wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
+        call = wrap(compiled)
+        return self._wrap_verified(call) if self.verify == "full" else call
+
+    def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        enter, leave, prepare = self.look.enter, self.look.leave, self._prepare
 
         def call(*args: Any) -> Any:
-            lows = self.lows(args)
-            read = [(tensor, version_of(tensor)) for tensor in self._select_read(args)]
-            result = compiled(*select_passed(args), *lows)
-            for tensor, version in read:
-                # Kernels read inputs through a mutable pointer; this graph writes none.
-                if not is_armed(tensor) and version_of(tensor) == version:
-                    arm(tensor)
-            return result
+            inputs = enter(args)
+            if inputs is None:
+                inputs = prepare(args)
+            try:
+                return compiled(*inputs)
+            finally:
+                leave()
 
         return call
 
-    def lows(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The copies for one call, fresh."""
-        sources = self._select(args)
-        if self._devices and torch.cuda.is_current_stream_capturing():
-            # The user captures the call: a replay of it must cast for itself.
-            return tuple(
-                source.detach().to(slot.dtype)
-                for slot, source in zip(self.slots, sources, strict=True)
-            )
-        snapshot = self._snapshots.get(self._place(sources))
-        # The epoch comes last: a thread that notices a write raises it before it arms.
-        if (
-            snapshot is not None
-            and all(map(is_armed, sources))
-            and (snapshot.versions is None or versions_of(sources) == snapshot.versions)
-            and snapshot.epoch == CACHE.watch.epoch
-        ):
-            self.num_hits += 1
-            lows = snapshot.lows
-        else:
-            lows = CACHE.refresh(self, sources)
-        if self._devices:
-            CACHE.streams.wait(self._devices)
-        if self.verify:
-            self._verify(sources, lows)
-        return lows
+    def _wrap_on_accelerator(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """With the order of streams, and captures that cast for themselves."""
+        enter, leave, prepare = self.look.enter, self.look.leave, self._prepare
+        indices = [slot.source_index for slot in self.slots]
 
-    def remember(self, sources: Sequence[torch.Tensor], lows: tuple[torch.Tensor, ...]) -> None:
-        """Takes the quick way as long as these sources stay as they are."""
-        self._devices = accelerator_devices(lows)
-        self._has_parts = self._has_parts or any(map(_is_part, sources))
-        if len(self._snapshots) >= _MAX_SNAPSHOTS:
-            self._snapshots.clear()
-        self._snapshots[self._place(sources)] = _Snapshot(
-            epoch=CACHE.watch.epoch,
-            # The replay of a captured optimizer step asks for no pointer, but raises versions.
-            versions=versions_of(sources) if self._devices else None,
-            lows=lows,
+        def call(*args: Any) -> Any:
+            sources = [args[i] for i in indices]
+            if is_capturing(sources):
+                with making_copies():
+                    inputs = self._cast(args)
+                return compiled(*inputs)
+            CACHE.streams.wait(accelerator_devices(sources))
+            inputs = enter(args)
+            if inputs is None:
+                inputs = prepare(args)
+            CACHE.streams.hold(inputs[len(self.passed) :])
+            try:
+                return compiled(*inputs)
+            finally:
+                leave()
+
+        return call
+
+    def _wrap_verified(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_verified(*args: Any) -> Any:
+            self._verify(args)
+            return call(*args)
+
+        return call_verified
+
+    def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of a call where something is stale or new; the call begins with it."""
+        if self.look.found_mismatch:
+            self._investigate(args)
+        with CACHE.exclusive() as is_first, making_copies():
+            inputs = self._refreshed(args) if is_first else self._cast(args)
+            self.look.begin()
+            return inputs
+
+    def _refreshed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Inputs with kept copies, made again where they are stale."""
+        inputs = self._refresh(self.look, args)
+        if inputs is not None:
+            return inputs
+        copies = [CACHE.copy_of(s, args[s.source_index], self.owner) for s in self.slots]
+        if all(copy is not None for copy in copies):
+            self.look.remember(tuple(copies))
+            inputs = self._refresh(self.look, args)
+        # None: one weight lies at two places at once.
+        return self._mixed(args, copies) if inputs is None else inputs
+
+    def _refresh(self, look: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        devices = accelerator_devices(args[s.source_index] for s in self.slots)
+        found = look.refresh(args, may_watch(), CACHE.streams.are_several(devices))
+        if found is None:
+            return None
+        inputs, num_made = found
+        if num_made:
+            CACHE.streams.record(devices)
+        return inputs  # type: ignore[no-any-return]
+
+    def _mixed(self, args: tuple[Any, ...], copies: Sequence[Any]) -> tuple[Any, ...]:
+        """Inputs with casts for this call alone where no copy is kept."""
+        kept = {s: c for s, c in zip(self.slots, copies, strict=True) if c is not None}
+        slots = tuple(kept)
+        if not slots:
+            return self._cast(args)
+        if self._subset[0] != slots:
+            self._subset = slots, self._new_look(slots, ())
+        look = self._subset[1]
+        look.remember(tuple(kept.values()))
+        lows = dict(zip(slots, self._refresh(look, args) or (), strict=False))
+        return (
+            *[args[i] for i in self.passed],
+            *[lows[s] if s in lows else _cast_of(s, args[s.source_index]) for s in self.slots],
         )
 
-    def _place(self, sources: Sequence[torch.Tensor]) -> Any:
-        """Where weights lie: the addresses of their storages, and the offsets into them.
+    def _cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Inputs with casts for this call alone."""
+        lows = [_cast_of(slot, args[slot.source_index]) for slot in self.slots]
+        return (*[args[i] for i in self.passed], *lows)
 
-        Dynamo guards sizes and dtypes: a weight that fills its storage lies at its start.
-        """
-        offsets = tuple(map(_offset_of, sources)) if self._has_parts else ()
-        layouts = tuple((s.size(), s.stride()) for s in sources) if self._needs_layouts else ()
-        return tuple(map(storage_address_of, sources)), offsets, layouts
+    def _investigate(self, args: tuple[Any, ...]) -> None:
+        """Finds the weights that were written unseen, says so once, and trusts them no more."""
+        with CACHE.exclusive() as is_first, making_copies():
+            if not is_first:
+                return
+            for slot in self.slots:
+                source = args[slot.source_index]
+                copy = CACHE.copy_of(slot, source, self.owner)
+                if copy is None or slot.is_alias or not copy.is_fresh(source):
+                    continue
+                if copy.is_suspect or not _is_equal(slot, source, copy.low):
+                    copy.distrust()
+                    _warn_of(slot, source, self.owner)
 
-    def forget(self) -> None:
-        """Looks at every weight again on the next call."""
-        self._snapshots.clear()
-
-    def _verify(self, sources: Sequence[torch.Tensor], lows: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad(), no_autocast():
-            for slot, source, low in zip(self.slots, sources, lows, strict=True):
-                if not same_bits(source.detach().to(slot.dtype), low):
+    def _verify(self, args: tuple[Any, ...]) -> None:
+        with CACHE.exclusive() as is_first, making_copies():
+            if not is_first:
+                return
+            for slot in self.slots:
+                source = args[slot.source_index]
+                copy = CACHE.copy_of(slot, source, self.owner)
+                if copy is None or slot.is_alias or not copy.is_fresh(source):
+                    continue
+                if not _is_equal(slot, source, copy.low):
                     raise StaleWeightError(
-                        f"the kept {slot.dtype} copy of input {slot.source_index} of a graph of "
-                        f"{self.owner}, shape {tuple(source.shape)}, is stale: it was written "
-                        "where PyTorch cannot see it; call amp_fx.weight_cache.invalidate() "
-                        "after such writes, or compile with options={'weight_cache': False}"
+                        f"the kept {slot.dtype} copy of {slot.name} in {self.owner}, shape "
+                        f"{tuple(source.shape)}, is stale: it was written where PyTorch cannot "
+                        f"see it; {ADVICE}"
                     )
 
 
-_MAX_SNAPSHOTS = 256
+def _cast_of(slot: Slot, source: torch.Tensor) -> torch.Tensor:
+    if slot.is_alias:
+        return source.detach()
+    return source.detach().to(slot.dtype, copy=True)
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is smaller than its storage."""
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+def _is_equal(slot: Slot, source: torch.Tensor, low: torch.Tensor) -> bool:
+    return same_bits(source.detach().to(slot.dtype), low)
 
 
-_offset_of: Callable[[torch.Tensor], Any] = torch.Tensor.storage_offset
-
-
-def _guards_see_layouts() -> bool:
-    """Whether Dynamo looks at the sizes and strides of a module's weights on every call.
-
-    Before pytorch#177525 it takes a module whose dictionaries were not written for
-    unchanged, so that a graph outlives ``weight.t_()``; torch 2.13 has it.
-    """
-    return torch_version() >= (2, 13)
-
-
-def _tuple_getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """``itemgetter`` that gives a tuple for any number of indices."""
-    if not indices:
-        return lambda _: ()
-    if len(indices) == 1:
-        index = indices[0]
-        return lambda items: (items[index],)
-    return operator.itemgetter(*indices)
+def _warn_of(slot: Slot, source: torch.Tensor, owner: str) -> None:
+    log.warning(
+        "%s of %s, shape %s, was written where PyTorch cannot see it: through a NumPy array, a "
+        "DLPack alias or a pointer that was taken before the latest call. From now on it is cast "
+        "on every call; to keep its cast, %s",
+        slot.name,
+        owner,
+        tuple(source.shape),
+        ADVICE,
+    )

@@ -21,12 +21,15 @@ class Slot:
     Attributes:
         source_index: Position of the weight among the graph's inputs.
         dtype: Dtype of the copy.
-        is_read: Whether the graph also reads the weight itself.
+        name: What the user's program calls the weight.
+        is_alias: Whether the input is no copy but the weight's own bytes, in a storage that
+            may be asked for pointers without anybody taking that for a write.
     """
 
     source_index: int
     dtype: torch.dtype
-    is_read: bool
+    name: str = "a weight"
+    is_alias: bool = False
 
 
 _library = torch.library.Library("amp_fx", "DEF")  # type: ignore[no-untyped-call]

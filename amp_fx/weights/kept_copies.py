@@ -1,184 +1,187 @@
-"""One low-precision copy per (weight, dtype), and when it is made again.
+"""One low-precision copy per (weight, dtype), for the whole process.
 
-A copy is refreshed, in place and together with all other stale ones of a call, before the
-first call after a write to its weight; how writes are noticed is told in
-``amp_fx.weights.storage_watch``. All graphs of a process share ``CACHE``.
+A copy is made again, together with all other stale ones of a call, before the first call
+after a write to its weight; how writes are noticed is told in ``amp_fx.weights.write_signals``.
+It is written in place, so that it keeps its address, unless another call or a backward may
+still read it: those keep the old one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.graphs.regions import no_autocast
-from amp_fx.weights.storage_watch import StorageWatch, arm, is_armed
-from amp_fx.weights.stream_order import StreamOrder, accelerator_devices
+from amp_fx.weights.engine import engine
+from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.tensor_swaps import before_swaps
+from amp_fx.weights.write_signals import install, is_watchable, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator
 
-    from amp_fx.weights.cast_plan import Plan
     from amp_fx.weights.kept_cast import Slot
+
+    Key = tuple[int, torch.dtype, bool]
 
 
 class KeptCopy:
-    """One kept copy and what its weight was when it was made."""
+    """One kept copy: the engine's part, and whose it is."""
 
-    __slots__ = (
-        "__weakref__",
-        "finalizer",
-        "hits",
-        "low",
-        "owner",
-        "plans",
-        "refreshes",
-        "seen",
-        "source",
-    )
+    __slots__ = ("__weakref__", "copy", "finalizer", "num_bytes", "owner", "source")
 
-    def __init__(self, source: torch.Tensor, low: torch.Tensor, owner: str) -> None:
+    def __init__(self, source: torch.Tensor, copy: Any, owner: str, num_bytes: int) -> None:
         self.source = weakref.ref(source)
-        self.low = low
+        self.copy = copy
         self.owner = owner
-        self.seen: Any = None
+        self.num_bytes = num_bytes
         self.finalizer: weakref.finalize[..., torch.Tensor] | None = None
-        self.plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self.hits = 0
-        self.refreshes = 0
 
     @property
-    def num_uses(self) -> int:
-        """Times that a call found the copy fresh."""
-        return self.hits + sum(plan.num_hits for plan in self.plans)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the copy takes."""
-        return self.low.numel() * self.low.element_size()
+    def low(self) -> torch.Tensor:
+        """The copy itself."""
+        return self.copy.low  # type: ignore[no-any-return]
 
 
 class WeightCache:
-    """All copies of the process."""
+    """All copies of the process.
+
+    Nothing but ``exclusive`` guards them. Whoever finds it taken, a finalizer that runs in
+    the midst of a change to them, or a signal handler that calls a model there, leaves them
+    alone.
+    """
 
     def __init__(self) -> None:
-        self.watch = StorageWatch()
         self.streams = StreamOrder()
         self.limit: int | None = None
-        self.copies: dict[tuple[int, torch.dtype], KeptCopy] = {}
-        self.lock = threading.RLock()
+        self.num_bytes = 0
+        self.copies: dict[Key, KeptCopy] = {}
+        self._refused_at: tuple[int, int] | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._dead: deque[tuple[Key, weakref.ref[KeptCopy]]] = deque()
 
-    def refresh(self, plan: Plan, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Brings the copies of one plan up to date and returns them."""
-        with self.lock, torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
-            stale: list[tuple[KeptCopy, torch.Tensor, Any]] = []
-            lows = []
-            used: set[KeptCopy] = set()
-            is_kept = True
-            for slot, source in zip(plan.slots, sources, strict=True):
-                seen = self._seen(source)
-                copy = None if seen is None else self._copy(plan, slot, source, used)
-                if copy is None:
-                    # Nobody can tell when such a weight is written: cast it every time.
-                    lows.append(source.detach().to(slot.dtype, copy=True))
-                    is_kept = False
-                    continue
-                used.add(copy)
-                if copy.seen != seen:
-                    stale.append((copy, source, seen))
-                else:
-                    copy.hits += 1
-                lows.append(copy.low)
-            self._copy_stale(stale)
-            kept = tuple(lows)
-            if is_kept:
-                plan.remember(sources, kept)
-            return kept
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Keeps others out; False for one who is called in the midst of a change."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield self._depth == 1
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._bury()
 
-    def _seen(self, source: torch.Tensor) -> Any:
-        """What tells one content of a weight from another; None if unwatchable."""
-        if type(source) not in (torch.Tensor, torch.nn.Parameter):
+    def copy_of(self, slot: Slot, source: torch.Tensor, owner: str) -> Any:
+        """The engine's copy for a slot, bound to where its weight lies; None for none."""
+        if not is_watchable(source):
             return None
-        generation = self.watch.generation(source)
-        if generation is None:
-            return None
-        place = source.storage_offset(), source.size(), source.stride()
-        return generation, version_of(source), *place
+        key = (id(source), slot.dtype, slot.is_alias)
+        kept = self.copies.get(key)
+        if kept is not None and kept.source() is source and _fits(kept.copy, slot, source):
+            if not kept.copy.lies_where(source):
+                if not _watch(source):
+                    return None
+                kept.copy.bind(source)
+            return kept.copy
+        return self._new_copy(key, slot, source, owner)
 
-    def _copy(
-        self, plan: Plan, slot: Slot, source: torch.Tensor, used: set[KeptCopy]
-    ) -> KeptCopy | None:
-        key = (id(source), slot.dtype)
-        copy = self.copies.get(key)
-        if copy is None or copy.source() is not source or not _fits(copy.low, source):
-            copy = self._new_copy(plan, slot, source, used)
-        if copy is not None:
-            copy.plans.add(plan)
-        return copy
-
-    def _new_copy(
-        self, plan: Plan, slot: Slot, source: torch.Tensor, used: set[KeptCopy]
-    ) -> KeptCopy | None:
-        key = (id(source), slot.dtype)
-        self.copies.pop(key, None)
-        num_bytes = source.numel() * slot.dtype.itemsize
-        unused = [c for c in self.copies.values() if c not in used and c.num_uses == 0]
-        if not self.make_room(num_bytes, unused):
+    def _new_copy(self, key: Key, slot: Slot, source: torch.Tensor, owner: str) -> Any:
+        if key in self.copies:
+            self.drop(key)
+        num_bytes = 0 if slot.is_alias else source.numel() * slot.dtype.itemsize
+        if not self._make_room(num_bytes) or not _watch(source):
             return None
+        install()
         _watch_swaps()
-        low = torch.empty_like(source, dtype=slot.dtype, requires_grad=False)
-        copy = KeptCopy(source, low, plan.owner)
-        self.copies[key] = copy
-        copy.finalizer = weakref.finalize(source, _drop_orphan, weakref.ref(copy), key)
-        copy.finalizer.atexit = False
-        return copy
+        low = _alias(source) if slot.is_alias else _empty(source, slot.dtype)
+        kept = KeptCopy(source, engine().Copy(low, source, slot.is_alias), owner, num_bytes)
+        self.copies[key] = kept
+        self.num_bytes += num_bytes
+        kept.finalizer = weakref.finalize(source, self._mourn, key, weakref.ref(kept))
+        kept.finalizer.atexit = False
+        return kept.copy
 
-    def _copy_stale(self, stale: list[tuple[KeptCopy, torch.Tensor, Any]]) -> None:
-        stale = [item for item in stale if not _is_pending_and_equal(item)]
-        if not stale:
-            return
-        # Another plan may know a copy as that of an address to which the weight comes back.
-        self.watch.epoch += 1
-        torch._foreach_copy_([c.low for c, _, _ in stale], [s.detach() for _, s, _ in stale])
-        for copy, source, seen in stale:
-            copy.seen = seen
-            copy.refreshes += 1
-            if not is_armed(source):  # some kernels read through a mutable pointer
-                arm(source)
-        self.streams.record(accelerator_devices(c.low for c, _, _ in stale))
+    def drop(self, key: Key) -> None:
+        """Forgets a copy and frees it, wherever it is known."""
+        kept = self.copies.pop(key)
+        self.num_bytes -= kept.num_bytes
+        kept.copy.drop()
+        if kept.finalizer is not None:
+            kept.finalizer.detach()
 
-    def make_room(self, num_bytes: int, candidates: Iterable[KeptCopy]) -> bool:
-        """Drops the least used candidates until so many bytes fit; False if they cannot."""
-        if self.limit is None:
+    def _mourn(self, key: Key, ref: weakref.ref[KeptCopy]) -> None:
+        """Drops the copy of a dead weight: now, or once nobody is at work on the copies."""
+        self._dead.append((key, ref))
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._depth == 0:
+                    self._bury()
+            finally:
+                self._lock.release()
+
+    def _bury(self) -> None:
+        while self._dead:
+            key, ref = self._dead.popleft()
+            kept = ref()
+            if kept is not None and self.copies.get(key) is kept:
+                self.drop(key)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Drops copies that were never hit until so many bytes fit; False if they cannot."""
+        if self.limit is None or self.num_bytes + num_bytes <= self.limit:
             return True
-        held = sum(copy.num_bytes for copy in self.copies.values())
-        by_key = {copy: key for key, copy in self.copies.items()}
-        for copy in sorted(candidates, key=lambda copy: copy.num_uses):
-            if held + num_bytes <= self.limit:
+        state = len(self.copies), self.num_bytes
+        if num_bytes <= self.limit and state != self._refused_at:
+            self.shrink(self.limit - num_bytes, is_unused_only=True)
+        has_room = self.num_bytes + num_bytes <= self.limit
+        # Until copies come or go there are no more to drop: those that were hit stay so.
+        self._refused_at = None if has_room else (len(self.copies), self.num_bytes)
+        return has_room
+
+    def shrink(self, num_bytes: int, *, is_unused_only: bool = False) -> None:
+        """Drops the least used copies until the rest take no more than so many bytes."""
+        by_use = sorted(self.copies.items(), key=lambda item: item[1].copy.hits)
+        for key, kept in by_use:
+            if self.num_bytes <= num_bytes or (is_unused_only and kept.copy.hits > 0):
                 break
-            held -= copy.num_bytes
-            drop(copy, by_key[copy])
-        return held + num_bytes <= self.limit
+            if kept.num_bytes:
+                self.drop(key)
 
 
-def drop(copy: KeptCopy, key: tuple[int, torch.dtype]) -> None:
-    """Forgets a copy; plans that know it look at every weight again."""
-    if CACHE.copies.get(key) is copy:
-        del CACHE.copies[key]
-    if copy.finalizer is not None:
-        copy.finalizer.detach()
-    for plan in list(copy.plans):
-        plan.forget()
+def _watch(source: torch.Tensor) -> bool:
+    return may_watch() and bool(engine().watch(source))
 
 
-def _drop_orphan(ref: weakref.ref[KeptCopy], key: tuple[int, torch.dtype]) -> None:
-    copy = ref()
-    if copy is not None:
-        drop(copy, key)
+def _empty(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(source, dtype=dtype, requires_grad=False)
+
+
+def _alias(source: torch.Tensor) -> torch.Tensor:
+    alias: torch.Tensor = engine().alias(source)
+    return alias
+
+
+def _fits(copy: Any, slot: Slot, source: torch.Tensor) -> bool:
+    """Whether a copy can take what its weight is now; the bytes of an alias stay where they are."""
+    low = copy.low
+    if low is None:
+        return False
+    if slot.is_alias:
+        return bool(copy.lies_where(source))
+    return (
+        low.device == source.device
+        and low.size() == source.size()
+        and low.stride() == torch.empty_like(source, device="meta").stride()
+    )
 
 
 @functools.cache
@@ -188,40 +191,17 @@ def _watch_swaps() -> None:
 
 def _let_go(tensor: torch.Tensor) -> None:
     """Drops the copies of one tensor, and with them all that refers to it weakly."""
-    with CACHE.lock:
-        for key, copy in list(CACHE.copies.items()):
+    with CACHE.exclusive():
+        for key in list(CACHE.copies):
             if key[0] == id(tensor):
-                drop(copy, key)
+                CACHE.drop(key)
 
 
-def _is_pending_and_equal(item: tuple[KeptCopy, torch.Tensor, Any]) -> bool:
-    """Whether a false alarm would spoil a copy that a backward still needs.
-
-    Writing to it, even the same bits, would make autograd refuse that backward.
-    """
-    copy, source, seen = item
-    if copy.seen is None or not _is_shared(copy.low):
-        return False
-    is_equal = same_bits(source.detach().to(copy.low.dtype), copy.low)
-    if is_equal:
-        copy.seen = seen
-    return is_equal
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """Whether anyone but the cache holds a tensor's storage, such as a saved backward.
-
-    Relies on ``Tensor._use_count``, which a saved tensor raises, and on
-    ``torch._C._storage_Use_Count``, which a view raises, counting the storage object that
-    is made here too.
-    """
-    if tensor._use_count() > 1:  # type: ignore[attr-defined]
-        return True
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _UNSHARED_USE_COUNT
-
-
-_UNSHARED_USE_COUNT = 2
+@contextlib.contextmanager
+def making_copies() -> Iterator[None]:
+    """Where copies are made: no autograd, no autocast, no inference tensors."""
+    with torch.inference_mode(mode=False), torch.no_grad(), no_autocast():
+        yield
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -233,23 +213,15 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _fits(low: torch.Tensor, source: torch.Tensor) -> bool:
-    return (
-        low.device == source.device
-        and low.size() == source.size()
-        and low.stride() == torch.empty_like(source, device="meta").stride()
-    )
-
-
-def versions_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The version counter of each tensor."""
-    return tuple(map(version_of, tensors))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter, which inference tensors lack: 0 for them."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 CACHE = WeightCache()
 """That of the process."""
+
+
+def _after_fork() -> None:
+    """A child has one thread: whoever held the lock is not there."""
+    CACHE._lock = threading.RLock()
+    CACHE._depth = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -12,14 +14,18 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.recording import current_recorder
-from amp_fx.graphs.values import is_written
+from amp_fx.graphs.values import is_written, value_of
+from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
+from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.weights.kept_cast import Slot
 
 
 def keepable_weights(
@@ -73,19 +79,42 @@ def _is_module_buffer(node: fx.Node) -> bool:
     return tensor_dict.get("_dynamo_static_input_type") is not None
 
 
-def plan_kept_casts(gm: fx.GraphModule, *, verify: bool) -> Plan | None:
-    """The plan for a rewritten graph; None if it keeps no casts."""
+def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None) -> Plan | None:
+    """The plan for a rewritten graph; None if it keeps no casts.
+
+    Args:
+        gm: The graph.
+        verify: ``Options.verify``.
+        root: The class of the outermost module that is compiled, if it is one.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    slots = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
-    if not slots:
+    kept = [n for n in placeholders if "kept_input" in n.meta]
+    if not kept:
         return None
-    writes_inputs = any(is_written(n) for n in placeholders)
     return Plan(
-        slots,
-        owner=_owner(gm),
+        [node.meta["kept_input"] for node in kept],
+        owner=_owner(gm, root),
         passed=_passed_inputs(placeholders),
-        writes_inputs=writes_inputs,
-        verify=verify,
+        is_pure=_is_pure(gm.graph),
+        verify=_VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), verify),
+        on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
+    )
+
+
+def has_aliases() -> bool:
+    """Whether a weight's bytes can be had in another storage, its version shared."""
+    return engine() is not python_watch
+
+
+VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+_VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
+
+
+def _is_pure(graph: fx.Graph) -> bool:
+    """Whether nothing in a graph can write to a weight: no write to an input, nothing opaque."""
+    return not any(
+        is_written(node) if node.op == "placeholder" else "island" in node.meta
+        for node in graph.nodes
     )
 
 
@@ -108,14 +137,14 @@ def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
     gm.recompile()
 
 
-def _owner(gm: fx.GraphModule) -> str:
-    """Whose graph it is: the function and the file in which its first node was captured."""
+def _owner(gm: fx.GraphModule, root: str | None) -> str:
+    """Whose graph it is: the class of the outermost module, or the function, and its file."""
     for node in gm.graph.nodes:
         frame = _OUTERMOST_FRAME.search(node.meta.get("stack_trace") or "")
         if frame is not None:
             path, function = frame.groups()
-            return f"{function} ({Path(path).name})"
-    return "unknown"
+            return f"{root or function} ({Path(path).name})"
+    return root or "unknown"
 
 
 _OUTERMOST_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
@@ -133,15 +162,14 @@ def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[to
     for node in gm.graph.find_nodes(op="placeholder"):
         kept = node.meta.get("kept_input")
         if kept is not None:
-            copies.append(_example_copy(example_inputs[kept.source_index], kept.dtype, fake_mode))
+            copies.append(_example_copy(example_inputs[kept.source_index], kept, fake_mode))
     return copies
 
 
 def _example_copy(
-    weight: torch.Tensor, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+    weight: torch.Tensor, slot: Slot, fake_mode: FakeTensorMode | None
 ) -> torch.Tensor:
-    copy = torch.empty_like(weight, dtype=dtype, device="meta", requires_grad=False)
-    if fake_mode is None:
-        return torch.empty_like(copy, device=weight.device)
-    with fake_mode:
-        return torch.empty_strided(copy.size(), copy.stride(), dtype=dtype, device=weight.device)
+    like = torch.empty_like(weight, device="meta", requires_grad=False)
+    stride = weight.stride() if slot.is_alias else like.stride()
+    with fake_mode or contextlib.nullcontext():
+        return torch.empty_strided(weight.size(), stride, dtype=slot.dtype, device=weight.device)

@@ -41,59 +41,66 @@ def arm(tensor: torch.Tensor) -> bool:
 
 
 @dataclasses.dataclass
-class _Storage:
+class Record:
+    """What is known of one storage.
+
+    Attributes:
+        ref: The storage, held weakly, which keeps its identity from being used again.
+        generation: A number that is another one after every write.
+    """
+
     ref: StorageWeakRef
     generation: int
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """A weak reference, which also keeps the storage's identity from being reused."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _is_expired(storage: _Storage) -> bool:
-    return bool(storage.ref.expired())  # type: ignore[no-untyped-call]
+def _is_expired(record: Record) -> bool:
+    return bool(record.ref.expired())  # type: ignore[no-untyped-call]
 
 
 class StorageWatch:
-    """Generation numbers of storages, held weakly.
-
-    Attributes:
-        epoch: Raised before a storage is armed for the first time, or again after a write.
-            While it stands, an armed storage at a known address is the one that was known
-            there, with the bytes that it had: no other user of it consumed a write.
-            Whoever derives something from watched bytes raises it when that changes.
-    """
+    """Generation numbers of storages, held weakly."""
 
     def __init__(self) -> None:
         """Watches nothing."""
-        self.epoch = 0
-        self._storages: dict[int, _Storage] = {}
+        self._records: dict[int, Record] = {}
         self._generations = itertools.count(1)
+
+    def record(self, tensor: torch.Tensor) -> Record | None:
+        """What is known of a tensor's storage; None if nothing is."""
+        known = self._records.get(tensor.untyped_storage()._cdata)
+        return None if known is None or _is_expired(known) else known
 
     def generation(self, tensor: torch.Tensor) -> int | None:
         """The generation of a tensor's bytes, armed from here on; None if unwatchable.
 
         Two equal answers mean that nothing was written in between. Not thread-safe.
         """
-        storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None or _is_expired(known):
-            self.epoch += 1
-            if not arm(tensor):
-                return None
+        known = self.record(tensor)
+        is_known_as_it_is = known is not None and is_armed(tensor)
+        if not is_known_as_it_is and not arm(tensor):
+            return None
+        if known is None:
             self._forget_expired()
-            known = _Storage(_weak(storage), next(self._generations))
-            self._storages[storage._cdata] = known
-        elif not is_armed(tensor):
+            storage = tensor.untyped_storage()
+            known = Record(_weak(storage), next(self._generations))
+            self._records[storage._cdata] = known
+        elif not is_known_as_it_is:
             known.generation = next(self._generations)
-            self.epoch += 1
-            if not arm(tensor):
-                del self._storages[storage._cdata]
-                return None
         return known.generation
+
+    def raise_generation(self, tensor: torch.Tensor) -> None:
+        """Takes a tensor for written, if its storage is known."""
+        known = self.record(tensor)
+        if known is not None:
+            known.generation = next(self._generations)
 
     def _forget_expired(self) -> None:
         """Drops dead storages now and then, at a cost that stays linear overall."""
-        if len(self._storages) & (len(self._storages) - 1) == 0:
-            self._storages = {k: s for k, s in self._storages.items() if not _is_expired(s)}
+        if len(self._records) & (len(self._records) - 1) == 0:
+            for key, record in list(self._records.items()):
+                if _is_expired(record):
+                    self._records.pop(key, None)

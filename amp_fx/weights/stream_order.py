@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class StreamOrder:
-    """The last refresh on each stream of each accelerator device."""
+    """The streams that calls came on, and the last refresh on each, by device."""
 
     def __init__(self) -> None:
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
+        self._streams: dict[torch.device, set[int]] = {}
 
     def record(self, devices: Iterable[torch.device]) -> None:
         """Notes that copies on these devices were just refreshed on the current streams."""
@@ -31,9 +32,20 @@ class StreamOrder:
         """Lets the current streams wait for what was refreshed on others."""
         for device in devices:
             stream = torch.accelerator.current_stream(device)
+            self._streams.setdefault(device, set()).add(stream.stream_id)
             for stream_id, event in list(self._events.get(device, {}).items()):
                 if stream_id != stream.stream_id:
                     stream.wait_event(event)
+
+    def are_several(self, devices: Iterable[torch.device]) -> bool:
+        """Whether calls came on more than one stream: kernels of another may still read copies."""
+        return any(len(self._streams.get(device, ())) > 1 for device in devices)
+
+    def hold(self, lows: Sequence[torch.Tensor]) -> None:
+        """Keeps the memory of copies until the current streams have read it."""
+        for low in lows:
+            if len(self._streams.get(low.device, ())) > 1:
+                low.record_stream(torch.accelerator.current_stream(low.device))
 
 
 _WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps runs everything on one

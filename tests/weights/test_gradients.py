@@ -167,17 +167,23 @@ def test_a_change_and_another_forward_leave_the_first_backward_alone(other_graph
     ("compiler", "is_frozen"), [("eager", True), ("aot_eager", False), ("aot_eager", True)]
 )
 @pytest.mark.parametrize("other_graph", [False, True])
-def test_a_change_and_another_forward_refuse_the_first_backward(
+def test_a_change_and_another_forward_leave_the_first_backward_as_it_was(
     compiler: str, is_frozen: bool, other_graph: bool
 ) -> None:
-    net = make_net().requires_grad_(not is_frozen)
+    """A backward keeps the casts that its forward used, as eager autocast's does."""
+    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+    net, twin = (make_net().requires_grad_(not is_frozen) for _ in range(2))
     compiled = compile_amp_fx(net, compiler=compiler)
-    out = compiled(inputs(requires_grad=True))
-    net.b.weight.data.mul_(3)
+    outs = compiled(x), autocast(twin, y)
+    for model in (net, twin):
+        model.b.weight.data.mul_(3)
     with torch.set_grad_enabled(not other_graph):
-        compiled(inputs(requires_grad=True))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        assert_same(compiled(inputs()), autocast(twin, inputs()))
+    for out in outs:
         out.sum().backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, y.grad)
+    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert_same(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -68,23 +68,18 @@ def test_addresses_stay_over_optimizer_steps() -> None:
     assert len(addresses.pop()) == 3
 
 
-def test_stale_copies_are_refreshed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_copies_are_refreshed_together() -> None:
     net = make_net()
     compiled = called(net)
-    calls: list[int] = []
-    original = torch._foreach_copy_
-
-    def counting(targets: Any, sources: Any, *args: Any) -> Any:
-        calls.append(len(targets))
-        return original(targets, sources, *args)
-
     for parameter in net.parameters():
         parameter.data.mul_(2)
-    monkeypatch.setattr(torch, "_foreach_copy_", counting)
-    with torch.no_grad():
+    with torch.no_grad(), torch.profiler.profile() as profile, counted_refreshes() as num_refreshes:
         compiled(inputs())
         compiled(inputs())
-    assert calls == [3]
+        assert num_refreshes() == 3
+    events = [event.name for event in profile.events() or ()]
+    assert events.count("amp_fx::refresh") == 1
+    assert events.count("aten::_foreach_copy_") == 1
 
 
 def test_deleting_the_model_frees_the_copies() -> None:
@@ -160,8 +155,8 @@ def test_stats() -> None:
     stats = weight_cache.stats()
     assert (stats.entries, stats.bytes, stats.refreshes) == (3, COPY_BYTES, 3)
     assert stats.hits > 0
-    assert list(stats.by_model) == ["forward (nets.py)"]
-    assert stats.by_model["forward (nets.py)"].entries == 3
+    assert list(stats.by_model) == ["Net (nets.py)"]
+    assert stats.by_model["Net (nets.py)"].entries == 3
 
 
 def test_invalidate_refreshes_once() -> None:
@@ -220,22 +215,16 @@ def test_limit(limit: int) -> None:
 
 
 @torch.no_grad()
-def test_no_evicted_copy_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    original = kept_copies.WeightCache._new_copy
-
-    def recording(*args: Any) -> Any:
-        made_copy = original(*args)
-        if made_copy is not None:
-            made.append(weakref.ref(made_copy.low))
-        return made_copy
-
-    monkeypatch.setattr(kept_copies.WeightCache, "_new_copy", recording)
-    weight_cache.set_limit(40)
+def test_no_evicted_copy_stays_alive() -> None:
     compiled = compile_amp_fx(make_net())
     compiled(inputs())
     compiled(inputs())
-    assert sum(low.nbytes for ref in made if (low := ref()) is not None) <= 40
+    made = copies()
+    weight_cache.set_limit(40)
+    compiled(inputs())
+    made += copies()
+    alive = {id(low): low.nbytes for ref in made if (low := ref()) is not None}
+    assert sum(alive.values()) <= 40
 
 
 def test_lowering_the_limit_drops_copies_at_once() -> None:

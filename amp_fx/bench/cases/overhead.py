@@ -44,10 +44,11 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     name = f"looking at {num_weights} weights that did not change"
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
-    slots = [Slot(index, settings.dtype, is_read=False) for index in range(num_weights)]
-    plan = Plan(slots, owner="bench", passed=(), writes_inputs=False, verify=False)
+    slots = [Slot(index, settings.dtype) for index in range(num_weights)]
+    plan = Plan(slots, owner="bench", passed=(), is_pure=True, verify="sample")
+    look = plan.wrap(_discard)
     timings = time_in_turns(
-        {"look": lambda: _discard(plan.lows(weights))},
+        {"look": lambda: look(*weights)},
         repeats=settings.repeats,
         steps=settings.steps,
         device=settings.device,
@@ -55,5 +56,5 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     return Figure(name, 1e6 * timings["look"].median, "µs")
 
 
-def _discard(_: object) -> None:
+def _discard(*_: object) -> None:
     """Makes a function that returns something one that returns nothing."""

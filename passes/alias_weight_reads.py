@@ -1,0 +1,93 @@
+"""Has a graph read the weights whose casts are kept through storages of their own.
+
+Before:
+    %weight          = placeholder[weight]
+    %weight_kept     = placeholder[weight_kept]
+    %weight_bfloat16 = amp_fx.kept_cast(%weight, %weight_kept)
+    %rows            = aten.embedding(%weight, %tokens)
+After (where autograd records the read; elsewhere the alias is used as it is):
+    %weight          = placeholder[weight]
+    %weight_kept     = placeholder[weight_kept]
+    %weight_alias    = placeholder[weight_alias]
+    %weight_bfloat16 = amp_fx.kept_cast(%weight, %weight_kept)
+    %weight_read     = amp_fx.kept_cast(%weight, %weight_alias)
+    %rows            = aten.embedding(%weight_read, %tokens)
+
+Compiled kernels ask what they read for a pointer to write through, which for a weight tells of
+a write. The alias has the same bytes, and nobody watches its storage. Every use has a
+``kept_cast`` of its own, so that gradients add up as they would. Left alone on purpose: weights
+that an output may alias, and reads by opaque regions, which run eagerly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_id, value_of
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.keep_weight_casts import add_kept_input
+from amp_fx.weights.kept_cast import kept_cast
+
+if TYPE_CHECKING:
+    from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@dataclasses.dataclass(frozen=True)
+class AliasWeightReads:
+    """Replaces reads of weights whose casts are kept."""
+
+    name: ClassVar[str] = "alias_weight_reads"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``weight_reads_aliased``."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        slots = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
+        aliased = {slot.source_index for slot in slots if slot.is_alias}
+        handed_out = {storage_id(value_of(n)) for n in _tensor_outputs(gm.graph)}
+        counts: Counter[str] = Counter()
+        for index in sorted({slot.source_index for slot in slots} - aliased):
+            weight = placeholders[index]
+            reads = [user for user in weight.users if _is_replaceable(user)]
+            if reads and storage_id(value_of(weight)) not in handed_out:
+                _alias(gm.graph, weight, index, reads)
+                counts["weight_reads_aliased"] += len(reads)
+        return PassResult(counts)
+
+
+def _tensor_outputs(graph: fx.Graph) -> list[fx.Node]:
+    nodes = graph.output_node().all_input_nodes
+    return [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+
+
+def _is_replaceable(user: fx.Node) -> bool:
+    return user.target is not kept_cast and user.op != "output" and "island" not in user.meta
+
+
+def _alias(graph: fx.Graph, weight: fx.Node, index: int, reads: list[fx.Node]) -> None:
+    alias = add_kept_input(graph, weight, index, value_of(weight).dtype, is_alias=True)
+    fake_mode = detect_fake_mode(graph)
+    for user in reads:
+        user.replace_input_with(weight, _read(graph, weight, alias, user, fake_mode))
+
+
+def _read(
+    graph: fx.Graph,
+    weight: fx.Node,
+    alias: fx.Node,
+    user: fx.Node,
+    fake_mode: FakeTensorMode | None,
+) -> fx.Node:
+    is_grad_enabled = user.meta["site"].is_grad_enabled
+    if not (is_grad_enabled and value_of(weight).requires_grad):
+        return alias
+    with graph.inserting_before(user):
+        read = graph.call_function(kept_cast, (weight, alias))
+    read.meta["site"] = user.meta["site"]
+    with analysis(fake_mode, is_grad_enabled=True):
+        set_value(read, kept_cast(value_of(weight), value_of(alias)))
+    return read
