@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 import time
 from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 
-from amp_fx.bench.contenders import compiling, contenders_of, prepare
+from amp_fx.bench.contenders import (
+    AMP_FX,
+    NATIVE,
+    UNCACHED,
+    compiling,
+    contenders_of,
+    prepare,
+)
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
 
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NATIVE, LIMIT = "native", "limit"
 CASTS = "casts"
 
 
@@ -71,6 +78,18 @@ class Comparison:
         if name not in medians or reference not in medians:
             return None
         return medians[name] / medians[reference]
+
+    def paired_ratio(self, name: str, reference: str) -> float | None:
+        """The median over rounds of one contender's time by that of another in that round.
+
+        Unlike `ratio` it does not see a machine that becomes slower or faster from round to
+        round. None if one of them is missing.
+        """
+        samples = {measured.name: measured.timing.seconds for measured in self.measured}
+        if name not in samples or reference not in samples:
+            return None
+        pairs = zip(samples[name], samples[reference], strict=True)
+        return statistics.median(seconds / other for seconds, other in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +144,8 @@ def compare(
     measured = tuple(built[name].measured(timing) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     torch._dynamo.reset()
-    return comparison, _cast_figures(workload, comparison, casts)
+    figures = [*_speedup_figures(comparison), *_cast_figures(workload, comparison, casts)]
+    return comparison, figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +192,16 @@ def _casting(workload: Workload, settings: Settings) -> Run:
             weight.to(settings.dtype)
 
     return run
+
+
+def _speedup_figures(comparison: Comparison) -> list[Figure]:
+    """The headline, to a digit more than the table has, and beside it what the cache does to it."""
+    speedups = {name: comparison.paired_ratio(NATIVE, name) for name in (AMP_FX, UNCACHED)}
+    return [
+        Figure(f"{comparison.workload}: {NATIVE} / {name}, round by round", speedup, "times")
+        for name, speedup in speedups.items()
+        if speedup is not None
+    ]
 
 
 def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[], None]
 
+NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 SEED = 0
 LEARNING_RATE = 1e-5
 
@@ -60,6 +61,7 @@ class Contender:
         is_stored_low: Whether its weights and inputs are stored in the low dtype.
         is_frozen: Whether inductor takes its weights for constants (inference only).
         is_amp_fx: Whether amp_fx compiles it.
+        is_uncached: Whether amp_fx casts its weights in every call, instead of keeping casts.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Contender:
     is_stored_low: bool = False
     is_frozen: bool = False
     is_amp_fx: bool = False
+    is_uncached: bool = False
 
     @property
     def is_low(self) -> bool:
@@ -79,7 +82,7 @@ class Contender:
 CONTENDERS = (
     Contender("float32", "eager float32"),
     Contender("autocast", "eager torch.autocast", is_autocast=True),
-    Contender("native", "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
+    Contender(NATIVE, "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
     Contender(
         "native-freezing",
         "native, with inductor's freezing of weights (inference only)",
@@ -87,10 +90,15 @@ CONTENDERS = (
         is_autocast=True,
         is_frozen=True,
     ),
-    Contender("amp_fx", 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
+    Contender(AMP_FX, 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
     Contender(
-        "limit", "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True
+        UNCACHED,
+        "amp_fx with weight_cache off",
+        is_compiled=True,
+        is_amp_fx=True,
+        is_uncached=True,
     ),
+    Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
 
@@ -151,7 +159,11 @@ def _compiled(contender: Contender, model: nn.Module, settings: Settings) -> Cal
         return model
     if not contender.is_amp_fx:
         return torch.compile(model, backend=settings.compiler)
-    options: dict[str, Any] = {"dtype": settings.dtype, "compiler": settings.compiler}
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "compiler": settings.compiler,
+        "weight_cache": not contender.is_uncached,
+    }
     return torch.compile(model, backend="amp_fx", options=options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,15 @@ from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, gpt, mlp
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
-from amp_fx.bench.contenders import CONTENDERS, NAMES, contenders_of, prepare, with_own_code
+from amp_fx.bench.contenders import (
+    AMP_FX,
+    CONTENDERS,
+    NAMES,
+    NATIVE,
+    UNCACHED,
+    prepare,
+    with_own_code,
+)
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.models import MLP
 from amp_fx.bench.settings import Settings
@@ -79,6 +88,27 @@ def test_ratios_are_those_of_the_medians(run: tuple[str, dict[str, Any]]) -> Non
             speedup, to_limit = c["speedup_over_native"], c["time_to_limit"]
             assert speedup == pytest.approx(medians["native"] / c["median"])
             assert to_limit == pytest.approx(c["median"] / medians["limit"])
+
+
+def test_speedups_with_and_without_the_cache_are_those_of_the_rounds(
+    run: tuple[str, dict[str, Any]],
+) -> None:
+    printed, result = run
+    figures = {figure["name"]: figure["value"] for figure in result["figures"]}
+    for comparison in result["comparisons"]:
+        seconds = {c["name"]: c["seconds"] for c in comparison["contenders"]}
+        for name in (AMP_FX, UNCACHED):
+            what = f"native / {name}, round by round"
+            ratios = [a / b for a, b in zip(seconds[NATIVE], seconds[name], strict=True)]
+            assert figures[f"{comparison['workload']}: {what}"] == statistics.median(ratios)
+            assert printed.count(what) == len(result["comparisons"])
+
+
+def test_speedup_of_a_round_sees_no_slower_machine() -> None:
+    native, ours = Timing((2.0, 4.0, 8.0, 80.0)), Timing((1.0, 2.0, 4.0, 40.0))
+    comparison = Comparison("w", (Measured(NATIVE, native), Measured(AMP_FX, ours)))
+    assert comparison.paired_ratio(NATIVE, AMP_FX) == 2.0
+    assert comparison.paired_ratio(NATIVE, UNCACHED) is None
 
 
 def test_each_compiled_contender_compiles_once_and_before_the_timing(
@@ -299,7 +329,7 @@ def test_contenders_share_no_code_and_no_weights() -> None:
 def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     """The contender trains, and keeps one copy for each weight that it casts."""
     [workload, *_] = gpt.train_workloads(TINY)
-    [contender] = [c for c in contenders_of(workload, TINY) if c.is_amp_fx]
+    [contender] = [c for c in CONTENDERS if c.name == AMP_FX]
     step = prepare(contender, workload, TINY)
     weight_cache.clear()
     step()
@@ -308,6 +338,17 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     after = weight_cache.stats()
     assert before.entries == after.entries > 0
     assert after.refreshes == 2 * before.refreshes
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_uncached_contender_keeps_no_casts(*, is_trained: bool) -> None:
+    make = gpt.train_workloads if is_trained else mlp.workloads
+    [contender] = [c for c in CONTENDERS if c.name == UNCACHED]
+    weight_cache.clear()
+    step = prepare(contender, next(make(TINY)), TINY)
+    step()
+    step()
+    assert weight_cache.stats().entries == 0
 
 
 def test_recompilation_while_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
