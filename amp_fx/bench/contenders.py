@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 SEED = 0
 LEARNING_RATE = 1e-5
+MICRO_BATCHES = (1, 4, 16)
+"""Backward passes for each update, in cases that show what kept casts save with more of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Workload:
         micro_batches: Backward passes for each update of the weights; 0 for inference.
         has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
             left, such as a key-value cache, and so are stored low.
+        is_fused: Whether AdamW is the fused one, for every contender; else it is what torch
+            chooses for the device.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Workload:
     inputs: tuple[torch.Tensor, ...]
     micro_batches: int = 0
     has_low_inputs: bool = False
+    is_fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     region = _region(contender, settings)
     if workload.micro_batches == 0:
         return _inference(call, inputs, region)
-    return _training(call, inputs, region, model, workload.micro_batches)
+    return _training(call, inputs, region, _optimizer(workload, model), workload.micro_batches)
 
 
 def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
@@ -179,6 +184,11 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def _optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
+    fused = True if workload.is_fused else None  # None: torch chooses
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+
+
 def _inference(
     call: Callable[..., Any],
     inputs: tuple[torch.Tensor, ...],
@@ -195,11 +205,9 @@ def _training(
     call: Callable[..., Any],
     inputs: tuple[torch.Tensor, ...],
     region: Callable[[], contextlib.AbstractContextManager[Any]],
-    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     micro_batches: int,
 ) -> Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
     def run() -> None:
         for _ in range(micro_batches):
             with region():

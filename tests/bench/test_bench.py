@@ -38,14 +38,14 @@ from amp_fx.inner import has_cpp_compiler
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from amp_fx.bench.contenders import Workload
+    from amp_fx.bench.contenders import Contender, Workload
 
 CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
 TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
 # Freezing is inductor's.
 WITHOUT_INDUCTOR = [name for name in NAMES if name != "native-freezing"]
-MODELS = ("mlp", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
+MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
 
 
 def ignore(*_: object) -> None:
@@ -338,6 +338,30 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     after = weight_cache.stats()
     assert before.entries == after.entries > 0
     assert after.refreshes == 2 * before.refreshes
+
+
+@pytest.mark.parametrize("contender", CONTENDERS, ids=NAMES)
+def test_the_optimizer_is_the_workloads_for_every_contender(
+    contender: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool | None] = []
+    adamw = torch.optim.AdamW
+
+    def spy(*args: Any, **kwargs: Any) -> torch.optim.AdamW:
+        optimizer = adamw(*args, **kwargs)
+        made.append(optimizer.param_groups[0]["fused"])
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "AdamW", spy)
+    prepare(contender, next(mlp.train_workloads(TINY)), TINY)()
+    prepare(contender, next(gpt.train_workloads(TINY)), TINY)
+    assert made == [True, None]
+
+
+def test_mlp_training_has_the_micro_batches_of_gpt() -> None:
+    mine, theirs = list(mlp.train_workloads(TINY)), list(gpt.train_workloads(TINY))
+    assert [w.micro_batches for w in mine] == [w.micro_batches for w in theirs] == [1, 4, 16]
+    assert len({w.name for w in mine}) == 3
 
 
 @pytest.mark.parametrize("is_trained", [False, True])

@@ -43,6 +43,10 @@ def _workloads(about: str, make: Callable[[Settings], Iterator[Workload]]) -> Ca
 
 CASES = {
     "mlp": _workloads("inference of stacked linear layers, batch 1 and 4", mlp.workloads),
+    "mlp-train": _workloads(
+        "fused AdamW steps of 1, 4 and 16 micro-batches, stacked linear layers",
+        mlp.train_workloads,
+    ),
     "gpt-decode": _workloads("one token after a context, GPT-2 small", gpt.decode_workloads),
     "gpt-train": _workloads("AdamW steps of 1, 4 and 16 micro-batches", gpt.train_workloads),
     "vit": _workloads("a small vision Transformer, inference and training", vit.workloads),
