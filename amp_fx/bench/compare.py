@@ -23,7 +23,7 @@ from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from amp_fx.bench.contenders import Contender, Run, Workload
     from amp_fx.bench.settings import Settings
@@ -85,11 +85,15 @@ class Comparison:
         Unlike `ratio` it does not see a machine that becomes slower or faster from round to
         round. None if one of them is missing.
         """
+        rounds = self.rounds(name, reference)
+        return statistics.median(a / b for a, b in rounds) if rounds else None
+
+    def rounds(self, name: str, other: str) -> list[tuple[float, float]]:
+        """The samples of two contenders, round by round; none if one of them is missing."""
         samples = {measured.name: measured.timing.seconds for measured in self.measured}
-        if name not in samples or reference not in samples:
-            return None
-        pairs = zip(samples[name], samples[reference], strict=True)
-        return statistics.median(seconds / other for seconds, other in pairs)
+        if name not in samples or other not in samples:
+            return []
+        return list(zip(samples[name], samples[other], strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,13 +112,16 @@ class Figure:
 
 
 def compare(
-    workload: Workload, settings: Settings, watch: Watch
+    workload: Workload,
+    settings: Settings,
+    watch: Watch,
+    contenders: Sequence[Contender] | None = None,
 ) -> tuple[Comparison, list[Figure]]:
-    """Builds, warms up and times all contenders of a workload.
+    """Builds, warms up and times all contenders of a workload, or those that are given.
 
     One that fails is left out and named, so that it costs the others nothing.
     """
-    contenders = contenders_of(workload, settings)
+    contenders = contenders_of(workload, settings) if contenders is None else contenders
     total = len(contenders) + settings.repeats
     runs: dict[str, Run] = {}
     built: dict[str, _Built] = {}

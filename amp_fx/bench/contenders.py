@@ -106,6 +106,7 @@ CONTENDERS = (
     Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
+BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
@@ -132,7 +133,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
         model.to(settings.dtype)
     is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
-    call = _compiled(contender, model, settings)
+    call = compiled(contender, model, settings)
     region = _region(contender, settings)
     if workload.micro_batches == 0:
         return _inference(call, inputs, region)
@@ -159,7 +160,8 @@ def with_own_code(model: nn.Module, name: str) -> None:
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
 
 
-def _compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+    """A model as a contender calls it; the model itself where it is eager."""
     if not contender.is_compiled:
         return model
     if not contender.is_amp_fx:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import statistics
@@ -15,17 +16,19 @@ from rich.console import Console
 
 from amp_fx import weight_cache
 from amp_fx.bench import compare as comparing
-from amp_fx.bench import compile_worker
+from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, gpt, mlp
+from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
     CONTENDERS,
+    LIMIT,
     NAMES,
     NATIVE,
     UNCACHED,
+    Workload,
     prepare,
     with_own_code,
 )
@@ -38,7 +41,7 @@ from amp_fx.inner import has_cpp_compiler
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from amp_fx.bench.contenders import Contender, Workload
+    from amp_fx.bench.contenders import Contender, Run
 
 CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
@@ -315,7 +318,24 @@ def test_a_case_that_fails_costs_the_others_nothing(
     assert "float32 " in printed
 
 
-def test_contenders_share_no_code_and_no_weights() -> None:
+def test_prepared_contenders_share_no_code_and_no_weights() -> None:
+    models: list[torch.nn.Module] = []
+
+    def build() -> torch.nn.Module:
+        models.append(MLP(4, 2))
+        return models[-1]
+
+    x = torch.randn(2, 4)
+    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in CONTENDERS]
+    for run_once in runs:
+        run_once()
+    pointers = {p.data_ptr() for model in models for p in model.parameters()}
+    codes = {type(model).forward.__code__ for model in models}
+    assert len(pointers) == 4 * len(CONTENDERS)
+    assert len(codes) == len(CONTENDERS)
+
+
+def test_own_code_does_what_the_shared_one_does() -> None:
     models = [MLP(4, 1), MLP(4, 1)]
     for model, name in zip(models, ("a", "b-c"), strict=True):
         with_own_code(model, name)
@@ -396,6 +416,97 @@ def test_turns_are_one_block_each_per_round() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(map(tuple, turns))) > 1
     assert all(len(timing.seconds) == 5 for timing in timings.values())
+
+
+class Clock:
+    """A machine that becomes slower with everything that it does."""
+
+    def __init__(self) -> None:
+        self.now, self.slowness = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += self.slowness * seconds
+        self.slowness *= 1.01
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which blocks are timed."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_turns_are_fair_on_a_machine_that_becomes_slower(clock: Clock) -> None:
+    costs = {"a": 1.0, "twin of a": 1.0, "b": 2.0}
+    runs = {name: functools.partial(clock.work, seconds) for name, seconds in costs.items()}
+    timings = time_in_turns(runs, repeats=40, steps=1, device=CPU)
+    measured = tuple(Measured(name, timings[name]) for name in runs)
+    comparison = Comparison("w", measured)
+    assert measured[0].timing.seconds[-1] > 3 * measured[0].timing.seconds[0]
+    for ratio in (comparison.ratio, comparison.paired_ratio):
+        assert ratio("a", "twin of a") == pytest.approx(1, abs=0.02)
+        assert ratio("b", "a") == pytest.approx(2, abs=0.04)
+
+
+def test_what_runs_before_a_block_is_not_timed(clock: Clock) -> None:
+    calls: list[str] = []
+    runs = {name: functools.partial(calls.append, name) for name in ("a", "b")}
+
+    def prepare_a() -> None:
+        calls.append("before a")
+        clock.work(1.0)
+
+    timings = time_in_turns(runs, repeats=5, steps=1, device=CPU, before={"a": prepare_a})
+    assert timings["a"].seconds == timings["b"].seconds == (0.0,) * 5
+    assert calls.count("before a") == calls.count("a") == calls.count("b") == 5
+    assert all(calls[calls.index("a", i) - 1] == "before a" for i in range(len(calls) - 3))
+
+
+def test_fairness_times_native_beside_a_twin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fairness", *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "native-twin" in printed
+    assert "native / native-twin, round by round" in printed
+    assert list(CASES["fairness"].run(Settings(contenders=(AMP_FX,), tiny=True), ignore)) == []
+
+
+def test_a_refresh_is_timed_where_all_weights_are_stale_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refreshes: dict[str, list[int]] = {}
+
+    def count(
+        runs: dict[str, Run], *, repeats: int, before: dict[str, Run], **_: object
+    ) -> dict[str, Timing]:
+        for name, timed in [*runs.items()] * repeats:
+            before[name]()
+            so_far = weight_cache.stats().refreshes
+            timed()
+            refreshes.setdefault(name, []).append(weight_cache.stats().refreshes - so_far)
+        seconds = {overhead.STALE: 9.0, overhead.FRESH: 2.0, overhead.COPYING: 3.0}
+        return {name: Timing((seconds[name],)) for name in runs}
+
+    monkeypatch.setattr(overhead, "time_in_turns", count)
+    weight_cache.clear()
+    build = functools.partial(MLP, 8, 2)
+    figure = overhead._refresh(build, torch.randn(1, 8), TINY, ignore)
+    assert figure == Figure("refresh of 4 weights after a step, beside the copying", 4e6, "µs")
+    assert set(refreshes[overhead.STALE]) == {4}
+    assert set(refreshes[overhead.FRESH] + refreshes[overhead.COPYING]) == {0}
+
+
+def test_overhead_has_the_call_above_the_limit_and_the_refresh() -> None:
+    outcomes = list(CASES["overhead"].run(TINY, ignore))
+    figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
+    [comparison] = [o for o in outcomes if isinstance(o, Comparison)]
+    differences = [ours - limit for ours, limit in comparison.rounds(AMP_FX, LIMIT)]
+    above = figures["a call of amp_fx, above limit, round by round"]
+    assert above == pytest.approx(1e6 * statistics.median(differences))
+    assert "refresh of 4 weights after a step, beside the copying" in figures
 
 
 def test_spread_is_the_interquartile_range() -> None:

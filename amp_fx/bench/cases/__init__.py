@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import compile_time, conv, gpt, lean, lstm, mlp, overhead, scaler, vit
+from amp_fx.bench.cases import (
+    compile_time,
+    conv,
+    fairness,
+    gpt,
+    lean,
+    lstm,
+    mlp,
+    overhead,
+    scaler,
+    vit,
+)
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -54,6 +65,7 @@ CASES = {
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", lstm.workloads),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
     "lean": Case("training with the lean preset: memory, time, losses", lean.run),
-    "overhead": Case("what a call costs where 300 weights are cached", overhead.run),
+    "overhead": Case("what a call and a refresh cost where 300 weights are cached", overhead.run),
+    "fairness": Case("native beside a second native: what the ratios are worth now", fairness.run),
     "scaler": Case("what loss scaling adds to an optimizer's step", scaler.run),
 }
