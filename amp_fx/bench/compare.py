@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import statistics
 import time
 from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 
-from amp_fx.bench.contenders import compiling, contenders_of, prepare
+from amp_fx.bench.contenders import (
+    AMP_FX,
+    NATIVE,
+    UNCACHED,
+    compiling,
+    contenders_of,
+    prepare,
+)
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from amp_fx.bench.contenders import Contender, Run, Workload
     from amp_fx.bench.settings import Settings
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NATIVE, LIMIT = "native", "limit"
 CASTS = "casts"
 
 
@@ -72,6 +79,22 @@ class Comparison:
             return None
         return medians[name] / medians[reference]
 
+    def paired_ratio(self, name: str, reference: str) -> float | None:
+        """The median over rounds of one contender's time by that of another in that round.
+
+        Unlike `ratio` it does not see a machine that becomes slower or faster from round to
+        round. None if one of them is missing.
+        """
+        rounds = self.rounds(name, reference)
+        return statistics.median(a / b for a, b in rounds) if rounds else None
+
+    def rounds(self, name: str, other: str) -> list[tuple[float, float]]:
+        """The samples of two contenders, round by round; none if one of them is missing."""
+        samples = {measured.name: measured.timing.seconds for measured in self.measured}
+        if name not in samples or other not in samples:
+            return []
+        return list(zip(samples[name], samples[other], strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -89,13 +112,16 @@ class Figure:
 
 
 def compare(
-    workload: Workload, settings: Settings, watch: Watch
+    workload: Workload,
+    settings: Settings,
+    watch: Watch,
+    contenders: Sequence[Contender] | None = None,
 ) -> tuple[Comparison, list[Figure]]:
-    """Builds, warms up and times all contenders of a workload.
+    """Builds, warms up and times all contenders of a workload, or those that are given.
 
     One that fails is left out and named, so that it costs the others nothing.
     """
-    contenders = contenders_of(workload, settings)
+    contenders = contenders_of(workload, settings) if contenders is None else contenders
     total = len(contenders) + settings.repeats
     runs: dict[str, Run] = {}
     built: dict[str, _Built] = {}
@@ -125,7 +151,8 @@ def compare(
     measured = tuple(built[name].measured(timing) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     torch._dynamo.reset()
-    return comparison, _cast_figures(workload, comparison, casts)
+    figures = [*_speedup_figures(comparison), *_cast_figures(workload, comparison, casts)]
+    return comparison, figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +199,16 @@ def _casting(workload: Workload, settings: Settings) -> Run:
             weight.to(settings.dtype)
 
     return run
+
+
+def _speedup_figures(comparison: Comparison) -> list[Figure]:
+    """The headline, to a digit more than the table has, and beside it what the cache does to it."""
+    speedups = {name: comparison.paired_ratio(NATIVE, name) for name in (AMP_FX, UNCACHED)}
+    return [
+        Figure(f"{comparison.workload}: {NATIVE} / {name}, round by round", speedup, "times")
+        for name, speedup in speedups.items()
+        if speedup is not None
+    ]
 
 
 def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:

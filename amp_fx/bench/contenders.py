@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     Run = Callable[[], None]
 
+NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 SEED = 0
 LEARNING_RATE = 1e-5
+MICRO_BATCHES = (1, 4, 16)
+"""Backward passes for each update, in cases that show what kept casts save with more of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Workload:
         micro_batches: Backward passes for each update of the weights; 0 for inference.
         has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
             left, such as a key-value cache, and so are stored low.
+        is_fused: Whether AdamW is the fused one, for every contender; else it is what torch
+            chooses for the device.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Workload:
     inputs: tuple[torch.Tensor, ...]
     micro_batches: int = 0
     has_low_inputs: bool = False
+    is_fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Contender:
         is_stored_low: Whether its weights and inputs are stored in the low dtype.
         is_frozen: Whether inductor takes its weights for constants (inference only).
         is_amp_fx: Whether amp_fx compiles it.
+        is_uncached: Whether amp_fx casts its weights in every call, instead of keeping casts.
     """
 
     name: str
@@ -69,6 +76,7 @@ class Contender:
     is_stored_low: bool = False
     is_frozen: bool = False
     is_amp_fx: bool = False
+    is_uncached: bool = False
 
     @property
     def is_low(self) -> bool:
@@ -79,7 +87,7 @@ class Contender:
 CONTENDERS = (
     Contender("float32", "eager float32"),
     Contender("autocast", "eager torch.autocast", is_autocast=True),
-    Contender("native", "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
+    Contender(NATIVE, "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
     Contender(
         "native-freezing",
         "native, with inductor's freezing of weights (inference only)",
@@ -87,12 +95,18 @@ CONTENDERS = (
         is_autocast=True,
         is_frozen=True,
     ),
-    Contender("amp_fx", 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
+    Contender(AMP_FX, 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
     Contender(
-        "limit", "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True
+        UNCACHED,
+        "amp_fx with weight_cache off",
+        is_compiled=True,
+        is_amp_fx=True,
+        is_uncached=True,
     ),
+    Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
+BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
@@ -119,11 +133,11 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
         model.to(settings.dtype)
     is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
-    call = _compiled(contender, model, settings)
+    call = compiled(contender, model, settings)
     region = _region(contender, settings)
     if workload.micro_batches == 0:
         return _inference(call, inputs, region)
-    return _training(call, inputs, region, model, workload.micro_batches)
+    return _training(call, inputs, region, _optimizer(workload, model), workload.micro_batches)
 
 
 def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
@@ -146,12 +160,17 @@ def with_own_code(model: nn.Module, name: str) -> None:
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
 
 
-def _compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+    """A model as a contender calls it; the model itself where it is eager."""
     if not contender.is_compiled:
         return model
     if not contender.is_amp_fx:
         return torch.compile(model, backend=settings.compiler)
-    options: dict[str, Any] = {"dtype": settings.dtype, "compiler": settings.compiler}
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "compiler": settings.compiler,
+        "weight_cache": not contender.is_uncached,
+    }
     return torch.compile(model, backend="amp_fx", options=options)
 
 
@@ -165,6 +184,11 @@ def _region(
 
 def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
+    fused = True if workload.is_fused else None  # None: torch chooses
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
 
 
 def _inference(
@@ -183,11 +207,9 @@ def _training(
     call: Callable[..., Any],
     inputs: tuple[torch.Tensor, ...],
     region: Callable[[], contextlib.AbstractContextManager[Any]],
-    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     micro_batches: int,
 ) -> Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
     def run() -> None:
         for _ in range(micro_batches):
             with region():

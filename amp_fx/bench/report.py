@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from amp_fx.bench.compare import LIMIT, NATIVE, Comparison, Figure
+from amp_fx.bench.compare import Comparison, Figure
+from amp_fx.bench.contenders import LIMIT, NATIVE
 from amp_fx.bench.memory import how_measured
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
@@ -91,9 +92,9 @@ def print_header(console: Console, report: Report) -> None:
 def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> None:
     """One table or one line."""
     if isinstance(outcome, Figure):
-        console.print(
-            f"{case}: {outcome.name}: {three_digits(outcome.value)} {outcome.unit}", markup=False
-        )
+        value = three_digits(outcome.value)
+        line = f"{case}: {outcome.name}: {value} {outcome.unit}"
+        console.print(line, markup=False, soft_wrap=True)
         return
     console.print(comparison_table(case, outcome))
     for name, why in outcome.failures.items():

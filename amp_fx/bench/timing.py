@@ -62,6 +62,7 @@ def time_in_turns(
     steps: int | None,
     device: torch.device,
     on_round: Callable[[int], None] = lambda _: None,
+    before: Mapping[str, Run] | None = None,
 ) -> dict[str, Timing]:
     """Times every run, one block per round, in an order that changes from round to round.
 
@@ -71,10 +72,12 @@ def time_in_turns(
         steps: Calls per block; None for as many as last ``BLOCK_SECONDS``.
         device: Waited for before and after each block.
         on_round: Called with the number of the round that ended.
+        before: What runs before each block, untimed, by the name of the run.
 
     Returns:
         The samples of each run.
     """
+    before = before or {}
     num_steps = {name: steps or _steps_per_block(run, device) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
@@ -83,6 +86,8 @@ def time_in_turns(
         for number in range(1, repeats + 1):
             rng.shuffle(order)
             for name in order:
+                if name in before:
+                    before[name]()
                 samples[name].append(_time_block(runs[name], num_steps[name], device))
             on_round(number)
     return {name: Timing(tuple(samples[name]), num_steps[name]) for name in runs}

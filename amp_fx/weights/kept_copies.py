@@ -100,7 +100,7 @@ class WeightCache:
         num_bytes = 0 if slot.is_alias else source.numel() * slot.dtype.itemsize
         if not self._make_room(num_bytes) or not _watch(source):
             return None
-        install()
+        install(source.device)
         _watch_swaps()
         low = _alias(source) if slot.is_alias else _empty(source, slot.dtype)
         kept = KeptCopy(source, engine().Copy(low, source, slot.is_alias), owner, num_bytes)

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_fx.weights import python_watch
 from amp_fx.weights.engine import engine
 from amp_fx.weights.python_watch import other_threads_wait
 
@@ -94,15 +95,20 @@ DEVICES = ("cpu", "cuda", "xpu")
 
 
 @functools.cache
-def _install() -> None:
-    engine().watch_list_ops()
+def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def install() -> None:
-    """Has list ops and optimizer steps noticed from here on, for the process."""
+def install(device: torch.device) -> None:
+    """Has list ops and optimizer steps noticed from here on, for the process.
+
+    CPU kernels of list ops ask storages: there the kernels in front of them, in Python, would
+    only cost time.
+    """
     with _install_lock:
-        _install()
+        _watch_steps()
+        if device.type != "cpu" or engine() is not python_watch:
+            engine().watch_list_ops()
 
 
 _install_lock = threading.Lock()

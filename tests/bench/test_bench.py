@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import statistics
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,22 @@ from rich.console import Console
 
 from amp_fx import weight_cache
 from amp_fx.bench import compare as comparing
-from amp_fx.bench import compile_worker
+from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, gpt, mlp
+from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
-from amp_fx.bench.contenders import CONTENDERS, NAMES, contenders_of, prepare, with_own_code
+from amp_fx.bench.contenders import (
+    AMP_FX,
+    CONTENDERS,
+    LIMIT,
+    NAMES,
+    NATIVE,
+    UNCACHED,
+    Workload,
+    prepare,
+    with_own_code,
+)
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.models import MLP
 from amp_fx.bench.settings import Settings
@@ -29,14 +41,14 @@ from amp_fx.inner import has_cpp_compiler
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from amp_fx.bench.contenders import Workload
+    from amp_fx.bench.contenders import Contender, Run
 
 CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
 TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
 # Freezing is inductor's.
 WITHOUT_INDUCTOR = [name for name in NAMES if name != "native-freezing"]
-MODELS = ("mlp", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
+MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
 
 
 def ignore(*_: object) -> None:
@@ -79,6 +91,28 @@ def test_ratios_are_those_of_the_medians(run: tuple[str, dict[str, Any]]) -> Non
             speedup, to_limit = c["speedup_over_native"], c["time_to_limit"]
             assert speedup == pytest.approx(medians["native"] / c["median"])
             assert to_limit == pytest.approx(c["median"] / medians["limit"])
+
+
+def test_speedups_with_and_without_the_cache_are_those_of_the_rounds(
+    run: tuple[str, dict[str, Any]],
+) -> None:
+    printed, result = run
+    figures = {figure["name"]: figure["value"] for figure in result["figures"]}
+    for comparison in result["comparisons"]:
+        seconds = {c["name"]: c["seconds"] for c in comparison["contenders"]}
+        for name in (AMP_FX, UNCACHED):
+            what = f"native / {name}, round by round"
+            ratios = [a / b for a, b in zip(seconds[NATIVE], seconds[name], strict=True)]
+            assert figures[f"{comparison['workload']}: {what}"] == statistics.median(ratios)
+            assert printed.count(what) == len(result["comparisons"])
+
+
+def test_a_paired_ratio_compares_samples_of_the_same_round() -> None:
+    native, ours = Timing((2.0, 20.0, 60.0)), Timing((1.0, 10.0, 5.0))
+    comparison = Comparison("w", (Measured(NATIVE, native), Measured(AMP_FX, ours)))
+    assert comparison.paired_ratio(NATIVE, AMP_FX) == 2.0
+    assert comparison.ratio(NATIVE, AMP_FX) == 4.0
+    assert comparison.paired_ratio(NATIVE, UNCACHED) is None
 
 
 def test_each_compiled_contender_compiles_once_and_before_the_timing(
@@ -285,7 +319,24 @@ def test_a_case_that_fails_costs_the_others_nothing(
     assert "float32 " in printed
 
 
-def test_contenders_share_no_code_and_no_weights() -> None:
+def test_prepared_contenders_share_no_code_and_no_weights() -> None:
+    models: list[torch.nn.Module] = []
+
+    def build() -> torch.nn.Module:
+        models.append(MLP(4, 2))
+        return models[-1]
+
+    x = torch.randn(2, 4)
+    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in CONTENDERS]
+    for run_once in runs:
+        run_once()
+    pointers = {p.data_ptr() for model in models for p in model.parameters()}
+    codes = {type(model).forward.__code__ for model in models}
+    assert len(pointers) == 4 * len(CONTENDERS)
+    assert len(codes) == len(CONTENDERS)
+
+
+def test_own_code_does_what_the_shared_one_does() -> None:
     models = [MLP(4, 1), MLP(4, 1)]
     for model, name in zip(models, ("a", "b-c"), strict=True):
         with_own_code(model, name)
@@ -299,7 +350,7 @@ def test_contenders_share_no_code_and_no_weights() -> None:
 def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     """The contender trains, and keeps one copy for each weight that it casts."""
     [workload, *_] = gpt.train_workloads(TINY)
-    [contender] = [c for c in contenders_of(workload, TINY) if c.is_amp_fx]
+    [contender] = [c for c in CONTENDERS if c.name == AMP_FX]
     step = prepare(contender, workload, TINY)
     weight_cache.clear()
     step()
@@ -308,6 +359,41 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     after = weight_cache.stats()
     assert before.entries == after.entries > 0
     assert after.refreshes == 2 * before.refreshes
+
+
+@pytest.mark.parametrize("contender", CONTENDERS, ids=NAMES)
+def test_the_optimizer_is_the_workloads_for_every_contender(
+    contender: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool | None] = []
+    adamw = torch.optim.AdamW
+
+    def spy(*args: Any, **kwargs: Any) -> torch.optim.AdamW:
+        optimizer = adamw(*args, **kwargs)
+        made.append(optimizer.param_groups[0]["fused"])
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "AdamW", spy)
+    prepare(contender, next(mlp.train_workloads(TINY)), TINY)()
+    prepare(contender, next(gpt.train_workloads(TINY)), TINY)
+    assert made == [True, None]
+
+
+def test_mlp_training_has_the_micro_batches_of_gpt() -> None:
+    mine, theirs = list(mlp.train_workloads(TINY)), list(gpt.train_workloads(TINY))
+    assert [w.micro_batches for w in mine] == [w.micro_batches for w in theirs] == [1, 4, 16]
+    assert len({w.name for w in mine}) == 3
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_the_uncached_contender_keeps_no_casts(*, is_trained: bool) -> None:
+    make = gpt.train_workloads if is_trained else mlp.workloads
+    [contender] = [c for c in CONTENDERS if c.name == UNCACHED]
+    weight_cache.clear()
+    step = prepare(contender, next(make(TINY)), TINY)
+    step()
+    step()
+    assert weight_cache.stats().entries == 0
 
 
 def test_recompilation_while_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +417,97 @@ def test_turns_are_one_block_each_per_round() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(map(tuple, turns))) > 1
     assert all(len(timing.seconds) == 5 for timing in timings.values())
+
+
+class Clock:
+    """A machine that becomes slower with everything that it does."""
+
+    def __init__(self) -> None:
+        self.now, self.slowness = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def work(self, seconds: float) -> None:
+        self.now += self.slowness * seconds
+        self.slowness *= 1.01
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which blocks are timed."""
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_turns_are_fair_on_a_machine_that_becomes_slower(clock: Clock) -> None:
+    costs = {"a": 1.0, "twin of a": 1.0, "b": 2.0}
+    runs = {name: functools.partial(clock.work, seconds) for name, seconds in costs.items()}
+    timings = time_in_turns(runs, repeats=40, steps=1, device=CPU)
+    measured = tuple(Measured(name, timings[name]) for name in runs)
+    comparison = Comparison("w", measured)
+    assert measured[0].timing.seconds[-1] > 3 * measured[0].timing.seconds[0]
+    for ratio in (comparison.ratio, comparison.paired_ratio):
+        assert ratio("a", "twin of a") == pytest.approx(1, abs=0.02)
+        assert ratio("b", "a") == pytest.approx(2, abs=0.04)
+
+
+def test_what_runs_before_a_block_is_not_timed(clock: Clock) -> None:
+    calls: list[str] = []
+    runs = {name: functools.partial(calls.append, name) for name in ("a", "b")}
+
+    def prepare_a() -> None:
+        calls.append("before a")
+        clock.work(1.0)
+
+    timings = time_in_turns(runs, repeats=5, steps=1, device=CPU, before={"a": prepare_a})
+    assert timings["a"].seconds == timings["b"].seconds == (0.0,) * 5
+    assert calls.count("before a") == calls.count("a") == calls.count("b") == 5
+    assert all(calls[calls.index("a", i) - 1] == "before a" for i in range(len(calls) - 3))
+
+
+def test_fairness_times_native_beside_a_twin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fairness", *QUICK]) == 0
+    printed = capsys.readouterr().out
+    assert "native-twin" in printed
+    assert "native / native-twin, round by round" in printed
+    assert list(CASES["fairness"].run(Settings(contenders=(AMP_FX,), tiny=True), ignore)) == []
+
+
+def test_a_refresh_is_timed_where_all_weights_are_stale_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refreshes: dict[str, list[int]] = {}
+
+    def count(
+        runs: dict[str, Run], *, repeats: int, before: dict[str, Run], **_: object
+    ) -> dict[str, Timing]:
+        for name, timed in [*runs.items()] * repeats:
+            before[name]()
+            so_far = weight_cache.stats().refreshes
+            timed()
+            refreshes.setdefault(name, []).append(weight_cache.stats().refreshes - so_far)
+        seconds = {overhead.STALE: 9.0, overhead.FRESH: 2.0, overhead.COPYING: 3.0}
+        return {name: Timing((seconds[name],)) for name in runs}
+
+    monkeypatch.setattr(overhead, "time_in_turns", count)
+    weight_cache.clear()
+    build = functools.partial(MLP, 8, 2)
+    figure = overhead._refresh(build, torch.randn(1, 8), TINY, ignore)
+    assert figure == Figure("refresh of 4 weights after a step, beside the copying", 4e6, "µs")
+    assert set(refreshes[overhead.STALE]) == {4}
+    assert set(refreshes[overhead.FRESH] + refreshes[overhead.COPYING]) == {0}
+
+
+def test_overhead_has_the_call_above_the_limit_and_the_refresh() -> None:
+    outcomes = list(CASES["overhead"].run(TINY, ignore))
+    figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
+    [comparison] = [o for o in outcomes if isinstance(o, Comparison)]
+    differences = [ours - limit for ours, limit in comparison.rounds(AMP_FX, LIMIT)]
+    above = figures["a call of amp_fx, above limit, round by round"]
+    assert above == pytest.approx(1e6 * statistics.median(differences))
+    assert "refresh of 4 weights after a step, beside the copying" in figures
 
 
 def test_spread_is_the_interquartile_range() -> None:

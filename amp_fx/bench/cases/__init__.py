@@ -5,7 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import compile_time, conv, gpt, lean, lstm, mlp, overhead, scaler, vit
+from amp_fx.bench.cases import (
+    compile_time,
+    conv,
+    fairness,
+    gpt,
+    lean,
+    lstm,
+    mlp,
+    overhead,
+    scaler,
+    vit,
+)
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -43,6 +54,10 @@ def _workloads(about: str, make: Callable[[Settings], Iterator[Workload]]) -> Ca
 
 CASES = {
     "mlp": _workloads("inference of stacked linear layers, batch 1 and 4", mlp.workloads),
+    "mlp-train": _workloads(
+        "fused AdamW steps of 1, 4 and 16 micro-batches, stacked linear layers",
+        mlp.train_workloads,
+    ),
     "gpt-decode": _workloads("one token after a context, GPT-2 small", gpt.decode_workloads),
     "gpt-train": _workloads("AdamW steps of 1, 4 and 16 micro-batches", gpt.train_workloads),
     "vit": _workloads("a small vision Transformer, inference and training", vit.workloads),
@@ -50,6 +65,7 @@ CASES = {
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", lstm.workloads),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
     "lean": Case("training with the lean preset: memory, time, losses", lean.run),
-    "overhead": Case("what a call costs where 300 weights are cached", overhead.run),
+    "overhead": Case("what a call and a refresh cost where 300 weights are cached", overhead.run),
+    "fairness": Case("native beside a second native: what the ratios are worth now", fairness.run),
     "scaler": Case("what loss scaling adds to an optimizer's step", scaler.run),
 }

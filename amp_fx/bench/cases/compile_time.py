@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.compare import NATIVE, Comparison, Figure, Measured
+from amp_fx.bench.compare import Comparison, Figure, Measured
+from amp_fx.bench.contenders import AMP_FX, NATIVE
 from amp_fx.bench.timing import Timing
 from amp_fx.dtypes import dtype_name
 
@@ -25,7 +26,7 @@ WORKER = "amp_fx.bench.compile_worker"
 LAYERS = 12
 MAX_REPEATS = 3
 """A cold compilation takes tens of seconds: more rounds than these are no use."""
-COMPILED = (NATIVE, "amp_fx")
+COMPILED = (NATIVE, AMP_FX)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:

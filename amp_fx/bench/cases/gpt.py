@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from amp_fx.bench.contenders import Workload
+from amp_fx.bench.contenders import MICRO_BATCHES, Workload
 from amp_fx.bench.models import GPT, Decoder, Loss, Size
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 NUM_PAST = 128
 """Positions whose keys and values a decoded token attends to."""
-MICRO_BATCHES = (1, 4, 16)
 
 
 def decode_workloads(settings: Settings) -> Iterator[Workload]:
