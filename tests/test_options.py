@@ -22,7 +22,7 @@ def test_every_field_can_be_given() -> None:
         "compiler": "eager",
         "output_dtype": "autocast",
         "weight_cache": False,
-        "verify": True,
+        "verify": "full",
         "range_guard": False,
         "bare_region": False,
         "fallback": False,
@@ -57,6 +57,15 @@ def test_what_is_no_low_dtype(value: Any) -> None:
 def test_switches_are_booleans(name: str) -> None:
     with pytest.raises(OptionError, match=name):
         Options.parse({name: "yes"})
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "off")])
+def test_verify_takes_booleans_too(old: bool, new: str) -> None:
+    assert Options.parse({"verify": old}) == Options.parse({"verify": new})
+
+
+def test_verify_samples_by_default() -> None:
+    assert Options.parse({}) == Options.parse({"verify": "sample"})
 
 
 def test_unknown_preset_lists_those_there_are() -> None:
