@@ -59,6 +59,15 @@ def test_switches_are_booleans(name: str) -> None:
         Options.parse({name: "yes"})
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, "full"), (False, "off")])
+def test_verify_takes_booleans_too(old: bool, new: str) -> None:
+    assert Options.parse({"verify": old}) == Options.parse({"verify": new})
+
+
+def test_verify_samples_by_default() -> None:
+    assert Options.parse({}) == Options.parse({"verify": "sample"})
+
+
 def test_unknown_preset_lists_those_there_are() -> None:
     with pytest.raises(PolicyError, match="torch, ipex"):
         Options.parse({"policy": "tensorflow"})

@@ -1,0 +1,250 @@
+"""Threads that call one compiled model while others write its weights; a wrong number exits 1.
+
+Run in a process of its own, as what it looks for may abort the process::
+
+    python -X faulthandler -m tests.weights.stress_program data --seconds 5
+
+All numbers of the model are positive, so that every output rises with every element of every
+weight. A weight version is a scaling of whole weights by powers of two, from which the output
+tells which version of which use of a weight it was made of: the exponent of its ratio to the
+first version's is ``3 e + e + 9 h``, for the version's ``e`` of the embedding as it is read, the
+same for the tied head, and ``h`` of the hidden layer.
+
+A call that no write overlaps must give the newest version. One that a write overlaps may see
+any element old or new (native calls do), so that the output lies between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import json
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from amp_fx import weight_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Scale = Callable[[torch.Tensor, float], None]
+
+VOCABULARY, SIZE = 96, 64
+NUM_READERS, NUM_HOGS = 8, 4
+NUM_VERSIONS = 3
+MAX_FAILURES = 5
+
+TOLERANCE = 2.0**-5
+"""Relative. The compiled and the eager program round at most four times each to bfloat16, by
+2^-8 at most, and sums of positive terms do not amplify that. Versions differ by 2 or more."""
+
+
+class Tied(nn.Module):
+    """An embedding, a hidden layer, and a head that is the embedding again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, SIZE)
+        self.hidden = nn.Linear(SIZE, SIZE, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            # Few bits: factors of 2^18 - 1 stay exact in float32, too.
+            eighths = torch.randint(1, 8, parameter.shape, generator=generator)
+            parameter.data.copy_(eighths / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(self.embedding(x) ** 3)
+        return functional.linear(hidden, self.embedding.weight)
+
+
+def exponent(version: int) -> int:
+    """Of what the output of a version is times that of the first."""
+    return (3 + 1 + 9) * (version % NUM_VERSIONS)
+
+
+class Versions:
+    """The version that is current, and odd counts while the next is being written."""
+
+    def __init__(self, model: Tied) -> None:
+        self.model = model
+        self.count = 0
+
+    def publish(self, scale: Scale) -> None:
+        """Writes the next version."""
+        old, new = (v % NUM_VERSIONS for v in (self.count // 2, self.count // 2 + 1))
+        self.count += 1
+        scale(self.model.embedding.weight, 2.0 ** (new - old))
+        scale(self.model.hidden.weight, 2.0 ** (9 * (new - old)))
+        self.count += 1
+
+    @staticmethod
+    def expected(before: int, after: int) -> tuple[int, int]:
+        """The least and the greatest exponent of what a call between two counts may give."""
+        exponents = [exponent(v) for v in range(before // 2, (after + 1) // 2 + 1)]
+        return min(exponents), max(exponents)
+
+
+def scale_data(parameter: torch.Tensor, factor: float) -> None:
+    parameter.data.mul_(factor)
+
+
+def scale_by_optimizer(model: Tied) -> Scale:
+    """Scales by steps of plain descent: the gradient is a multiple of the weight."""
+    optimizers: dict[torch.Tensor, Any] = {
+        p: torch.optim.SGD([p], lr=1.0, fused=True) for p in model.parameters()
+    }
+
+    def scale(parameter: torch.Tensor, factor: float) -> None:
+        parameter.grad = parameter.detach() * (1 - factor)
+        optimizers[parameter].step()
+
+    return scale
+
+
+class Run:
+    """Threads, and what went wrong in them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.failures: list[str] = []
+        self.counts = {"calls": 0, "undisturbed": 0, "writes": 0}
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def has_time(self) -> bool:
+        return time.monotonic() < self.end and len(self.failures) < MAX_FAILURES
+
+    def count(self, **counts: int) -> None:
+        with self._lock:
+            for name, number in counts.items():
+                self.counts[name] += number
+
+    def start(self, job: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001
+                self.failures.append(f"{type(error).__name__}: {error}")
+
+        self._threads.append(threading.Thread(target=guarded))
+        self._threads[-1].start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def serve(
+    run: Run, compiled: Any, versions: Versions, x: torch.Tensor, first: torch.Tensor, *, grad: bool
+) -> None:
+    """Calls until the end, and compares every output with the first version's."""
+    while run.has_time():
+        before = versions.count
+        with torch.set_grad_enabled(grad):
+            out = compiled(x).detach()
+        after = versions.count
+        least, greatest = versions.expected(before, after)
+        ratio = out / first
+        low, high = ratio.min().item(), ratio.max().item()
+        is_right = low >= 2.0**least * (1 - TOLERANCE) and high <= 2.0**greatest * (1 + TOLERANCE)
+        if not is_right:
+            run.failures.append(
+                f"output is {low:.6g} to {high:.6g} times the first version's; expected "
+                f"2**{least} to 2**{greatest} between counts {before} and {after}"
+            )
+        run.count(calls=1, undisturbed=int(before == after and before % 2 == 0))
+
+
+def reference(model: Tied, x: torch.Tensor) -> torch.Tensor:
+    """What eager autocast makes of the weights as they are."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return model(x).float()  # type: ignore[no-any-return]
+
+
+def read_and_write(run: Run, compiled: Any, model: Tied, scale: Any) -> None:
+    """Eight readers; a writer, if any, stops two seconds before they do."""
+    versions = Versions(model)
+    firsts = [reference(model, inputs(k)) for k in range(NUM_READERS)]
+    for k, first in enumerate(firsts):
+        job = functools.partial(serve, run, compiled, versions, inputs(k), first, grad=k % 4 == 3)
+        run.start(job)
+    while scale is not None and run.has_time() and time.monotonic() < run.end - 2:
+        versions.publish(scale)
+        run.count(writes=1)
+        time.sleep(0.01)
+    run.join()
+
+
+def hog_wild(run: Run, compiled: Any, model: Tied) -> None:
+    """Each thread calls, differentiates and writes, and nobody waits for anybody."""
+    parameters = list(model.parameters())
+
+    def hog(k: int) -> None:
+        x = inputs(k)
+        while run.has_time():
+            out = compiled(x)
+            loss = (out.clamp_min(1e-3).log() - 2.0).square().mean()
+            grads = torch.autograd.grad(loss, parameters)
+            if not (torch.isfinite(out).all() and all(torch.isfinite(g).all() for g in grads)):
+                run.failures.append("numbers are not finite")
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.data.add_(grad.clamp(-1, 1), alpha=-0.001)
+                parameter.data.clamp_(0.05, 2.0)
+            run.count(calls=1, writes=1)
+
+    for k in range(NUM_HOGS):
+        run.start(functools.partial(hog, k))
+    run.join()
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            next_call = compiled(inputs(0)).detach()
+            weight_cache.invalidate()
+            fresh = compiled(inputs(0)).detach()
+        if not torch.equal(next_call, fresh):
+            run.failures.append("the first call after the threads' end is stale")
+        if not torch.allclose(fresh, reference(model, inputs(0)), rtol=TOLERANCE, atol=0):
+            run.failures.append("the first call after the threads' end is not eager autocast's")
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario", choices=["read", "data", "optimizer", "hogwild"])
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--no-cache", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)
+    model = Tied()
+    options: Any = {"weight_cache": False} if arguments.no_cache else None
+    compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
+    for grad in (False, True, False, True):
+        with torch.set_grad_enabled(grad):
+            out = compiled(inputs(0))
+        if grad:
+            out.sum().backward()
+    model.zero_grad()
+    faulthandler.dump_traceback_later(arguments.seconds + 45, exit=True)  # a deadlock
+    run = Run(arguments.seconds)
+    if arguments.scenario == "hogwild":
+        hog_wild(run, compiled, model)
+    else:
+        scales = {"data": scale_data, "optimizer": scale_by_optimizer(model)}
+        read_and_write(run, compiled, model, scales.get(arguments.scenario))
+    sys.stdout.write(json.dumps(run.counts) + "\n")
+    sys.stderr.write("\n".join(run.failures[:MAX_FAILURES]))
+    return int(bool(run.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
