@@ -176,7 +176,7 @@ class Plan:
                     continue
                 if copy.is_suspect or not _is_equal(slot, source, copy.low):
                     copy.distrust()
-                    _warn_of(slot, source, self.owner)
+                    _warn_of(CACHE.described(slot, source))
 
     def _verify(self, args: tuple[Any, ...]) -> None:
         with CACHE.exclusive() as is_first, making_copies():
@@ -189,9 +189,8 @@ class Plan:
                     continue
                 if not _is_equal(slot, source, copy.low):
                     raise StaleWeightError(
-                        f"the kept {slot.dtype} copy of {slot.name} in {self.owner}, shape "
-                        f"{tuple(source.shape)}, is stale: it was written where PyTorch cannot "
-                        f"see it; {ADVICE}"
+                        f"the kept {slot.dtype} copy of {CACHE.described(slot, source)} is "
+                        f"stale: it was written where PyTorch cannot see it; {ADVICE}"
                     )
 
 
@@ -205,13 +204,11 @@ def _is_equal(slot: Slot, source: torch.Tensor, low: torch.Tensor) -> bool:
     return same_bits(source.detach().to(slot.dtype), low)
 
 
-def _warn_of(slot: Slot, source: torch.Tensor, owner: str) -> None:
+def _warn_of(weight: str) -> None:
     log.warning(
-        "%s of %s, shape %s, was written where PyTorch cannot see it: through a NumPy array, a "
+        "%s was written where PyTorch cannot see it: through a NumPy array, a "
         "DLPack alias or a pointer that was taken before the latest call. From now on it is cast "
         "on every call; to keep its cast, %s",
-        slot.name,
-        owner,
-        tuple(source.shape),
+        weight,
         ADVICE,
     )

@@ -35,11 +35,14 @@ if TYPE_CHECKING:
 class KeptCopy:
     """One kept copy: the engine's part, and whose it is."""
 
-    __slots__ = ("__weakref__", "copy", "finalizer", "num_bytes", "owner", "source")
+    __slots__ = ("__weakref__", "copy", "finalizer", "name", "num_bytes", "owner", "source")
 
-    def __init__(self, source: torch.Tensor, copy: Any, owner: str, num_bytes: int) -> None:
+    def __init__(
+        self, source: torch.Tensor, copy: Any, slot: Slot, owner: str, num_bytes: int
+    ) -> None:
         self.source = weakref.ref(source)
         self.copy = copy
+        self.name = slot.name
         self.owner = owner
         self.num_bytes = num_bytes
         self.finalizer: weakref.finalize[..., torch.Tensor] | None = None
@@ -94,6 +97,11 @@ class WeightCache:
             return kept.copy
         return self._new_copy(key, slot, source, owner)
 
+    def described(self, slot: Slot, source: torch.Tensor) -> str:
+        """A weight as the graph that asked first for its copy calls it."""
+        kept = self.copies[id(source), slot.dtype, slot.is_alias]
+        return f"{kept.name} of {kept.owner}, shape {tuple(source.shape)},"
+
     def _new_copy(self, key: Key, slot: Slot, source: torch.Tensor, owner: str) -> Any:
         if key in self.copies:
             self.drop(key)
@@ -103,7 +111,8 @@ class WeightCache:
         install(source.device)
         _watch_swaps()
         low = _alias(source) if slot.is_alias else _empty(source, slot.dtype)
-        kept = KeptCopy(source, engine().Copy(low, source, slot.is_alias), owner, num_bytes)
+        copy = engine().Copy(low, source, slot.is_alias)
+        kept = KeptCopy(source, copy, slot, owner, num_bytes)
         self.copies[key] = kept
         self.num_bytes += num_bytes
         kept.finalizer = weakref.finalize(source, self._mourn, key, weakref.ref(kept))
