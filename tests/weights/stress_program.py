@@ -20,6 +20,7 @@ import argparse
 import faulthandler
 import functools
 import json
+import math
 import sys
 import threading
 import time
@@ -156,8 +157,8 @@ def serve(
         is_right = low >= 2.0**least * (1 - TOLERANCE) and high <= 2.0**greatest * (1 + TOLERANCE)
         if not is_right:
             run.failures.append(
-                f"output is {low:.6g} to {high:.6g} times the first version's; expected "
-                f"2**{least} to 2**{greatest} between counts {before} and {after}"
+                f"output is 2**{math.log2(low):.3g} to 2**{math.log2(high):.3g} times the first "
+                f"version's, not 2**{least} to 2**{greatest}, between counts {before} and {after}"
             )
         run.count(calls=1, undisturbed=int(before == after and before % 2 == 0))
 
