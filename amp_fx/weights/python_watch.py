@@ -169,6 +169,17 @@ class Copy:
         self.is_suspect = self.canary is not None and self.canary[0].value != self.canary[1]
         return not self.is_suspect
 
+    def agrees_somewhere(self, source: torch.Tensor) -> bool:
+        """Whether one element, chosen anew, is the weight's, rounded."""
+        low = self.low
+        if source.device.type != "cpu" or source.stride() != low.stride() or not source.numel():
+            return True
+        flat = [t.detach().as_strided((t.numel(),), (1,)) for t in (source, low)]
+        index = random.randrange(source.numel())
+        value, kept = flat[0][index].to(low.dtype), flat[1][index]
+        self.is_suspect = not torch.allclose(value, kept, rtol=0, atol=0, equal_nan=True)
+        return not self.is_suspect
+
 
 _UNSIGNED: dict[int, Any] = {2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
@@ -198,6 +209,13 @@ class Look:
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The inputs of a call that finds all fresh, or None."""
+        self.begin()  # first: from here on nobody writes to a copy
+        inputs = self._fresh_inputs(args)
+        if inputs is None:
+            self.leave()
+        return inputs
+
+    def _fresh_inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self.found_mismatch = False
         copies = self._find(args)
         if copies is None or not self._all_fresh(copies, args):
@@ -205,10 +223,12 @@ class Look:
         if self.samples and not self._samples_agree(copies, args):
             self.found_mismatch = self._all_fresh(copies, args)
             return None
+        inputs = self._inputs(copies, args)
+        if any(low is None for low in inputs[len(self.passed) :]):
+            return None  # dropped by another thread
         for copy in copies:
             copy.hits += 1
-        self.begin()
-        return self._inputs(copies, args)
+        return inputs
 
     def begin(self) -> None:
         """What a successful ``enter`` does besides."""
@@ -267,7 +287,9 @@ class Look:
         agree = not [copy for copy in copies if not copy.agrees()]
         chosen = random.randrange(len(copies))
         if agree:
-            copies[chosen].choose_canary(args[self.sources[chosen]])
+            source = args[self.sources[chosen]]
+            copies[chosen].choose_canary(source)
+            agree = copies[chosen].agrees_somewhere(source)
         return agree
 
     def _inputs(self, copies: Sequence[Copy], args: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from amp_fx import weight_cache
+from amp_fx.tables.presets import torch_version
+from amp_fx.weights.engine import engine
 from tests.weights.nets import (
     EVAL,
     SIZE,
@@ -124,9 +126,14 @@ CHANGES: dict[str, Change] = {
 }
 
 
+RESIZED = ("storage_resized", "storage_grown", "resized_and_written")
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("graph", [TRAIN, EVAL], ids=lambda graph: graph.name)
 def test_weights_that_change_what_they_are(change: str, graph: Graph) -> None:
+    if change in RESIZED and not engine().has_hook and torch_version() >= (2, 13):
+        pytest.skip("torch: resizing a copy-on-write storage leaves its materializer behind")
     net, twin = make_net(), make_net()
     compiled = graph.compile(net)
     for _ in range(2):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_fx.weights.engine import engine
 from tests.weights.cuda_like import cuda_like
 from tests.weights.nets import (
     EVAL,
@@ -64,6 +65,7 @@ __all__ = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _cuda_like() -> Iterator[None]:
+    engine().watch_list_ops()  # in Python it is done for accelerators only
     with cuda_like():
         yield
 
