@@ -26,6 +26,7 @@ from amp_fx.policies.overrides import warn_unused
 from amp_fx.policies.policy import preset
 from amp_fx.policies.state import carrying, policy_of
 from amp_fx.stats import record_graph
+from amp_fx.weights.first_call import CompiledLater, with_casts_inside
 from amp_fx.weights.kept_inputs import (
     example_copies,
     has_aliases,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.passes.base import Pass
+    from amp_fx.weights.cast_plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +106,9 @@ def amp_fx(
             added = example_copies(rewritten, example_inputs)
             keep_passed_inputs(rewritten, plan)
             example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
-        compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
-    if plan is not None:
-        compiled = plan.wrap(compiled)
+            compiled = _compile_with_plan(rewritten, example_inputs, plan, parsed)
+        else:
+            compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
     if ambient.enabled:
         return _called_in(no_autocast, compiled)  # the casts are in the graph already
     return _called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
@@ -176,6 +178,23 @@ def _compile_or_run_eagerly(
         log.debug("falling back", exc_info=True)
         warn_eager(error, options.compiler, ours.graph)
         return ours.forward
+
+
+def _compile_with_plan(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, options: Options
+) -> Callable[..., Any]:
+    """Compiles a graph that takes kept copies, or the variant for a first call, and it later."""
+    if not plan.inside or options.compiler == "eager":
+        return plan.wrap(_compile_or_run_eagerly(gm, example_inputs, options))
+    inside = {len(plan.passed) + i for i in plan.inside}
+    outside = [value for i, value in enumerate(example_inputs) if i not in inside]
+    first = _compile_or_run_eagerly(with_casts_inside(gm, plan.inside), outside, options)
+
+    def compile_later(inputs: Sequence[Any]) -> Callable[..., Any]:
+        with no_autocast():
+            return _compile_or_run_eagerly(gm, inputs, options)
+
+    return plan.wrap(CompiledLater(compile_later), first)
 
 
 def _called_in(

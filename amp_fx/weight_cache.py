@@ -43,7 +43,7 @@ class Stats:
 
     Attributes:
         entries: Number of copies.
-        bytes: Bytes that they take.
+        bytes: Bytes that they take now: one that is about to be replaced takes none.
         hits: Times that a call found a copy fresh.
         refreshes: Times that a copy was made or made again.
         by_model: The same, by the class of the model (or the function) whose graph asked first.
@@ -81,7 +81,7 @@ def _count(copies: Iterable[KeptCopy]) -> Stats:
     copies = list(copies)
     return Stats(
         entries=len(copies),
-        bytes=sum(kept.num_bytes for kept in copies),
+        bytes=sum(kept.low.untyped_storage().nbytes() for kept in copies),
         hits=sum(kept.copy.hits for kept in copies),
         refreshes=sum(kept.copy.refreshes for kept in copies),
     )

@@ -37,6 +37,7 @@ class Plan:
         verify: ``"sample"``, ``"full"`` or ``"off"``: how much of the copies each call compares
             with the weights.
         on_accelerator: Whether any weight is on a device that has streams.
+        inside: Which slots a first call casts itself (``first_call``).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Plan:
         is_pure: bool,
         verify: str,
         on_accelerator: bool = False,
+        inside: Sequence[int] = (),
     ) -> None:
         self.slots = tuple(slots)
         self.owner = owner
@@ -55,6 +57,7 @@ class Plan:
         self.is_pure = is_pure
         self.verify = verify
         self.on_accelerator = on_accelerator
+        self.inside = tuple(inside)
         self.look = self._new_look(self.slots, self.passed)
         self._subset: tuple[tuple[Slot, ...], Any] = (), None
 
@@ -62,11 +65,60 @@ class Plan:
         sources = tuple(slot.source_index for slot in slots)
         return engine().Look(sources, tuple(passed), self.is_pure, self.verify == "sample")
 
-    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as a function of the inputs that Dynamo knows."""
+    def wrap(
+        self, compiled: Callable[..., Any], first: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """The compiled graph as a function of the inputs that Dynamo knows.
+
+        Args:
+            compiled: Takes the inputs that are passed, and the copies.
+            first: The variant for a first call after weights were written, if there is one.
+        """
         wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
-        call = wrap(compiled)
+        call = wrap(compiled) if first is None else self._wrap_two(compiled, first)
         return self._wrap_verified(call) if self.verify == "full" else call
+
+    def _wrap_two(
+        self, compiled: Callable[..., Any], first: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        enter, leave, adopt = self.look.enter, self.look.leave, self.look.adopt
+        prepare_first = self._prepare_first
+        num_casts = len(self.inside)
+
+        def call(*args: Any) -> Any:
+            inputs, ticket = enter(args), None
+            if inputs is None:
+                inputs, ticket = prepare_first(args)
+            try:
+                outputs = compiled(*inputs) if ticket is None else first(*inputs)
+            finally:
+                leave()  # which takes its own reads of the weights for what they are
+            if ticket is None:
+                return outputs
+            if ticket:
+                with CACHE.exclusive():
+                    adopt(ticket, tuple(outputs[-num_casts:]))
+            return outputs[:-num_casts]
+
+        return call
+
+    def _prepare_first(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """The inputs of a call, and what makes it a first one; it begins with that."""
+        with CACHE.exclusive() as is_alone, making_copies():
+            started = self._start(args) if is_alone else None
+            if started is not None:
+                self.look.begin()
+                return started  # type: ignore[no-any-return]
+        return self._prepare(args), None
+
+    def _start(self, args: tuple[Any, ...]) -> Any:
+        if self.look.found_mismatch or not may_watch():
+            return None
+        started = self.look.start(args, self.inside)
+        if started is None and not self.look.knows(args):
+            self._remember(args)
+            started = self.look.start(args, self.inside)
+        return started
 
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         enter, leave, prepare = self.look.enter, self.look.leave, self._prepare
@@ -126,12 +178,17 @@ class Plan:
         inputs = self._refresh(self.look, args)
         if inputs is not None:
             return inputs
+        copies = self._remember(args)
+        inputs = self._refresh(self.look, args)
+        # None: some are not kept, or one weight lies at two places at once.
+        return self._mixed(args, copies) if inputs is None else inputs
+
+    def _remember(self, args: tuple[Any, ...]) -> list[Any]:
+        """The copies for the slots, None where none is kept; the look knows them if all are."""
         copies = [CACHE.copy_of(s, args[s.source_index], self.owner) for s in self.slots]
         if all(copy is not None for copy in copies):
             self.look.remember(tuple(copies))
-            inputs = self._refresh(self.look, args)
-        # None: one weight lies at two places at once.
-        return self._mixed(args, copies) if inputs is None else inputs
+        return copies
 
     def _refresh(self, look: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         devices = accelerator_devices(args[s.source_index] for s in self.slots)

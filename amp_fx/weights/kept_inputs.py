@@ -18,6 +18,7 @@ from amp_fx.graphs.values import is_written, value_of
 from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.engine import engine
+from amp_fx.weights.first_call import slots_inside
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,6 +99,7 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None)
         is_pure=_is_pure(gm.graph),
         verify=_VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), verify),
         on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
+        inside=slots_inside(gm) if has_aliases() else (),
     )
 
 

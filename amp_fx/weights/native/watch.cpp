@@ -22,6 +22,7 @@
 #include <pthread.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -242,11 +243,15 @@ struct Copy {
   char is_distrusted; // written where nothing sees it: made again for every call
   char is_suspect; // a sample differed
   char is_sampled;
+  char is_hollow; // its memory was given back: it is about to be replaced
   at::ScalarType source_type, low_type;
+  uint8_t source_size, low_size; // bytes of an element
+  const char* low_data;
   int64_t numel;
   int64_t canary_at;
   uint64_t canary;
-  long long hits, refreshes;
+  uint64_t writes_at_start; // the record's, when a call last cast the weight itself
+  long long hits, refreshes, hits_at_start;
 };
 
 const at::Tensor& low_of(const Copy* copy) {
@@ -254,9 +259,17 @@ const at::Tensor& low_of(const Copy* copy) {
 }
 
 uint64_t bits_at(const char* data, int64_t index, size_t size) {
-  uint64_t bits = 0;
-  std::memcpy(&bits, data + index * size, size);
-  return bits;
+  data += index * size;
+  return size == 4 ? *reinterpret_cast<const uint32_t*>(data)
+                   : *reinterpret_cast<const uint16_t*>(data);
+}
+
+void set_low(Copy* copy, PyObject* low) {
+  PyObject* old = copy->low;
+  copy->low = low;
+  copy->is_hollow = 0;
+  copy->low_data = static_cast<const char*>(low_of(copy).const_data_ptr());
+  Py_XDECREF(old);
 }
 
 // Binds a copy to where its weight lies now.
@@ -270,6 +283,8 @@ void bind(Copy* copy, const at::Tensor& source) {
   copy->seen = 0;
   copy->source_type = source.scalar_type();
   copy->low_type = low_of(copy).scalar_type();
+  copy->source_size = static_cast<uint8_t>(source.element_size());
+  copy->low_size = static_cast<uint8_t>(low_of(copy).element_size());
   copy->numel = source.numel();
   copy->canary_at = -1;
   const auto is_known = [](at::ScalarType type) {
@@ -322,8 +337,7 @@ float rounded(float value, at::ScalarType type) {
 // low dtype's normal range are not looked at, as processors may flush them.
 bool agrees_at(const Copy* copy, int64_t index) {
   const float value = as_float(copy->source_data, index, copy->source_type);
-  const char* low = static_cast<const char*>(low_of(copy).const_data_ptr());
-  const float kept = as_float(low, index, copy->low_type);
+  const float kept = as_float(copy->low_data, index, copy->low_type);
   const float tiny = copy->low_type == at::kHalf ? 6.2e-5f : 1.2e-38f;
   if (std::isnan(value) || std::abs(value) < tiny) {
     return std::isnan(value) ? std::isnan(kept) : std::abs(kept) <= tiny;
@@ -341,7 +355,7 @@ PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (copy == nullptr) {
     return nullptr;
   }
-  copy->low = Py_NewRef(low);
+  set_low(copy, Py_NewRef(low));
   copy->record = new RecordRef();
   copy->sizes = new at::DimVector();
   copy->strides = new at::DimVector();
@@ -442,6 +456,7 @@ struct Look {
   std::vector<Py_ssize_t>* passed;
   std::vector<Place>* places; // one graph may serve many layers, each with its own weights
   char is_pure, samples;
+  char num_unused; // first calls in a row whose casts no later call took
   char found_mismatch;
   uint64_t random;
 };
@@ -499,12 +514,9 @@ bool samples_agree(Look* look, Place& place) {
     }
     chosen[i] = static_cast<int64_t>(
         (static_cast<unsigned __int128>(next_random(look)) * copy->numel) >> 64);
-    const char* low = static_cast<const char*>(low_of(copy).const_data_ptr());
-    __builtin_prefetch(copy->source_data + chosen[i] * c10::elementSize(copy->source_type));
-    __builtin_prefetch(low + chosen[i] * c10::elementSize(copy->low_type));
-    if (copy->canary_at >= 0) {
-      __builtin_prefetch(copy->source_data + copy->canary_at * c10::elementSize(copy->source_type));
-    }
+    __builtin_prefetch(copy->source_data + chosen[i] * copy->source_size);
+    __builtin_prefetch(copy->low_data + chosen[i] * copy->low_size);
+    __builtin_prefetch(copy->source_data + std::max<int64_t>(copy->canary_at, 0) * copy->source_size);
   }
   bool agree = true;
   for (size_t i = 0; i < count; ++i) {
@@ -512,7 +524,7 @@ bool samples_agree(Look* look, Place& place) {
     if (!copy->is_sampled) {
       continue;
     }
-    const size_t size = c10::elementSize(copy->source_type);
+    const size_t size = copy->source_size;
     const bool is_same = (copy->canary_at < 0 ||
                           bits_at(copy->source_data, copy->canary_at, size) == copy->canary) &&
         agrees_at(copy, chosen[i]);
@@ -527,17 +539,28 @@ bool samples_agree(Look* look, Place& place) {
   return agree;
 }
 
-PyObject* inputs_of(const Look* look, const Place& place, PyObject* args) {
+// What a graph is called with: the inputs that it is passed, and its copies but those left out.
+PyObject* inputs_of(
+    const Look* look,
+    const Place& place,
+    PyObject* args,
+    const std::vector<bool>* is_left_out = nullptr) {
+  const size_t num_left_out =
+      is_left_out == nullptr ? 0 : std::count(is_left_out->begin(), is_left_out->end(), true);
   const size_t num_passed = look->passed->size();
-  PyObject* inputs = PyTuple_New(static_cast<Py_ssize_t>(num_passed + place.copies.size()));
+  PyObject* inputs =
+      PyTuple_New(static_cast<Py_ssize_t>(num_passed + place.copies.size() - num_left_out));
   if (inputs == nullptr) {
     return nullptr;
   }
-  for (size_t i = 0; i < num_passed; ++i) {
-    PyTuple_SET_ITEM(inputs, i, Py_NewRef(PyTuple_GET_ITEM(args, (*look->passed)[i])));
+  size_t position = 0;
+  for (Py_ssize_t index : *look->passed) {
+    PyTuple_SET_ITEM(inputs, position++, Py_NewRef(PyTuple_GET_ITEM(args, index)));
   }
   for (size_t i = 0; i < place.copies.size(); ++i) {
-    PyTuple_SET_ITEM(inputs, num_passed + i, Py_NewRef(place.copies[i]->low));
+    if (is_left_out == nullptr || !(*is_left_out)[i]) {
+      PyTuple_SET_ITEM(inputs, position++, Py_NewRef(place.copies[i]->low));
+    }
   }
   return inputs;
 }
@@ -598,6 +621,7 @@ struct Stale {
   Copy* copy;
   at::Tensor source;
   uint64_t writes;
+  int64_t version;
 };
 
 // Whether somebody may be reading a low tensor: another call, or a backward that saved it.
@@ -605,12 +629,23 @@ bool is_in_use(const at::Tensor& low) {
   return num_in_flight > 0 || low.use_count() > 1 || low.storage().use_count() > 1;
 }
 
+// Notes that a copy is what its weight was when it had been written so often.
+void note_made(Copy* copy, uint64_t writes, int64_t version) {
+  copy->version = version;
+  copy->canary_at = -1;
+  copy->is_suspect = 0;
+  copy->refreshes++;
+  // Watched from before it was read; unless a write may still have been under way then.
+  const bool is_watched = is_armed(copy->storage) && !is_settling(**copy->record);
+  copy->seen = is_watched ? writes : 0;
+}
+
 void make_again(std::vector<Stale>& stale, bool makes_new) {
   RECORD_FUNCTION("amp_fx::refresh", c10::ArrayRef<const c10::IValue>{});
   std::vector<at::Tensor> lows, sources;
   for (auto& item : stale) {
     const at::Tensor& low = low_of(item.copy);
-    const bool is_kept = !makes_new && !is_in_use(low);
+    const bool is_kept = !makes_new && !item.copy->is_hollow && !is_in_use(low);
     lows.push_back(is_kept ? low : at::empty_strided(low.sizes(), low.strides(), low.options()));
     sources.push_back(item.source);
   }
@@ -625,18 +660,110 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
       continue;
     }
     if (!lows[i].is_same(low_of(copy))) {
-      PyObject* old = copy->low;
-      copy->low = THPVariable_Wrap(lows[i]);
-      Py_DECREF(old);
+      set_low(copy, THPVariable_Wrap(lows[i]));
     }
-    copy->version = version_of(stale[i].source);
-    copy->canary_at = -1;
-    copy->is_suspect = 0;
-    copy->refreshes++;
-    // Watched from before it was read; unless a write may still have been under way then.
-    const bool is_watched = is_armed(copy->storage) && !is_settling(**copy->record);
-    copy->seen = is_watched ? stale[i].writes : 0;
+    note_made(copy, stale[i].writes, stale[i].version);
   }
+}
+
+PyObject* look_knows(PyObject* self, PyObject* args) {
+  return PyBool_FromLong(find_place(reinterpret_cast<Look*>(self), args) != nullptr);
+}
+
+void watch_again(const Place& place) {
+  for (Copy* copy : place.copies) {
+    if (!is_armed(copy->storage)) {
+      if (!HAS_HOOK || copy->seen == (*copy->record)->writes) {
+        note_write(**copy->record);
+      }
+      arm(copy->storage);
+    }
+  }
+}
+
+void give_memory_back(Copy* copy) {
+  if (!copy->is_hollow && !is_in_use(low_of(copy))) {
+    StorageImpl* storage = low_of(copy).storage().unsafeGetStorageImpl();
+    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
+    storage->set_nbytes(0);
+    copy->is_hollow = 1;
+  }
+}
+
+// start(args, inside) -> (inputs, ((copy, writes, version), ...)) for a call that casts the
+// weights at the positions `inside` itself, and hands the casts to `adopt`; None unless all of
+// them are stale, and nothing else is. The second is empty where the casts are not wanted: each
+// update is followed by one call, and would only take memory until the next.
+constexpr int max_unused = 2;
+PyObject* look_start(PyObject* self, PyObject* arguments) {
+  PyObject *args = nullptr, *inside = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &args, &PyTuple_Type, &inside)) {
+    return nullptr;
+  }
+  auto* look = reinterpret_cast<Look*>(self);
+  Place* place = find_place(look, args);
+  if (place == nullptr) {
+    Py_RETURN_NONE;
+  }
+  watch_again(*place);
+  const Py_ssize_t count = PyTuple_GET_SIZE(inside);
+  std::vector<bool> is_inside(place->copies.size());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    is_inside[PyLong_AsSsize_t(PyTuple_GET_ITEM(inside, i))] = true;
+  }
+  bool was_used = false;
+  for (size_t i = 0; i < is_inside.size(); ++i) {
+    Copy* copy = place->copies[i];
+    was_used = was_used || copy->hits > copy->hits_at_start ||
+        copy->writes_at_start == (*copy->record)->writes;
+    copy->hits_at_start = copy->hits;
+    copy->writes_at_start = (*copy->record)->writes;
+    if (copy->is_alias && copy->seen != (*copy->record)->writes) {
+      copy->seen = (*copy->record)->writes;
+    }
+    if (is_inside[i] == is_fresh(copy, source_at(look, args, i))) {
+      Py_RETURN_NONE;
+    }
+  }
+  look->num_unused = was_used ? 0 : std::min(look->num_unused + 1, 100);
+  PyObject* ticket = PyTuple_New(look->num_unused > max_unused ? 0 : count);
+  for (Py_ssize_t k = 0; ticket != nullptr && k < count; ++k) {
+    const size_t i = PyLong_AsSsize_t(PyTuple_GET_ITEM(inside, k));
+    Copy* copy = place->copies[i];
+    give_memory_back(copy);
+    if (PyTuple_GET_SIZE(ticket) == 0) {
+      continue;
+    }
+    const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
+    const auto version = static_cast<long long>(version_of(source_at(look, args, i)));
+    PyTuple_SET_ITEM(ticket, k, Py_BuildValue("OKL", copy, writes, version));
+  }
+  PyObject* inputs = inputs_of(look, *place, args, &is_inside);
+  return Py_BuildValue("NN", inputs, ticket);
+}
+
+// adopt(ticket, lows): the casts that such a call made are the copies from here on.
+PyObject* look_adopt(PyObject*, PyObject* arguments) {
+  PyObject *ticket = nullptr, *lows = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &ticket, &PyTuple_Type, &lows)) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ticket); ++i) {
+    Copy* copy = nullptr;
+    unsigned long long writes = 0;
+    long long version = 0;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ticket, i), "OKL", &copy, &writes, &version)) {
+      return nullptr;
+    }
+    PyObject* low = PyTuple_GET_ITEM(lows, i);
+    const at::Tensor& made = THPVariable_Unpack(low);
+    if (copy->low == nullptr || made.strides() != low_of(copy).strides()) {
+      continue; // dropped meanwhile, or laid out as no other graph expects it
+    }
+    set_low(copy, Py_NewRef(low));
+    note_made(copy, writes, version);
+  }
+  Py_RETURN_NONE;
 }
 
 // refresh(args, may_arm, makes_new) -> (inputs, number made) | None where the place is not known.
@@ -657,13 +784,8 @@ PyObject* look_refresh(PyObject* self, PyObject* arguments) {
   }
   PyObject* result = nullptr;
   try {
-    for (Copy* copy : place.copies) {
-      if (!is_armed(copy->storage) && may_arm) {
-        if (!HAS_HOOK || copy->seen == (*copy->record)->writes) {
-          note_write(**copy->record);
-        }
-        arm(copy->storage);
-      }
+    if (may_arm) {
+      watch_again(place);
     }
     std::vector<Stale> stale;
     std::unordered_set<Copy*> listed;
@@ -675,7 +797,7 @@ PyObject* look_refresh(PyObject* self, PyObject* arguments) {
       } else if (copy->is_alias) {
         copy->seen = (*copy->record)->writes;
       } else if (listed.insert(copy).second) {
-        stale.push_back({copy, source, (*copy->record)->writes});
+        stale.push_back({copy, source, (*copy->record)->writes, version_of(source)});
       }
     }
     if (!stale.empty()) {
@@ -789,6 +911,9 @@ PyMethodDef look_methods[] = {
     {"begin", look_begin, METH_NOARGS, "What a successful enter does besides."},
     {"leave", look_leave, METH_NOARGS, "Ends what enter or begin began."},
     {"refresh", look_refresh, METH_VARARGS, "Makes stale copies again."},
+    {"knows", look_knows, METH_O, "Whether weights lie where a call's did."},
+    {"start", look_start, METH_VARARGS, "Begins a call that casts weights itself."},
+    {"adopt", look_adopt, METH_VARARGS, "Takes its casts for copies."},
     {"remember", look_remember, METH_O, "Takes the copies of a new place."},
     {"forget", look_forget, METH_NOARGS, "Knows no place any more."},
     {nullptr, nullptr, 0, nullptr}};

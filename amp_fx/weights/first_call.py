@@ -1,0 +1,122 @@
+"""The graph for the first call after weights were written: it casts them itself.
+
+Where gradients flow and every update is followed by one call, a refresh of all copies before
+the call would read and write memory once more than native autocast does, whose casts sit next
+to the products that use them. So such a graph comes in two variants. The first casts inside and
+hands the casts out as further outputs, which become the kept copies; the other takes the
+copies, and is compiled when a call first finds them fresh.
+
+On accelerators there is only the other: a refresh of all copies takes a launch or two there,
+casts inside a launch each, and CUDA graphs want copies that keep their addresses.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, value_of
+from amp_fx.weights.kept_cast import kept_cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    Compiled = Callable[..., Any]
+
+
+def slots_inside(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Positions, among the kept inputs, of those that a first call casts itself.
+
+    Those are the copies of weights that gradients go to. There are none where shapes are
+    symbolic: the other variant is compiled when no guard can be added any more.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    kept = [node for node in placeholders if "kept_input" in node.meta]
+    if any(_is_dynamic(value_of(node)) for node in placeholders):
+        return ()
+    if any(value_of(node).device.type != "cpu" for node in kept):
+        return ()
+    return tuple(i for i, node in enumerate(kept) if _is_trained(node, placeholders))
+
+
+def _is_dynamic(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or bool(free_symbols(value))
+
+
+def _is_trained(node: fx.Node, placeholders: Sequence[fx.Node]) -> bool:
+    slot = node.meta["kept_input"]
+    weight = value_of(placeholders[slot.source_index])
+    has_gradient = any(user.target is kept_cast for user in node.users)
+    return bool(weight.requires_grad and has_gradient and not slot.is_alias)
+
+
+def with_casts_inside(gm: fx.GraphModule, inside: Sequence[int]) -> fx.GraphModule:
+    """A copy of a graph that casts weights itself and hands the casts out, behind its outputs.
+
+    Args:
+        gm: The graph; its kept inputs know their weights by ``meta["kept_input"]``.
+        inside: What ``slots_inside`` gave.
+    """
+    gm = copy_graph_module(gm)
+    graph = gm.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    kept = [node for node in placeholders if "kept_input" in node.meta]
+    fake_mode = detect_fake_mode(graph)
+    casts = []
+    with analysis(fake_mode, is_grad_enabled=False), graph.inserting_after(placeholders[-1]):
+        for i in reversed(inside):  # each goes right behind the inputs
+            casts.append(_cast_inside(graph, kept[i], placeholders))
+    casts.reverse()
+    output = graph.output_node()
+    (outputs,) = output.args
+    assert isinstance(outputs, (tuple, list))
+    output.args = ((*outputs, *casts),)
+    graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _cast_inside(graph: fx.Graph, kept: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
+    slot = kept.meta["kept_input"]
+    weight = placeholders[slot.source_index]
+    detached = graph.call_function(torch.ops.aten.detach.default, (weight,))
+    set_value(detached, value_of(weight).detach())
+    with graph.inserting_after(detached):
+        cast = graph.call_function(
+            torch.ops.aten._to_copy.default, (detached,), {"dtype": slot.dtype}
+        )
+    set_value(cast, value_of(kept))
+    for node in (detached, cast):
+        node.meta["site"] = weight.meta["site"]
+    kept.replace_all_uses_with(cast)
+    graph.erase_node(kept)
+    return cast
+
+
+class CompiledLater:
+    """A graph that is compiled when it is first called.
+
+    Args:
+        compile_graph: Compiles it for the inputs of that call.
+    """
+
+    def __init__(self, compile_graph: Callable[[Sequence[Any]], Compiled]) -> None:
+        self._compile: Callable[[Sequence[Any]], Compiled] | None = compile_graph
+        self._compiled: Compiled | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the graph."""
+        if self._compiled is None:
+            with self._lock:
+                if self._compile is not None:
+                    self._compiled = self._compile(args)
+                    self._compile = None
+        assert self._compiled is not None
+        return self._compiled(*args)
