@@ -188,13 +188,15 @@ def _compile_with_plan(
         return plan.wrap(_compile_or_run_eagerly(gm, example_inputs, options))
     inside = {len(plan.passed) + i for i in plan.inside}
     outside = [value for i, value in enumerate(example_inputs) if i not in inside]
-    first = _compile_or_run_eagerly(with_casts_inside(gm, plan.inside), outside, options)
+    first = _compile_or_run_eagerly(
+        with_casts_inside(gm, plan.inside, plan.passed), outside, options
+    )
 
     def compile_later(inputs: Sequence[Any]) -> Callable[..., Any]:
         with no_autocast():
             return _compile_or_run_eagerly(gm, inputs, options)
 
-    return plan.wrap(CompiledLater(compile_later), first)
+    return plan.wrap_two(CompiledLater(compile_later), first)
 
 
 def _called_in(

@@ -72,9 +72,9 @@ def stats() -> Stats:
     """Counts of the copies that are alive."""
     with CACHE.exclusive():
         copies = [kept for kept in list(CACHE.copies.values()) if kept.num_bytes]
-    owners = {kept.owner for kept in copies}
-    by_model = {o: _count(c for c in copies if c.owner == o) for o in sorted(owners)}
-    return dataclasses.replace(_count(copies), by_model=by_model)
+        owners = {kept.owner for kept in copies}
+        by_model = {o: _count(c for c in copies if c.owner == o) for o in sorted(owners)}
+        return dataclasses.replace(_count(copies), by_model=by_model)
 
 
 def _count(copies: Iterable[KeptCopy]) -> Stats:

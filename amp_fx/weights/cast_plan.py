@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
+from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing, may_watch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from amp_fx.weights.first_call import CompiledLater
     from amp_fx.weights.kept_cast import Slot
 
 log = logging.getLogger(__name__)
@@ -65,22 +67,28 @@ class Plan:
         sources = tuple(slot.source_index for slot in slots)
         return engine().Look(sources, tuple(passed), self.is_pure, self.verify == "sample")
 
-    def wrap(
-        self, compiled: Callable[..., Any], first: Callable[..., Any] | None = None
-    ) -> Callable[..., Any]:
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows.
 
         Args:
             compiled: Takes the inputs that are passed, and the copies.
-            first: The variant for a first call after weights were written, if there is one.
         """
         wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
-        call = wrap(compiled) if first is None else self._wrap_two(compiled, first)
+        return self._verifying(wrap(compiled))
+
+    def wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a graph in two variants.
+
+        Args:
+            compiled: Takes the inputs that are passed, and the copies.
+            first: For a first call after weights were written: it casts some itself.
+        """
+        return self._verifying(self._wrap_two(compiled, first))
+
+    def _verifying(self, call: Callable[..., Any]) -> Callable[..., Any]:
         return self._wrap_verified(call) if self.verify == "full" else call
 
-    def _wrap_two(
-        self, compiled: Callable[..., Any], first: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
         enter, leave, adopt = self.look.enter, self.look.leave, self.look.adopt
         prepare_first = self._prepare_first
         num_casts = len(self.inside)
@@ -89,6 +97,8 @@ class Plan:
             inputs, ticket = enter(args), None
             if inputs is None:
                 inputs, ticket = prepare_first(args)
+            elif not compiled.is_ready and not is_alone():
+                inputs, ticket = self._without_inside(inputs), ()  # compiling would disturb them
             try:
                 outputs = compiled(*inputs) if ticket is None else first(*inputs)
             finally:
@@ -101,6 +111,11 @@ class Plan:
             return outputs[:-num_casts]
 
         return call
+
+    def _without_inside(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of a first call, from those of another."""
+        inside = {len(self.passed) + i for i in self.inside}
+        return tuple(value for i, value in enumerate(inputs) if i not in inside)
 
     def _prepare_first(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The inputs of a call, and what makes it a first one; it begins with that."""

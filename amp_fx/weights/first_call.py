@@ -23,7 +23,8 @@ from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, value_of
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import fx
 
@@ -56,23 +57,25 @@ def _is_trained(node: fx.Node, placeholders: Sequence[fx.Node]) -> bool:
     return bool(weight.requires_grad and has_gradient and not slot.is_alias)
 
 
-def with_casts_inside(gm: fx.GraphModule, inside: Sequence[int]) -> fx.GraphModule:
+def with_casts_inside(
+    gm: fx.GraphModule, inside: Sequence[int], passed: Sequence[int]
+) -> fx.GraphModule:
     """A copy of a graph that casts weights itself and hands the casts out, behind its outputs.
 
     Args:
         gm: The graph; its kept inputs know their weights by ``meta["kept_input"]``.
         inside: What ``slots_inside`` gave.
+        passed: Which of Dynamo's inputs the graph still takes, in order.
     """
     gm = copy_graph_module(gm)
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
     kept = [node for node in placeholders if "kept_input" in node.meta]
+    given = dict(zip(passed, placeholders, strict=False))
     fake_mode = detect_fake_mode(graph)
-    casts = []
     with analysis(fake_mode, is_grad_enabled=False), graph.inserting_after(placeholders[-1]):
-        for i in reversed(inside):  # each goes right behind the inputs
-            casts.append(_cast_inside(graph, kept[i], placeholders))
-    casts.reverse()
+        # Each goes right behind the inputs: the last one first.
+        casts = [_cast_inside(graph, kept[i], given) for i in reversed(inside)][::-1]
     output = graph.output_node()
     (outputs,) = output.args
     assert isinstance(outputs, (tuple, list))
@@ -82,9 +85,9 @@ def with_casts_inside(gm: fx.GraphModule, inside: Sequence[int]) -> fx.GraphModu
     return gm
 
 
-def _cast_inside(graph: fx.Graph, kept: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
+def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -> fx.Node:
     slot = kept.meta["kept_input"]
-    weight = placeholders[slot.source_index]
+    weight = given[slot.source_index]
     detached = graph.call_function(torch.ops.aten.detach.default, (weight,))
     set_value(detached, value_of(weight).detach())
     with graph.inserting_after(detached):
@@ -99,8 +102,41 @@ def _cast_inside(graph: fx.Graph, kept: fx.Node, placeholders: Sequence[fx.Node]
     return cast
 
 
+def compile_lock() -> AbstractContextManager[Any]:
+    """Dynamo's: tracing is not safe next to another thread that traces.
+
+    Relies on ``torch._dynamo.convert_frame.compile_lock``.
+    """
+    from torch._dynamo import convert_frame
+
+    return convert_frame.compile_lock
+
+
+def is_alone() -> bool:
+    """Whether no other thread can be calling anything compiled.
+
+    While torch traces, such a thread is refused with an error, by a flag that all share
+    (``torch.fx._symbolic_trace._is_fx_tracing_flag``).
+    """
+    current = threading.current_thread()
+    return all(t is current or _is_housekeeping(t) for t in threading.enumerate())
+
+
+def _is_housekeeping(thread: threading.Thread) -> bool:
+    """Whether a thread belongs to a library that calls no model in it."""
+    target = getattr(thread, "_target", None)
+    modules = type(thread).__module__, getattr(target, "__module__", None) or ""
+    return any(module.partition(".")[0] in _HOUSEKEEPERS for module in modules)
+
+
+_HOUSEKEEPERS = frozenset(
+    ("IPython", "ipykernel", "multiprocessing", "tensorboard", "torch", "tqdm", "wandb", "zmq")
+)
+"""Progress bars, notebooks, loggers, queues between processes, pinned memory."""
+
+
 class CompiledLater:
-    """A graph that is compiled when it is first called.
+    """A graph that is compiled when it is first called, which must be where ``is_alone``.
 
     Args:
         compile_graph: Compiles it for the inputs of that call.
@@ -109,12 +145,16 @@ class CompiledLater:
     def __init__(self, compile_graph: Callable[[Sequence[Any]], Compiled]) -> None:
         self._compile: Callable[[Sequence[Any]], Compiled] | None = compile_graph
         self._compiled: Compiled | None = None
-        self._lock = threading.Lock()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is compiled."""
+        return self._compiled is not None
 
     def __call__(self, *args: Any) -> Any:
         """Calls the graph."""
         if self._compiled is None:
-            with self._lock:
+            with compile_lock():
                 if self._compile is not None:
                     self._compiled = self._compile(args)
                     self._compile = None

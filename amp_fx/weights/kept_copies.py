@@ -186,7 +186,7 @@ def _fits(copy: Any, slot: Slot, source: torch.Tensor) -> bool:
         return False
     if slot.is_alias:
         return bool(copy.lies_where(source))
-    return (
+    return bool(
         low.device == source.device
         and low.size() == source.size()
         and low.stride() == torch.empty_like(source, device="meta").stride()

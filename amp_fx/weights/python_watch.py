@@ -39,7 +39,7 @@ def watch(tensor: torch.Tensor) -> bool:
 
 def watched(tensor: torch.Tensor) -> bool:
     """Whether a write would be noticed, and none was."""
-    return is_armed(tensor)
+    return bool(is_armed(tensor))
 
 
 def unwatch(tensor: torch.Tensor) -> None:
@@ -63,21 +63,18 @@ def watch_list_ops() -> None:
     """Sees ops that write lists of tensors, which on accelerators ask no storage."""
     if _list_ops:
         return
-    library = torch.library.Library("aten", "IMPL", "ADInplaceOrView")
-    for schema in torch._C._jit_get_all_schemas():
-        written = [
-            argument.name
-            for argument in schema.arguments
-            if argument.alias_info is not None
-            and argument.alias_info.is_write
-            and isinstance(argument.type, torch._C.ListType)
-        ]
-        if not written or not schema.name.startswith("aten::"):
+    library = torch.library.Library("aten", "IMPL", "ADInplaceOrView")  # type: ignore[no-untyped-call]
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace != "aten" or not rest.startswith(("_foreach", "_fused", "_amp_foreach")):
             continue
-        packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
-        op = getattr(packet, schema.overload_name or "default")
-        library.impl(op, _list_kernel(op, written), with_keyset=True)
-        _list_ops.append(op)
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        written = [a.name for a in op._schema.arguments if _is_written_list(a)]
+        if written:
+            kernel = _list_kernel(op, written)
+            library.impl(op, kernel, with_keyset=True)  # type: ignore[no-untyped-call]
+            _list_ops.append(op)
     _libraries.append(library)
 
 
@@ -90,9 +87,14 @@ def watched_list_ops() -> list[str]:
     return [str(op).replace(".default", "").replace("aten.", "aten::", 1) for op in _list_ops]
 
 
+def _is_written_list(argument: Any) -> bool:
+    is_written = argument.alias_info is not None and argument.alias_info.is_write
+    return is_written and isinstance(argument.type, torch._C.ListType)
+
+
 def _list_kernel(op: Any, written: Sequence[str]) -> Any:
     places = [i for i, a in enumerate(op._schema.arguments) if a.name in written]
-    below: Any = torch._C._after_ADInplaceOrView_keyset  # type: ignore[attr-defined]
+    below: Any = torch._C._after_ADInplaceOrView_keyset
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         for place in places:
@@ -333,8 +335,7 @@ def _seen(copy: Copy, source: torch.Tensor) -> tuple[int, int] | None:
 def _make_again(stale: list[tuple[Copy, torch.Tensor, Any]], makes_new: bool) -> None:
     if not stale:
         return
-    lows = [c.low for c, _, _ in stale]
-    lows = [torch.empty_like(low) if makes_new or _is_in_use(low) else low for low in lows]
+    lows = [torch.empty_like(c.low) if makes_new or _is_used(c) else c.low for c, _, _ in stale]
     with torch.profiler.record_function("amp_fx::refresh"):
         torch._foreach_copy_(lows, [s.detach() for _, s, _ in stale])
     for (copy, source, seen), low in zip(stale, lows, strict=True):
@@ -345,6 +346,18 @@ def _make_again(stale: list[tuple[Copy, torch.Tensor, Any]], makes_new: bool) ->
         copy.is_suspect = False
         copy.seen = seen
         copy.choose_canary(source)
+
+
+def _is_used(copy: Copy) -> bool:
+    """Whether somebody may be reading a copy, or holds it in Python.
+
+    AOTAutograd keeps what needs no version check for its backward as Python objects.
+    """
+    return sys.getrefcount(copy.low) > _UNSHARED_REFERENCES or _is_in_use(copy.low)
+
+
+_UNSHARED_REFERENCES = 2
+"""The copy's own, and that of the argument of ``getrefcount``."""
 
 
 def _is_in_use(low: torch.Tensor) -> bool:

@@ -53,7 +53,7 @@ def _built() -> Path:
     Relies on inductor's ``CppBuilder`` and ``CppTorchOptions`` to know the compiler, and
     torch's headers and libraries.
     """
-    from torch._inductor.codecache import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir()) / "amp_fx" / _key()
     path = folder / f"{MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"

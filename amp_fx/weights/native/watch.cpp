@@ -624,9 +624,12 @@ struct Stale {
   int64_t version;
 };
 
-// Whether somebody may be reading a low tensor: another call, or a backward that saved it.
-bool is_in_use(const at::Tensor& low) {
-  return num_in_flight > 0 || low.use_count() > 1 || low.storage().use_count() > 1;
+// Whether somebody may be reading a low tensor: another call, or a backward that saved it, as
+// a tensor, as a view or (AOTAutograd, without version checks) as a Python object.
+bool is_in_use(const Copy* copy) {
+  const at::Tensor& low = low_of(copy);
+  return num_in_flight > 0 || Py_REFCNT(copy->low) > 1 || low.use_count() > 1 ||
+      low.storage().use_count() > 1;
 }
 
 // Notes that a copy is what its weight was when it had been written so often.
@@ -645,7 +648,7 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
   std::vector<at::Tensor> lows, sources;
   for (auto& item : stale) {
     const at::Tensor& low = low_of(item.copy);
-    const bool is_kept = !makes_new && !item.copy->is_hollow && !is_in_use(low);
+    const bool is_kept = !makes_new && !item.copy->is_hollow && !is_in_use(item.copy);
     lows.push_back(is_kept ? low : at::empty_strided(low.sizes(), low.strides(), low.options()));
     sources.push_back(item.source);
   }
@@ -682,7 +685,8 @@ void watch_again(const Place& place) {
 }
 
 void give_memory_back(Copy* copy) {
-  if (!copy->is_hollow && !is_in_use(low_of(copy))) {
+  copy->seen = 0;
+  if (!copy->is_hollow && !is_in_use(copy)) {
     StorageImpl* storage = low_of(copy).storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
     storage->set_nbytes(0);

@@ -1,0 +1,165 @@
+"""The table of signals, walked through: each tells of what it is said to tell of."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from amp_fx.weights.engine import engine
+from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_watchable
+from tests.weights.cuda_like import cuda_like, list_writes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPE = 4, 4
+
+
+def fused_step(p: torch.Tensor) -> None:
+    step = torch.tensor(1.0)
+    moments = [torch.zeros(SHAPE) for _ in range(2)]
+    torch._fused_adamw_(
+        [p.detach()],
+        [torch.ones(SHAPE)],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.0,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+class WritesUnseen(torch.optim.Optimizer):
+    """Its own kernel writes through a pointer that was taken long ago."""
+
+    def __init__(self, p: torch.Tensor) -> None:
+        self.elements = (ctypes.c_float * p.numel()).from_address(p.data_ptr())
+        super().__init__([p], {})
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for i in range(len(self.elements)):
+            self.elements[i] *= 1.5
+
+
+def compiled_write(p: torch.Tensor) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="inductor")
+    def write(p: torch.Tensor) -> None:
+        p.mul_(1.5)
+
+    write(p.detach())
+
+
+def replace_data(p: torch.Tensor) -> None:
+    p.data = torch.ones(SHAPE)
+
+
+def through_new_array(p: torch.Tensor) -> None:
+    p.detach().numpy().__imul__(1.5)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "in-place op on the weight": lambda p: p.mul_(1.5),
+    "in-place op on .data": lambda p: p.data.mul_(1.5),
+    "foreach op on weights": lambda p: torch._foreach_mul_([p], 1.5),
+    "foreach op on .data": lambda p: torch._foreach_mul_([p.data], 1.5),
+    "fused op": fused_step,
+    "compiled code (inductor, Triton launched through it)": compiled_write,
+    "another tensor assigned to .data, or as the parameter": replace_data,
+    "pointer, NumPy array or DLPack alias taken since the latest call": through_new_array,
+}
+ELSEWHERE = {
+    "optimizer step",  # below: it needs an optimizer
+    "pointer, NumPy array or DLPack alias taken before the latest call",  # test_unseen_writes
+}
+
+
+def kept(p: torch.nn.Parameter) -> Any:
+    """A copy that a look has just found stale and made again."""
+    install(torch.device("cuda"))
+    assert engine().watch(p)
+    copy = engine().Copy(torch.empty(SHAPE, dtype=torch.bfloat16), p, False)
+    look = engine().Look((0,), (), True, False)
+    look.remember((copy,))
+    with torch.no_grad():
+        look.refresh((p,), True, False)
+    assert copy.is_fresh(p)
+    return copy
+
+
+def observed(copy: Any, p: torch.nn.Parameter, version: int) -> set[str]:
+    """The signals that can be told apart from outside."""
+    found = set()
+    if not copy.lies_where(p):
+        found.add("place")
+    elif not engine().watched(p):
+        found.add("storage")
+    if p._version != version:
+        found.add("version")
+    return found
+
+
+def test_the_tests_name_every_kind_of_write() -> None:
+    assert WRITES.keys() | ELSEWHERE == CAUGHT_BY.keys()
+    assert all(set(caught) == set(DEVICES) for caught in CAUGHT_BY.values())
+    assert all(signals for caught in CAUGHT_BY.values() for signals in caught.values())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", WRITES)
+def test_each_signal_tells_of_what_the_table_says(kind: str, device: str) -> None:
+    """CUDA is the CPU with list ops that write as CUDA's do."""
+    p = torch.nn.Parameter(torch.ones(SHAPE))
+    copy, version = kept(p), p._version
+    with cuda_like() if device == "cuda" else contextlib.nullcontext(), torch.no_grad():
+        WRITES[kind](p)
+    claimed = set(CAUGHT_BY[kind][device])
+    seen = observed(copy, p, version)
+    # The emulation raises no versions; CUDA's own foreach kernels do.
+    told_apart = {"storage", "place"} if device == "cuda" else {"storage", "place", "version"}
+    assert claimed & told_apart <= seen
+    assert not (copy.lies_where(p) and copy.is_fresh(p))
+    if "storage" not in claimed and "place" not in claimed:
+        assert "storage" not in seen, "the emulation must hide what CUDA hides"
+
+
+def test_a_step_is_noticed_whatever_it_writes_with() -> None:
+    p = torch.nn.Parameter(torch.ones(SHAPE))
+    optimizer = WritesUnseen(p)
+    copy, version = kept(p), p._version
+    optimizer.step()
+    assert not observed(copy, p, version)
+    assert not copy.is_fresh(p)
+
+
+def test_an_optimizer_of_other_weights_changes_nothing() -> None:
+    p = torch.nn.Parameter(torch.ones(SHAPE))
+    copy = kept(p)
+    WritesUnseen(torch.nn.Parameter(torch.ones(SHAPE))).step()
+    torch._foreach_mul_([torch.ones(SHAPE)], 2.0)
+    assert copy.is_fresh(p)
+
+
+def test_devices_on_which_writes_are_not_seen_keep_nothing() -> None:
+    assert is_watchable(torch.nn.Parameter(torch.ones(2)))
+    assert not is_watchable(torch.ones(2, device="meta"))
+    assert not is_watchable(torch.ones(2).to_sparse())
+
+
+def test_every_op_that_writes_a_list_has_a_kernel_in_front() -> None:
+    install(torch.device("cuda"))
+    found = set(engine().watched_list_ops())
+    assert set(list_writes()) <= found
+    assert "aten::_fused_adamw_" in found
+    assert "aten::_foreach_copy_" in found
