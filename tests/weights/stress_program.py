@@ -169,12 +169,17 @@ def reference(model: Tied, x: torch.Tensor) -> torch.Tensor:
         return model(x).float()  # type: ignore[no-any-return]
 
 
-def read_and_write(run: Run, compiled: Any, model: Tied, scale: Any) -> None:
-    """Eight readers; a writer, if any, stops two seconds before they do."""
+def read_and_write(run: Run, compiled: Any, model: Tied, scale: Any, *, grad: bool) -> None:
+    """Eight readers; a writer, if any, stops two seconds before they do.
+
+    All in one grad mode: where threads in both call at once, Dynamo takes the guards of one for
+    failed in another and compiles again, whatever the backend; and a thread that calls while
+    another compiles is refused.
+    """
     versions = Versions(model)
     firsts = [reference(model, inputs(k)) for k in range(NUM_READERS)]
     for k, first in enumerate(firsts):
-        job = functools.partial(serve, run, compiled, versions, inputs(k), first, grad=k % 4 == 3)
+        job = functools.partial(serve, run, compiled, versions, inputs(k), first, grad=grad)
         run.start(job)
     while scale is not None and run.has_time() and time.monotonic() < run.end - 2:
         versions.publish(scale)
@@ -222,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=["read", "data", "optimizer", "hogwild"])
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")
     parser.add_argument("--no-cache", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,7 +247,8 @@ def main() -> int:
         hog_wild(run, compiled, model)
     else:
         scales = {"data": scale_data, "optimizer": scale_by_optimizer(model)}
-        read_and_write(run, compiled, model, scales.get(arguments.scenario))
+        scale = scales.get(arguments.scenario)
+        read_and_write(run, compiled, model, scale, grad=arguments.grad)
     sys.stdout.write(json.dumps(run.counts) + "\n")
     sys.stderr.write("\n".join(run.failures[:MAX_FAILURES]))
     return int(bool(run.failures))
