@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from amp_fx import weight_cache
-from amp_fx.front.autocast_region import autocast
-from amp_fx.front.compiled import compile  # noqa: A004
-from amp_fx.front.custom_function import custom_bwd, custom_fwd
+from amp_fx.front.compile import compile  # noqa: A004
 from amp_fx.grad_scaler import GradScaler
-from amp_fx.policies.cast_policy import CastPolicy
-from amp_fx.policies.devices import register_device
 from amp_fx.policies.policy import Policy, preset
-from amp_fx.policies.registered_ops import register_op
+from amp_fx.regions.custom_function import custom_bwd, custom_fwd
+from amp_fx.regions.devices import register_device
+from amp_fx.regions.region import autocast
+from amp_fx.regions.registered_ops import register_op
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import draw

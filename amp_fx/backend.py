@@ -11,20 +11,19 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
-from amp_fx.front.autocast_region import skip_in_dynamo
-from amp_fx.graphs.capture import Site
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.recording import current_recorder
-from amp_fx.graphs.region_cast import one_region
-from amp_fx.graphs.regions import AutocastState, no_autocast
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.inner import compile_inner
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policies.module_place import NOWHERE, guard_place, surroundings
-from amp_fx.policies.overrides import warn_unused
+from amp_fx.policies.changes import warn_unused
 from amp_fx.policies.policy import preset
-from amp_fx.policies.state import carrying, policy_of
+from amp_fx.regions.module_path import NOWHERE, guard_place, surroundings
+from amp_fx.regions.policy_codes import carrying, policy_of
+from amp_fx.regions.region import skip_in_dynamo
+from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.stats import record_graph
 from amp_fx.weights.kept_inputs import (
     example_copies,
@@ -32,6 +31,7 @@ from amp_fx.weights.kept_inputs import (
     keepable_weights,
     plan_kept_casts,
 )
+from amp_fx.weights.region_cast import one_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

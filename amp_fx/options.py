@@ -34,7 +34,7 @@ class Options:
         weight_cache: Whether casts of weights are kept across calls.
         verify: Whether every call compares kept casts with fresh ones.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
-            ``amp_fx.policies.range_guard`` says; False gives eager autocast's numbers everywhere.
+            ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under

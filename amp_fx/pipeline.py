@@ -22,16 +22,16 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
-from amp_fx.policies.module_place import NOWHERE
+from amp_fx.regions.module_path import NOWHERE
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
 
-    from amp_fx.graphs.capture import Site
+    from amp_fx.graphs.decompose import Site
     from amp_fx.passes.base import Pass
-    from amp_fx.policies.module_place import Around
     from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_path import Around
 
 log = logging.getLogger(__name__)
 pass_log = logging.getLogger("amp_fx.passes")
@@ -65,7 +65,7 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
-        around: The modules around the compiled frame (``module_place.surroundings``).
+        around: The modules around the compiled frame (``module_path.surroundings``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         shares_region: Whether casts of leaves are shared with what runs around the graph
             (``ShareRegionCasts``).

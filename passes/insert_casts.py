@@ -31,10 +31,12 @@ from amp_fx.graphs.bodies import (
     mark_rewritten,
     operands_of,
 )
-from amp_fx.graphs.capture import NotPlainError, OpaqueKernelError, Opener, Site
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
+from amp_fx.graphs.decompose import NotPlainError, OpaqueKernelError, Opener, Site
+from amp_fx.graphs.inline import is_getitem, spell_out_tuples, splice
 from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
-from amp_fx.graphs.splice import is_getitem, spell_out_tuples, splice
+from amp_fx.graphs.mixtures import MixtureProbe
+from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -51,15 +53,13 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
-from amp_fx.policies.mixtures import MixtureProbe
-from amp_fx.policies.module_place import NOWHERE
-from amp_fx.policies.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
+from amp_fx.regions.module_path import NOWHERE
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.policies.module_place import Around
     from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_path import Around
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class InsertCasts:
 
     Attributes:
         policy: Which op is cast how, per device type.
-        around: The modules around the compiled frame (``module_place.surroundings``).
+        around: The modules around the compiled frame (``module_path.surroundings``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for
             (``range_guard``).
     """

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.graphs.capture import Site
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.base import PassResult
 

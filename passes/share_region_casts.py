@@ -21,12 +21,12 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.region_cast import region_cast
-from amp_fx.graphs.splice import provenance
+from amp_fx.graphs.inline import provenance
 from amp_fx.graphs.values import set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.region_cast import region_cast
 
 if TYPE_CHECKING:
     from torch import fx

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from amp_fx.graphs.capture import Site
-from amp_fx.graphs.regions import AutocastState
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.values import tensors_in
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policies.module_place import path_of, place_of, surroundings
+from amp_fx.regions.module_path import path_of, place_of, surroundings
+from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

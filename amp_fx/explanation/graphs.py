@@ -13,8 +13,8 @@ from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
-from amp_fx.graphs.regions import AutocastState
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
+from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:

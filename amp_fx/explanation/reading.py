@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.explanation.flops import FlopMeter
-    from amp_fx.graphs.regions import AutocastState
+    from amp_fx.regions.state import AutocastState
 
 _MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight", "copy")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.regions import CARRIERS
-from amp_fx.policies.cast_policy import CastPolicy
-from amp_fx.policies.state import policy_of
+from amp_fx.regions.policy_codes import policy_of
+from amp_fx.regions.state import CARRIERS
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.graphs.capture import Decision
-    from amp_fx.graphs.regions import AutocastState
+    from amp_fx.graphs.decompose import Decision
+    from amp_fx.regions.state import AutocastState
 
 _EFFECTS = {
     CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to {low}",

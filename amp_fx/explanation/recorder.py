@@ -16,8 +16,8 @@ from amp_fx.weights.kept_inputs import example_copies
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amp_fx.graphs.regions import AutocastState
     from amp_fx.pipeline import PassReport
+    from amp_fx.regions.state import AutocastState
 
 
 @dataclasses.dataclass

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from amp_fx.backend import amp_fx, bare_state
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.recording import recorded_by
-from amp_fx.graphs.regions import AutocastState
 from amp_fx.options import Options
+from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ExplainError, OptionError
-from amp_fx.graphs.regions import CARRIERS, autocast_device_types
+from amp_fx.regions.state import CARRIERS, autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -20,16 +20,16 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from amp_fx.policies.kernels import prepare_state
-from amp_fx.policies.module_place import NOWHERE, place_of
-from amp_fx.policies.state import at_place, carrying, policy_of
+from amp_fx.regions.kernels import prepare_state
+from amp_fx.regions.module_path import NOWHERE, place_of
+from amp_fx.regions.policy_codes import at_place, carrying, policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.policies.module_place import Around
+    from amp_fx.regions.module_path import Around
 
 TRANSFORM = "torch.func transform"
 """The reason of islands that stand inside a torch.func transform (``meta["island"]``)."""

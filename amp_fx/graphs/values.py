@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.graphs.regions import no_autocast
+from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

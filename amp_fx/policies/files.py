@@ -31,7 +31,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import PolicyError
-from amp_fx.policies.overrides import OpOverride, find_object, is_glob, to_policy
+from amp_fx.policies.changes import OpOverride, find_object, is_glob, to_policy
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
 
 if sys.version_info >= (3, 11):

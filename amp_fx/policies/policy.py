@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.op_names import all_ops
-from amp_fx.policies.overrides import arg_override, module_overrides, op_overrides, rule_override
-from amp_fx.policies.treatment import Resolver
+from amp_fx.policies.changes import arg_override, module_overrides, op_overrides, rule_override
+from amp_fx.policies.decide import Resolver
 from amp_fx.tables.build import check_entry
+from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active
@@ -23,8 +23,7 @@ from amp_fx.tables.versions import active
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from amp_fx.policies.cast_policy import CastPolicy
-    from amp_fx.policies.overrides import (
+    from amp_fx.policies.changes import (
         ArgOverride,
         ModuleOverride,
         OpOverride,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         RuleOverride,
     )
     from amp_fx.tables.build import Table
+    from amp_fx.tables.cast_policy import CastPolicy
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import StaleWeightError
-from amp_fx.graphs.regions import no_autocast
+from amp_fx.regions.state import no_autocast
 from amp_fx.tables.presets import torch_version
 from amp_fx.weights.kept_copies import CACHE, same_bits, version_of, versions_of
 from amp_fx.weights.storage_watch import arm, is_armed, storage_address_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.graphs.regions import no_autocast
+from amp_fx.regions.state import no_autocast
 from amp_fx.weights.storage_watch import StorageWatch, arm, is_armed
 from amp_fx.weights.stream_order import StreamOrder, accelerator_devices
 from amp_fx.weights.tensor_swaps import before_swaps

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.bench.contenders import Workload
-from amp_fx.bench.models import MLP
+from amp_fx.demo.models import MLP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ from torch import nn
 
 from amp_fx.bench.compare import LIMIT, Figure, compare
 from amp_fx.bench.contenders import Workload
-from amp_fx.bench.models import MLP
 from amp_fx.bench.timing import time_in_turns
+from amp_fx.demo.models import MLP
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.kept_cast import Slot
 

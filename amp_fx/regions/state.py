@@ -1,0 +1,173 @@
+"""The state of autocast at one place of a program, as a value.
+
+``torch.autocast`` keeps its state in thread-local flags of the dispatcher. A graph is
+rewritten long before it runs, so the passes carry that state as an immutable value:
+``AutocastState.ambient()`` reads the flags, ``enter`` follows one ``_enter_autocast``
+node, ``applied`` sets the flags for as long as an island is evaluated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Highest dispatch key first: with two devices enabled, this is the order in which the
+# dispatcher reaches their autocast kernels (c10/core/DispatchKey.h).
+_PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
+
+# Device types that no tensor is ever on: their autocast dtypes carry the number of a policy
+# (``policy_codes``). Whether they are enabled says nothing. No package has ever offered "ipu"
+# to this torch; "hpu" is Habana's.
+_HAS_HPU = importlib.util.find_spec("habana_frameworks") is not None
+CARRIERS = ("ipu", "xla" if _HAS_HPU else "hpu")
+
+
+def is_code(dtype: torch.dtype) -> bool:
+    """Whether a carrier's dtype is (part of) the number of a policy."""
+    return not (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def autocast_device_types() -> tuple[str, ...]:
+    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant."""
+    names = [
+        torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
+        for name in _PRIORITY
+    ]
+    return tuple(name for name in names if torch.amp.is_autocast_available(name))
+
+
+# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``autocast_region``.
+autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastState:
+    """Which devices autocast to which dtype at one place of a program.
+
+    Attributes:
+        low_dtypes: ``(device_type, dtype)`` for every device type that autocast knows,
+            enabled or not: the dtype that a region without ``dtype=`` takes.
+        enabled: Device types whose autocast is on, in dispatch order.
+        cache_enabled: Whether eager autocast would share casts of leaves.
+    """
+
+    low_dtypes: tuple[tuple[str, torch.dtype], ...]
+    enabled: tuple[str, ...]
+    cache_enabled: bool
+
+    @classmethod
+    def ambient(cls) -> AutocastState:
+        """The state of the calling thread."""
+        devices = autocast_device_types()
+        return cls(
+            low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
+            enabled=tuple(
+                device
+                for device in devices
+                if device not in CARRIERS and torch.is_autocast_enabled(device)
+            ),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+
+    def low_dtype(self, device_type: str) -> torch.dtype:
+        """The dtype that ``lower_precision_fp`` ops take on a device type."""
+        return dict(self.low_dtypes)[device_type]
+
+    def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
+        carried = [
+            (device, low, False, self.cache_enabled)
+            for device, low in self.low_dtypes
+            if device in CARRIERS and is_code(low)
+        ]
+        enabled = [
+            (device, self.low_dtype(device), True, self.cache_enabled)
+            for device in reversed(self.enabled)
+        ]
+        return carried + enabled
+
+    def turned(
+        self,
+        device_type: str,
+        *,
+        enabled: bool,
+        dtype: torch.dtype | None = None,
+        cache_enabled: bool | None = None,
+    ) -> AutocastState:
+        """This state with one device switched; None keeps what is."""
+        low_dtypes = tuple(
+            (device, dtype if dtype is not None and device == device_type else low)
+            for device, low in self.low_dtypes
+        )
+        others = set(self.enabled) - {device_type}
+        on = others | {device_type} if enabled else others
+        return AutocastState(
+            low_dtypes=low_dtypes,
+            enabled=tuple(device for device, _ in low_dtypes if device in on),
+            cache_enabled=self.cache_enabled if cache_enabled is None else cache_enabled,
+        )
+
+    def enter(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> AutocastState:
+        """The state inside ``torch.autocast(...)`` with these arguments.
+
+        ``torch.autocast`` itself decides what an unsupported dtype or a missing device
+        does (it warns and turns the region off), so that it is asked here.
+        """
+        # ``applied`` keeps the cache off, which is not what the region shall inherit.
+        cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
+        with self.applied():
+            region = torch.autocast(
+                device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+            )
+        return self.turned(
+            device_type,
+            enabled=region._enabled,
+            dtype=region.fast_dtype,
+            cache_enabled=region._cache_enabled,
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Sets the calling thread's autocast flags to this state, and back.
+
+        Unlike ``torch.autocast`` this works for a device that the machine lacks, so that
+        fake tensors of any device can be run under it. It keeps the cast cache off:
+        casts of fake tensors must not end up in it.
+        """
+        before = AutocastState.ambient()
+        try:
+            _set_flags(dataclasses.replace(self, cache_enabled=False))
+            yield
+        finally:
+            _set_flags(before)
+
+
+def _set_flags(state: AutocastState) -> None:
+    for device_type, dtype in state.low_dtypes:
+        torch.set_autocast_dtype(device_type, dtype)
+        if device_type not in CARRIERS:
+            torch.set_autocast_enabled(device_type, device_type in state.enabled)
+    torch.set_autocast_cache_enabled(state.cache_enabled)
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Turns autocast off for every device, for code whose casts are already nodes.
+
+    Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys;
+    a region entered inside it is on again, so that islands still work.
+    """
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return guard
