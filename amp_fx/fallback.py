@@ -12,8 +12,8 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.graphs.values import captured_value, remember_captured
+from amp_fx.policies.module_path import module_path
 from amp_fx.regions.kernels import prepare_state
-from amp_fx.regions.module_path import module_path
 
 if TYPE_CHECKING:
     from amp_fx.regions.state import AutocastState

@@ -14,7 +14,7 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.fallback import warn_eager
 from amp_fx.inductor_repair import repaired
-from amp_fx.regions.state import CARRIERS
+from amp_fx.regions.policy_codes import CARRIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -13,7 +12,7 @@ from torch._logging._internal import trace_structured
 
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.checker import check_graph
-from amp_fx.graphs.recording import current_recorder
+from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -22,30 +21,20 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
-from amp_fx.regions.module_path import NOWHERE
+from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterable
 
     from amp_fx.graphs.decompose import Site
-    from amp_fx.passes.base import Pass
+    from amp_fx.passes.base import Observer, Pass
     from amp_fx.policies.policy import Policy
-    from amp_fx.regions.module_path import Around
+    from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger(__name__)
 pass_log = logging.getLogger("amp_fx.passes")
 
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"
-
-
-@dataclasses.dataclass(frozen=True)
-class PassReport:
-    """What one pass did to one graph."""
-
-    name: str
-    counts: Counter[str]
-    seconds: float
 
 
 def default_passes(
@@ -54,7 +43,7 @@ def default_passes(
     *,
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
-    around: Around = NOWHERE,
+    frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
     shares_region: bool = False,
 ) -> tuple[Pass, ...]:
@@ -65,14 +54,14 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
-        around: The modules around the compiled frame (``module_path.surroundings``).
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         shares_region: Whether casts of leaves are shared with what runs around the graph
             (``ShareRegionCasts``).
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy, around, guards_range),
+        InsertCasts(policy, frame, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
@@ -83,7 +72,11 @@ def default_passes(
 
 
 def run_passes(
-    gm: fx.GraphModule, passes: Iterable[Pass], *, check: bool | None = None
+    gm: fx.GraphModule,
+    passes: Iterable[Pass],
+    *,
+    check: bool | None = None,
+    observer: Observer | None = None,
 ) -> list[PassReport]:
     """Runs passes over a graph, in place.
 
@@ -92,6 +85,7 @@ def run_passes(
         passes: What to run, in order.
         check: Whether to check the graph's invariants after every pass; by default if
             the environment variable ``AMP_FX_CHECK`` is ``1``.
+        observer: Told of each pass.
 
     Raises:
         PassError: A pass failed; the message names it and those that ran before.
@@ -117,9 +111,8 @@ def run_passes(
         report = PassReport(current.name, +result.counts, time.perf_counter() - start)
         reports.append(report)
         _log_pass(gm, report)
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.after_pass(report, gm)
+        if observer is not None:
+            observer.after_pass(report, gm)
     return reports
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Sequence
 
     from torch import fx
 
@@ -25,6 +26,31 @@ class PassResult:
     def modified(self) -> bool:
         """Whether the graph was changed."""
         return any(self.counts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """What one pass did to one graph."""
+
+    name: str
+    counts: Counter[str]
+    seconds: float
+
+
+class Observer(Protocol):
+    """What is told of a graph while it is rewritten."""
+
+    def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
+        """A pass has run over the graph."""
+        ...
+
+    def fell_back(self, error: Exception, graph: fx.Graph) -> None:
+        """The graph could not be rewritten; it will run under native autocast."""
+        ...
+
+    def rewritten(self, reports: Sequence[PassReport]) -> None:
+        """All passes have run."""
+        ...
 
 
 class Pass(Protocol):

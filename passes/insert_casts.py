@@ -32,8 +32,8 @@ from amp_fx.graphs.bodies import (
     operands_of,
 )
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
-from amp_fx.graphs.decompose import NotPlainError, OpaqueKernelError, Opener, Site
-from amp_fx.graphs.inline import is_getitem, spell_out_tuples, splice
+from amp_fx.graphs.decompose import Decomposer, NotPlainError, OpaqueKernelError, Site
+from amp_fx.graphs.inline import inline, is_getitem, spell_out_tuples
 from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
@@ -53,13 +53,13 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
-from amp_fx.regions.module_path import NOWHERE
+from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.policies.policy import Policy
-    from amp_fx.regions.module_path import Around
+    from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +72,21 @@ class InsertCasts:
 
     Attributes:
         policy: Which op is cast how, per device type.
-        around: The modules around the compiled frame (``module_path.surroundings``).
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for
             (``range_guard``).
     """
 
     name: ClassVar[str] = "insert_casts"
     policy: Policy
-    around: Around = NOWHERE
+    frame: CompileFrame = NO_FRAME
     guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
         remember_captured(gm.graph)
-        opener = Opener(self.policy, detect_fake_mode(gm.graph), self.around)
-        rewriter = _Rewriter(gm, opener, guards_range=self.guards_range)
+        decomposer = Decomposer(self.policy, detect_fake_mode(gm.graph), self.frame)
+        rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
         rewriter.run()
         return PassResult(rewriter.counts)
 
@@ -94,17 +94,17 @@ class InsertCasts:
 class _Rewriter:
     """One walk over one graph; bodies of higher-order ops get their own."""
 
-    def __init__(self, gm: fx.GraphModule, opener: Opener, *, guards_range: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, decomposer: Decomposer, *, guards_range: bool) -> None:
         self.gm = gm
         self.graph = gm.graph
-        self.opener = opener
+        self.decomposer = decomposer
         self.guards_range = guards_range
         self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
     @property
     def fake_mode(self) -> FakeTensorMode | None:
-        return self.opener.fake_mode
+        return self.decomposer.fake_mode
 
     def run(self, operands: list[Any] | None = None) -> Any:
         """Rewrites the graph; returns the values of its outputs."""
@@ -114,7 +114,7 @@ class _Rewriter:
             set_value(node, value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                evaluate_together(nodes, self.fake_mode, self.opener.around)
+                evaluate_together(nodes, self.fake_mode, self.decomposer.frame)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -131,19 +131,21 @@ class _Rewriter:
             return
         spell_out_tuples(node)
         try:
-            opened, inputs = self.opener.open(node, site)
+            decomposed, inputs = self.decomposer.open(node, site)
         except NotPlainError as error:
             self._visit_refused(node, error)
             return
-        node.meta["decisions"] = opened.decisions
-        if opened.graph is None:
+        node.meta["decisions"] = decomposed.decisions
+        if decomposed.graph is None:
             self._keep(node)
         else:
-            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate_opened)
+            self.counts["casts_inserted"] += inline(
+                node, decomposed, inputs, self._evaluate_decomposed
+            )
             self.counts["nodes_opened"] += 1
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
-        """A node that cannot be opened: for the dtypes that it gets, or for what it is."""
+        """A node that cannot be decomposed: for the dtypes that it gets, or for what it is."""
         if _inputs_changed(node) and not self.probe.takes(node):
             self._restore_inputs(node)
             self._visit(node)
@@ -215,7 +217,7 @@ class _Rewriter:
             del node.meta["island"]
             mark_rewritten(node)
             return
-        evaluate_island(node, self.fake_mode, self.opener.around)
+        evaluate_island(node, self.fake_mode, self.decomposer.frame)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
@@ -243,7 +245,7 @@ class _Rewriter:
     def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)
-        rewriter = _Rewriter(body, self.opener, guards_range=self.guards_range)
+        rewriter = _Rewriter(body, self.decomposer, guards_range=self.guards_range)
         result = rewriter.run(values)
         self.counts.update(rewriter.counts)
         return result
@@ -256,7 +258,7 @@ class _Rewriter:
             return self.fake_mode.from_tensor(value, static_shapes=True)
         return value
 
-    def _evaluate_opened(self, node: fx.Node) -> None:
+    def _evaluate_decomposed(self, node: fx.Node) -> None:
         if self.guards_range:
             clamp_fill_value(node)
         self._evaluate(node)

@@ -9,7 +9,7 @@ import torch
 
 from amp_fx.drift.measure import AUTOGRAD_KEYS, measure
 from amp_fx.errors import PolicyError
-from amp_fx.graphs.decompose import added_kernels
+from amp_fx.regions.kernels import added_kernels
 from amp_fx.tables import OWN_KERNELS
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
+from amp_fx.explanation.places import Place, input_path, op_name, place_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.explanation.flops import FlopMeter
+    from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
 
 _MARKERS = (_enter_autocast, _exit_autocast)
@@ -32,6 +33,7 @@ class GraphReader:
     Args:
         gm: The graph.
         state: The autocast state where it begins.
+        frame: Where it was captured.
         device: What the CPU stands for, where a device is imagined.
         meter: Counts operations; None leaves them at 0.
         fallback: Why the graph runs under native autocast, or ``""``.
@@ -41,6 +43,7 @@ class GraphReader:
         self,
         gm: fx.GraphModule,
         state: AutocastState,
+        frame: CompileFrame,
         *,
         device: str | None = None,
         meter: FlopMeter | None = None,
@@ -51,7 +54,7 @@ class GraphReader:
         self.device = device
         self.meter = meter
         self.fallback = fallback
-        self.root = root_of(gm)
+        self.frame = frame
         self.names: dict[fx.Node, tuple[str, ...]] = {}
         self._records: list[NodeRecord] = []
 
@@ -89,7 +92,7 @@ class GraphReader:
 
     def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
         kind = kind_of(node)
-        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.root)
+        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
         return NodeRecord(
             name=prefix + node.name,
@@ -118,8 +121,8 @@ class GraphReader:
 
     def _label(self, node: fx.Node, kind: str) -> str:
         if kind == "copy":
-            return input_path(self._sources(node)[0], self.root)
-        return input_path(node, self.root) if kind in _INPUTS else op_name(node)
+            return input_path(self._sources(node)[0], self.frame)
+        return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
 
     def _input_place(self, node: fx.Node, kind: str) -> Place:
         """An argument stands at the root, a weight in the module that owns it."""

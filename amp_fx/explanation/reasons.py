@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.regions.policy_codes import policy_of
-from amp_fx.regions.state import CARRIERS
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.graphs.decompose import Decision
+    from amp_fx.graphs.decompose import OpDecision
     from amp_fx.regions.state import AutocastState
 
 _EFFECTS = {
@@ -59,18 +57,18 @@ def origin_and_reason(
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
     origin = decisions[0].origin
-    if origin == "table" and policy_of(state) is not policy_of(start):
+    if origin == "table" and state.policy is not start.policy:
         origin = "region"
     return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
 
 
-def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
-    """The decisions on a node; on ops that were opened into others, the last of these has them."""
-    found: tuple[Decision, ...] = node.meta.get("decisions", ())
+def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
+    """The decisions on a node; the last of the ops that it was decomposed into has the rest."""
+    found: tuple[OpDecision, ...] = node.meta.get("decisions", ())
     return found
 
 
-def _sentence(decision: Decision, state: AutocastState) -> str:
+def _sentence(decision: OpDecision, state: AutocastState) -> str:
     low = dtype_name(state.low_dtype(decision.device_type))
     policy = decision.policy.value
     effect = _EFFECTS.get(policy, policy).format(low=low)
@@ -85,11 +83,7 @@ def describe(state: AutocastState) -> str:
 
 def region_names(state: AutocastState) -> tuple[str, ...]:
     """Device types that autocast, with their dtypes."""
-    return tuple(
-        f"{device} {dtype_name(state.low_dtype(device))}"
-        for device in state.enabled
-        if device not in CARRIERS
-    )
+    return tuple(f"{device} {dtype_name(state.low_dtype(device))}" for device in state.enabled)
 
 
 def clean_reason(reason: str) -> str:

@@ -20,7 +20,7 @@ from amp_fx.errors import CompileTargetError, OptionError
 from amp_fx.options import Options
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.region import autocast
-from amp_fx.regions.state import CARRIERS, autocast_device_types
+from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     import os
@@ -80,7 +80,7 @@ def _device_type_of(
     if found <= {"cpu"}:
         return "cpu"
     for device_type in autocast_device_types():
-        if device_type in found and device_type not in CARRIERS:
+        if device_type in found:
             return device_type
     return "cpu"
 

@@ -9,22 +9,10 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.values import value_of, version_of
+from amp_fx.policies.calls import CAST
 
 if TYPE_CHECKING:
     from torch import fx
-
-_TO_COPY = torch.ops.aten._to_copy.default
-
-
-def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cast that eager autocast makes.
-
-    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
-    that a node is opened into makes it under this name, so that it marks our own casts.
-    """
-    result: torch.Tensor = _TO_COPY(tensor, dtype=dtype)
-    return result
-
 
 CAPTURED_DTYPE = "captured dtype"
 """The reason of casts back to what capture saw, for an op that takes no mixture."""
@@ -54,7 +42,7 @@ class Cast:
 
 def is_cast_call(node: fx.Node) -> bool:
     """Whether a node makes a cast as ``make_cast`` does."""
-    return node.op == "call_function" and node.target is _TO_COPY
+    return node.op == "call_function" and node.target is CAST
 
 
 def mark_cast(node: fx.Node, reason: str) -> None:
@@ -73,7 +61,7 @@ def inserted_cast(node: fx.Node) -> Cast | None:
 def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
     """Inserts a cast at the graph's insertion point; the caller evaluates it."""
     node = graph.create_node(
-        "call_function", _TO_COPY, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
+        "call_function", CAST, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
     )
     node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
     mark_cast(node, reason)

@@ -1,7 +1,7 @@
 """Opens one node of a captured graph into the dispatcher-level ops that it makes.
 
 Dynamo's nodes are Python-level (``torch.nn.functional.*``, ``torch.*``, methods); the
-policies are written for ATen ops. A node is opened by tracing it alone, before dispatch
+policies are written for ATen ops. A node is decomposed by tracing it alone, before dispatch
 (``make_fx(pre_dispatch=True)``), on fake tensors of the dtypes that it really gets, with
 the cast policies as the decomposition table: an op with a policy casts its inputs and
 stays whole, an unlisted composite op is looked into, anything else is recorded as it is.
@@ -21,11 +21,10 @@ from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import BannedOpError, PolicyError
-from amp_fx.graphs.casts import make_cast
 from amp_fx.graphs.values import analysis, call_target, value_of
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
-from amp_fx.regions.module_path import NOWHERE, place_of
-from amp_fx.regions.policy_codes import policy_of
+from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
 from amp_fx.tables.kernels import OPAQUE_KERNELS
 
@@ -36,14 +35,15 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.policies.decide import Resolver
+    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.policies.policy import Policy
-    from amp_fx.regions.module_path import Around, Place
+    from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
     from amp_fx.tables.cast_policy import CastPolicy
 
 
 class NotPlainError(Exception):
-    """A node cannot be opened; it runs as it is, under native autocast."""
+    """A node cannot be decomposed; it runs as it is, under native autocast."""
 
 
 class OpaqueKernelError(NotPlainError):
@@ -55,7 +55,7 @@ class OpaqueKernelError(NotPlainError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class OpDecision:
     """One op with a policy, as met while opening a node.
 
     Attributes:
@@ -72,7 +72,7 @@ class Decision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class Decomposed:
     """What opening a node found.
 
     Attributes:
@@ -82,7 +82,7 @@ class Opened:
     """
 
     graph: fx.Graph | None
-    decisions: tuple[Decision, ...]
+    decisions: tuple[OpDecision, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,30 +93,30 @@ class Site:
     is_grad_enabled: bool
 
 
-class Opener:
+class Decomposer:
     """Opens the nodes of one graph; equal calls are traced once.
 
     Args:
         policy: The op tables.
         fake_mode: The fake mode of the values; None for a graph of real tensors.
-        around: The modules around the compiled frame (``module_path.surroundings``).
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
     """
 
     def __init__(
-        self, policy: Policy, fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+        self, policy: Policy, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
     ) -> None:
         self.policy = policy
         self.fake_mode = fake_mode
-        self.around = around
+        self.frame = frame
         self.num_traced = 0
-        self._memo: dict[Any, Opened | NotPlainError] = {}
+        self._memo: dict[Any, Decomposed | NotPlainError] = {}
 
-    def open(self, node: fx.Node, site: Site) -> tuple[Opened, list[Any]]:
+    def open(self, node: fx.Node, site: Site) -> tuple[Decomposed, list[Any]]:
         """Opens one call node.
 
         Returns:
             What was found, and the node's distinct inputs (nodes) in the order of the
-            placeholders of ``Opened.graph``.
+            placeholders of ``Decomposed.graph``.
 
         Raises:
             NotPlainError: The node's effect cannot be seen by tracing it.
@@ -124,12 +124,12 @@ class Opener:
             PolicyError: A rule of the policy failed; the message names the node.
         """
         inputs = node.all_input_nodes
-        resolver = (policy_of(site.state) or self.policy).resolver
-        place = place_of(node, self.around) if resolver.depends_on_place else ()
-        key = (call_key(node, inputs), site, resolver.place_key(place))
+        resolver = (site.state.policy or self.policy).resolver
+        stack = module_stack(node, self.frame) if resolver.depends_on_module else ()
+        key = (call_key(node, inputs), site, resolver.stack_key(stack))
         if key not in self._memo:
             try:
-                self._memo[key] = self._trace(node, inputs, site, resolver, place)
+                self._memo[key] = self._trace(node, inputs, site, resolver, stack)
             except PolicyError as error:
                 raise PolicyError(f"{error} (node {node.format_node()})") from error
             except NotPlainError as error:
@@ -140,10 +140,15 @@ class Opener:
         return found, inputs
 
     def _trace(
-        self, node: fx.Node, inputs: list[fx.Node], site: Site, resolver: Resolver, place: Place
-    ) -> Opened:
+        self,
+        node: fx.Node,
+        inputs: list[fx.Node],
+        site: Site,
+        resolver: Resolver,
+        stack: ModuleStack,
+    ) -> Decomposed:
         self.num_traced += 1
-        table = _PolicyTable(resolver, site.state, place)
+        table = _PolicyTable(resolver, site.state, stack)
 
         def call(*values: Any) -> Any:
             env = dict(zip(inputs, values, strict=True))
@@ -153,10 +158,10 @@ class Opener:
         with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
             graph = trace_pre_dispatch(call, [value_of(n) for n in inputs], table)
         if not table.num_changed:
-            return Opened(None, tuple(table.decisions))
+            return Decomposed(None, tuple(table.decisions))
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
-        return Opened(graph, tuple(table.decisions))
+        return Decomposed(graph, tuple(table.decisions))
 
 
 class _PolicyTable:
@@ -166,13 +171,13 @@ class _PolicyTable:
     decomposed, and the decomposition kept only if a cast came out of it.
     """
 
-    def __init__(self, resolver: Resolver, state: AutocastState, place: Place) -> None:
+    def __init__(self, resolver: Resolver, state: AutocastState, stack: ModuleStack) -> None:
         self.tracer: _MakefxTracer | None = None
-        self.decisions: list[Decision] = []
+        self.decisions: list[OpDecision] = []
         self.num_changed = 0
         self._resolver = resolver
         self._state = state
-        self._place = place
+        self._stack = stack
         self._is_settled = False
 
     def __bool__(self) -> bool:
@@ -194,17 +199,17 @@ class _PolicyTable:
         for device_type in self._state.enabled:
             if not reaches_autocast(args, kwargs, device_type):
                 continue
-            treatment = self._resolver.treatment(call, device_type, self._place)
+            decision = self._resolver.decide(call, device_type, self._stack)
             low_dtype = self._state.low_dtype(device_type)
-            if treatment is None:
+            if decision is None:
                 _refuse_native_kernel(op, device_type)
                 _refuse_opaque_kernel(op, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
-            name, policy, origin = qualified_name(op), treatment.policy, treatment.origin
-            self.decisions.append(Decision(name, device_type, policy, origin))
-            call, restored = treatment.apply(call, device_type, low_dtype, make_cast)
+            name, policy, origin = qualified_name(op), decision.policy, decision.origin
+            self.decisions.append(OpDecision(name, device_type, policy, origin))
+            call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op:
             self.num_changed += 1
@@ -244,33 +249,6 @@ def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
     name = qualified_name(op)
     if name in OPAQUE_KERNELS:
         raise OpaqueKernelError(name, low_dtype)
-
-
-def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
-    """Whether a kernel is registered on the autocast key of a device type, by others than us."""
-    if (device_type, qualified_name(op)) in added_kernels:
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(
-        qualified_name(op), autocast_key(device_type)
-    )
-
-
-added_kernels: set[tuple[str, str]] = set()
-"""Device types and ops that have an autocast kernel only because ``regions.kernels`` gave one."""
-
-
-def autocast_key(device_type: str) -> str:
-    """The autocast dispatch key of a device type.
-
-    Relies on dispatch keys being named ``Autocast`` plus the device's name.
-    """
-    return _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
-
-
-_AUTOCAST_KEYS = {
-    name.lower(): f"Autocast{name}"
-    for name in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "IPU", "MTIA", "MAIA")
-}
 
 
 @contextlib.contextmanager

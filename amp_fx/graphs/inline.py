@@ -1,4 +1,4 @@
-"""Puts the dispatcher-level ops of an opened node in the node's place."""
+"""Puts the dispatcher-level ops of a decomposed node in the node's place."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from amp_fx.policies.calls import qualified_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.graphs.decompose import Decision, Opened
+    from amp_fx.graphs.decompose import Decomposed, OpDecision
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "site")
 
 
-def splice(
-    node: fx.Node, opened: Opened, inputs: list[fx.Node], evaluate_node: Callable[[fx.Node], None]
+def inline(
+    node: fx.Node,
+    decomposed: Decomposed,
+    inputs: list[fx.Node],
+    evaluate_node: Callable[[fx.Node], None],
 ) -> int:
-    """Replaces a node by the graph that it was opened into.
+    """Replaces a node by the graph that it was decomposed into.
 
     Args:
         node: The node; it is erased.
-        opened: What it was opened into.
-        inputs: The nodes that stand for the placeholders of ``opened.graph``.
+        decomposed: What it was decomposed into.
+        inputs: The nodes that stand for the placeholders of ``decomposed.graph``.
         evaluate_node: Gives a new node its value.
 
     Returns:
@@ -39,18 +42,18 @@ def splice(
     Raises:
         NotPlainError: A user takes the node's tuple of results whole.
     """
-    assert opened.graph is not None
-    placeholders = opened.graph.find_nodes(op="placeholder")
+    assert decomposed.graph is not None
+    placeholders = decomposed.graph.find_nodes(op="placeholder")
     env: dict[fx.Node, fx.Node] = dict(zip(placeholders, inputs, strict=True))
     num_casts = 0
-    for op in opened.graph.nodes:
+    for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
-            env[op].meta["decisions"] = _decisions_of(op, opened)
+            env[op].meta["decisions"] = _decisions_of(op, decomposed)
             num_casts += "cast" in env[op].meta
             evaluate_node(env[op])
-    result = map_arg(opened.graph.output_node().args[0], env.__getitem__)
-    _replace(node, result, opened, fresh=set(env.values()) - set(inputs))
+    result = map_arg(decomposed.graph.output_node().args[0], env.__getitem__)
+    _replace(node, result, decomposed, fresh=set(env.values()) - set(inputs))
     return num_casts
 
 
@@ -64,16 +67,16 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return new
 
 
-def _decisions_of(op: fx.Node, opened: Opened) -> tuple[Decision, ...]:
-    """The decisions on one op of an opened node."""
-    return tuple(decision for decision in opened.decisions if decision.op == _op_name(op))
+def _decisions_of(op: fx.Node, decomposed: Decomposed) -> tuple[OpDecision, ...]:
+    """The decisions on one op of a decomposed node."""
+    return tuple(decision for decision in decomposed.decisions if decision.op == _op_name(op))
 
 
-def _decisions_on_none(opened: Opened) -> tuple[Decision, ...]:
-    """Those on ops that are not left in the graph: they were opened into others in their turn."""
-    assert opened.graph is not None
-    names = {_op_name(op) for op in opened.graph.nodes}
-    return tuple(decision for decision in opened.decisions if decision.op not in names)
+def _decisions_on_none(decomposed: Decomposed) -> tuple[OpDecision, ...]:
+    """Those on ops that are not left in the graph: they were decomposed in their turn."""
+    assert decomposed.graph is not None
+    names = {_op_name(op) for op in decomposed.graph.nodes}
+    return tuple(decision for decision in decomposed.decisions if decision.op not in names)
 
 
 def _op_name(op: fx.Node) -> str | None:
@@ -85,12 +88,12 @@ def provenance(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in _PROVENANCE if key in node.meta}
 
 
-def _replace(node: fx.Node, result: Any, opened: Opened, fresh: set[fx.Node]) -> None:
+def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.Node]) -> None:
     """Makes a node's users use ``result``: a node, or a tuple of them."""
     name = node.name
     if isinstance(result, fx.Node):
         if result in fresh:
-            _inherit(result, captured_value(node), opened)
+            _inherit(result, captured_value(node), decomposed)
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
         if result in fresh:
@@ -102,15 +105,15 @@ def _replace(node: fx.Node, result: Any, opened: Opened, fresh: set[fx.Node]) ->
             raise NotPlainError(f"{node} gives a tuple that {user} takes whole")
         item = result[user.args[1]]
         if item in fresh:
-            _inherit(item, captured[user.args[1]], opened)
+            _inherit(item, captured[user.args[1]], decomposed)
         user.replace_all_uses_with(item)
         node.graph.erase_node(user)
     node.graph.erase_node(node)
 
 
-def _inherit(result: fx.Node, captured: Any, opened: Opened) -> None:
+def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
     result.meta["captured"] = captured
-    result.meta["decisions"] = (*result.meta["decisions"], *_decisions_on_none(opened))
+    result.meta["decisions"] = (*result.meta["decisions"], *_decisions_on_none(decomposed))
 
 
 def spell_out_tuples(node: fx.Node) -> None:

@@ -16,14 +16,14 @@ from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Collection, Mapping
 
     from torch._ops import OpOverload
 
     Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
-    CastFn = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
-_aten = torch.ops.aten
+CAST = torch.ops.aten._to_copy.default
+"""The op of every cast that is put in."""
 
 # fp32_append_dtype: the overload that takes the dtype (autocast_mode.h,
 # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE).
@@ -72,12 +72,21 @@ def _on_device(arg: object, device_type: str) -> bool:
     return False
 
 
+def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast that eager autocast makes.
+
+    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
+    that a node is decomposed into makes it under this name, so that it marks our own casts.
+    """
+    result: torch.Tensor = CAST(tensor, dtype=dtype)
+    return result
+
+
 def apply_policy(
     policy: CastPolicy,
     call: Call,
     device_type: str,
     low_dtype: torch.dtype,
-    cast: CastFn,
     *,
     kept: Collection[str] = (),
 ) -> Call:
@@ -88,7 +97,6 @@ def apply_policy(
         call: ``(op, args, kwargs)``; arguments are tensors (real or fake) and constants.
         device_type: Only tensors on this device type are cast.
         low_dtype: What ``lower_precision_fp`` casts to.
-        cast: Makes the cast of one tensor to one dtype.
         kept: Names of arguments that are left alone.
 
     Returns:
@@ -110,7 +118,7 @@ def apply_policy(
     else:
         dtype = low_dtype if policy is CastPolicy.LOWER_PRECISION_FP else torch.float32
     names = [name for name in castable_arguments(call[0]) if name not in kept]
-    return cast_arguments(call, dict.fromkeys(names, dtype), device_type, cast)
+    return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
 
 
 def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
@@ -183,16 +191,13 @@ def _append_dtype(call: Call, device_type: str) -> Call:
     return unbind(overload, {**_defaults(op), **bind(op, args, kwargs), "dtype": dtype})
 
 
-def cast_arguments(
-    call: Call, dtypes: Mapping[str, torch.dtype], device_type: str, cast: CastFn
-) -> Call:
+def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: str) -> Call:
     """A call with its eligible tensors cast.
 
     Args:
         call: ``(op, args, kwargs)``.
         dtypes: By name of an argument that can be cast, the dtype for its tensors.
         device_type: Only tensors on this device type are cast.
-        cast: Makes the cast of one tensor to one dtype.
 
     Returns:
         The call to make instead; the same object if nothing changes.
@@ -202,7 +207,7 @@ def cast_arguments(
     def cast_one(value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, torch.Tensor) or not is_eligible(value, device_type):
             return value
-        return value if value.dtype == dtype else cast(value, dtype)
+        return value if value.dtype == dtype else make_cast(value, dtype)
 
     changed = False
     bound = bind(op, args, kwargs)

@@ -8,13 +8,12 @@ import fnmatch
 import functools
 import importlib
 import re
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from amp_fx.errors import PolicyError, PolicyWarning
+from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, takes_policy
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.op_names import (
@@ -29,8 +28,7 @@ from amp_fx.tables.presets import PRESETS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from amp_fx.policies.policy import Policy
-    from amp_fx.regions.module_path import Place
+    from amp_fx.policies.module_path import ModuleStack
 
 Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
 """Called with an op's qualified overload name, the path of the module around it, and the sizes
@@ -78,16 +76,19 @@ class ModuleOverride:
     pattern: str | re.Pattern[str] | type
     policy: CastPolicy
 
-    def fits(self, place: Place) -> bool:
+    def fits(self, stack: ModuleStack) -> bool:
         """Whether one of the modules around an op is meant."""
-        return any(self.fits_module(path, cls) for path, cls in place or (("", ""),))
+        return any(
+            self.fits_module(path, cls) or self.fits_module(name, cls)
+            for path, cls, name in stack or (("", "", ""),)
+        )
 
     def fits_module(self, path: str, cls: type | str) -> bool:
         """Whether a module with this path and class is meant."""
         if isinstance(self.pattern, type):
             return _is_class(cls, self.pattern)
         if isinstance(self.pattern, str):
-            return fnmatch.fnmatchcase(path, self.pattern)
+            return path == self.pattern or fnmatch.fnmatchcase(path, self.pattern)
         return self.pattern.fullmatch(path) is not None
 
     @property
@@ -108,6 +109,25 @@ class RuleOverride:
     def name(self) -> str:
         """What to call it in messages."""
         return getattr(self.function, "__name__", None) or repr(self.function)
+
+    def at(self, path: str) -> RuleOverride:
+        """This rule, told of one module path wherever it is asked."""
+        return RuleOverride(_RuleAt(self, path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RuleAt:
+    """A rule that is told of one module path, wherever it is asked."""
+
+    rule: RuleOverride
+    path: str
+
+    @property
+    def __name__(self) -> str:
+        return self.rule.name
+
+    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> CastPolicy | str | None:
+        return self.rule.function(op, self.path, shapes, dtypes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,30 +275,6 @@ def module_overrides(given: Mapping[Any, CastPolicy | str]) -> tuple[ModuleOverr
         )
         for pattern, value in given.items()
     )
-
-
-def warn_unused(policy: Policy, root: torch.nn.Module) -> None:
-    """Warns of patterns for modules that no module of a model fits, once for each and model."""
-    names: dict[str, torch.nn.Module] = {}
-    for override in policy.modules:
-        key = (override.pattern, id(root))
-        if key in _checked:
-            continue
-        _checked.add(key)
-        names = names or dict(root.named_modules())
-        if any(override.fits_module(name, type(module)) for name, module in names.items()):
-            continue
-        near = difflib.get_close_matches(override.text, names, n=3)
-        some = ", ".join(map(repr, near or [*names][1:6])) or "none"
-        warnings.warn(
-            f"no module of {type(root).__name__} fits {override.text!r} of the policy; paths "
-            f"begin at the compiled module: {some}",
-            PolicyWarning,
-            stacklevel=2,
-        )
-
-
-_checked: set[tuple[object, int]] = set()
 
 
 def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:

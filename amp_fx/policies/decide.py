@@ -27,21 +27,21 @@ from amp_fx.policies.calls import (
     takes_policy,
 )
 from amp_fx.policies.changes import SAME_AS, to_policy
-from amp_fx.regions.module_path import path_of
-from amp_fx.regions.registered_ops import registered
+from amp_fx.policies.module_path import path_of
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from amp_fx.policies.calls import Call, CastFn
+    from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleOverride, RuleOverride
+    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.policies.policy import Policy
-    from amp_fx.regions.module_path import Place
 
 
 @dataclasses.dataclass(frozen=True)
-class Treatment:
+class Decision:
     """What is done to a call.
 
     Attributes:
@@ -57,7 +57,7 @@ class Treatment:
     args: tuple[tuple[str, str], ...] = ()
 
     def apply(
-        self, call: Call, device_type: str, low_dtype: torch.dtype, cast: CastFn
+        self, call: Call, device_type: str, low_dtype: torch.dtype
     ) -> tuple[Call, torch.dtype | None]:
         """The call to make instead.
 
@@ -73,9 +73,9 @@ class Treatment:
                 return call, None
             dtype = result_dtype(call, device_type)
         kept = [name for name, _ in self.args]
-        call = apply_policy(self.policy, call, device_type, low_dtype, cast, kept=kept)
+        call = apply_policy(self.policy, call, device_type, low_dtype, kept=kept)
         dtypes = self._argument_dtypes(call, low_dtype)
-        return cast_arguments(call, dtypes, device_type, cast) if dtypes else call, dtype
+        return cast_arguments(call, dtypes, device_type) if dtypes else call, dtype
 
     def _argument_dtypes(self, call: Call, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
         bound = bind(*call)
@@ -116,55 +116,55 @@ class Resolver:
         self.module_override = functools.cache(self._find_module_override)
 
     @property
-    def depends_on_place(self) -> bool:
+    def depends_on_module(self) -> bool:
         """Whether the module around an op, or its inputs' sizes and dtypes, can matter."""
         return bool(self._modules or self._rules)
 
-    def place_key(self, place: Place) -> object:
+    def stack_key(self, stack: ModuleStack) -> object:
         """Equal for two places in which equal calls are treated alike."""
         if self._rules:
-            return place
-        return self.module_override(place) if self._modules else None
+            return stack
+        return self.module_override(stack) if self._modules else None
 
-    def treatment(self, call: Call, device_type: str, place: Place) -> Treatment | None:
+    def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
         """What is done to a call; None if nothing is laid down for its op.
 
         Raises:
             PolicyError: A rule raised, or gave no cast policy.
         """
-        by_op: Treatment | None = self._by_op(call[0], device_type)
-        if not self.depends_on_place or not self._is_adjustable(call, device_type, by_op):
+        by_op: Decision | None = self._by_op(call[0], device_type)
+        if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
             return by_op
         for rule in reversed(self._rules):
-            policy = _ask(rule, call, place)
+            policy = _ask(rule, call, stack)
             if policy is not None:
-                return Treatment(policy, f"rule {rule.name}")
-        override: ModuleOverride | None = self.module_override(place)
+                return Decision(policy, f"rule {rule.name}")
+        override: ModuleOverride | None = self.module_override(stack)
         if override is None:
             return by_op
-        return Treatment(override.policy, f"module {override.text!r}")
+        return Decision(override.policy, f"module {override.text!r}")
 
-    def _is_adjustable(self, call: Call, device_type: str, by_op: Treatment | None) -> bool:
+    def _is_adjustable(self, call: Call, device_type: str, by_op: Decision | None) -> bool:
         if by_op is None and not is_adjustable(call[0]):
             return False
         if has_explicit_dtype(call):
             return False
         return any(is_eligible(t, device_type) for t in castable_tensors(call))
 
-    def _find_by_op(self, op: OpOverload, device_type: str) -> Treatment | None:
+    def _find_by_op(self, op: OpOverload, device_type: str) -> Decision | None:
         name = qualified_name(op)
         policy = self._tables.get(device_type, {}).get(name)
         origin, args = self._args.get(name, ("", {}))
         if policy is not None:
-            return Treatment(policy, self._op_origins.get(name, "table"), tuple(args.items()))
-        found = registered(name)
+            return Decision(policy, self._op_origins.get(name, "table"), tuple(args.items()))
+        found = REGISTERED.get(name)
         if found is not None:
             merged = {**dict(found.args), **args}
-            return Treatment(found.policy, "register_op", tuple(merged.items()))
-        return Treatment(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
+            return Decision(found.policy, "register_op", tuple(merged.items()))
+        return Decision(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
 
-    def _find_module_override(self, place: Place) -> ModuleOverride | None:
-        return next((m for m in reversed(self._modules) if m.fits(place)), None)
+    def _find_module_override(self, stack: ModuleStack) -> ModuleOverride | None:
+        return next((m for m in reversed(self._modules) if m.fits(stack)), None)
 
 
 @functools.cache
@@ -176,13 +176,13 @@ def is_adjustable(op: OpOverload) -> bool:
     return not op._schema.name.partition("::")[2].startswith("_") and computes(op._schema)
 
 
-def _ask(rule: RuleOverride, call: Call, place: Place) -> CastPolicy | None:
+def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
     name = qualified_name(call[0])
     tensors = castable_tensors(call)
     shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
-    where = f"rule {rule.name} at op {name}{_in_module(place)}"
+    where = f"rule {rule.name} at op {name}{_in_module(stack)}"
     try:
-        answer: Any = rule.function(name, path_of(place), shapes, dtypes)
+        answer: Any = rule.function(name, path_of(stack), shapes, dtypes)
     except Exception as error:
         raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
     if answer is None:
@@ -193,5 +193,5 @@ def _ask(rule: RuleOverride, call: Call, place: Place) -> CastPolicy | None:
     return policy
 
 
-def _in_module(place: Place) -> str:
-    return f" in module {path_of(place)!r}" if path_of(place) else ""
+def _in_module(stack: ModuleStack) -> str:
+    return f" in module {path_of(stack)!r}" if path_of(stack) else ""

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.changes import arg_override, module_overrides, op_overrides, rule_override
+from amp_fx.policies.changes import (
+    ModuleOverride,
+    arg_override,
+    module_overrides,
+    op_overrides,
+    rule_override,
+)
 from amp_fx.policies.decide import Resolver
+from amp_fx.policies.module_path import path_of
 from amp_fx.tables.build import check_entry
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
@@ -25,11 +32,11 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.changes import (
         ArgOverride,
-        ModuleOverride,
         OpOverride,
         Rule,
         RuleOverride,
     )
+    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.tables.build import Table
     from amp_fx.tables.cast_policy import CastPolicy
 
@@ -130,6 +137,27 @@ class Policy:
         """
         table = self.tables.get(device_type)
         return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def kernels_key(self) -> object:
+        """What eager kernels depend on: equal for policies that need the same ones."""
+        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
+        return tables, self.args, self.resolver.depends_on_module
+
+    def for_modules(self, stack: ModuleStack) -> Policy:
+        """This policy as it holds inside of some modules, wherever it is asked.
+
+        A compiled graph is inside of no module when it runs: what holds for the modules around is
+        laid down for all, and rules are told of these.
+        """
+        if not self.resolver.depends_on_module:
+            return self
+        override = self.resolver.module_override(stack)
+        return dataclasses.replace(
+            self,
+            modules=() if override is None else (ModuleOverride("*", override.policy),),
+            rules=tuple(rule.at(path_of(stack)) for rule in self.rules),
+        )
 
     @functools.cached_property
     def resolver(self) -> Resolver:
@@ -256,8 +284,7 @@ class Policy:
 
     def __hash__(self) -> int:
         """By content, as equality is."""
-        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
-        return hash((tables, self.ops, self.modules, self.args, self.rules, self.dtypes))
+        return hash((self.kernels_key, self.ops, self.modules, self.rules, self.dtypes))
 
     def __repr__(self) -> str:
         """The name, how many ops each device type has, and how many changes there are."""

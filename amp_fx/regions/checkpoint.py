@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import checkpoint
 
-from amp_fx.regions.state import CARRIERS
+from amp_fx.regions.policy_codes import CARRIERS, ambient_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,13 +43,14 @@ def restore_policies() -> None:
 
 
 def _with_policy_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    carried = _carried()
+    carried, policy = _carried(), ambient_policy()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with _carrying(carried):
             return function(*args, **kwargs)
 
+    call._amp_fx_policy = policy  # type: ignore[attr-defined]  # keeps its number
     return call
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 
 from amp_fx.errors import OptionError
+from amp_fx.regions.policy_codes import CARRIERS, ambient_policy
 from amp_fx.regions.region import check_device_type
-from amp_fx.regions.state import CARRIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
             torch.get_autocast_dtype(CARRIERS[0]),
             torch.get_autocast_dtype(CARRIERS[1]),
         )
+        if not torch.compiler.is_compiling():  # compiled code keeps its policies alive itself
+            args[0]._amp_fx_policy_held = ambient_policy()
         return inner(*args, **kwargs)
 
     return forward

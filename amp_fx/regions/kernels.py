@@ -2,7 +2,7 @@
 
 ``torch.autocast`` is a kernel per op on the Autocast dispatch keys. Where a policy treats an
 op otherwise than PyTorch, a Python kernel takes that place: it asks which policy holds in the
-calling thread, and does what ``rules.apply_policy`` says, or, where none holds, calls the
+calling thread, and does what ``calls.apply_policy`` says, or, where none holds, calls the
 kernel that was there before. So composite ops, subclasses, autograd and nested regions see it
 exactly as they see ``torch.autocast``. Ops that all policies treat as PyTorch does keep their
 own kernels; a kernel once replaced stays replaced, because the dispatcher's tables must not
@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.graphs.casts import make_cast
-from amp_fx.graphs.decompose import added_kernels, autocast_key
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.decide import is_adjustable
 from amp_fx.policies.policy import preset
-from amp_fx.regions.module_path import current_place
-from amp_fx.regions.policy_codes import ambient_policy, policy_of
+from amp_fx.regions.module_stack import current_stack
+from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.tables.kernels import OPAQUE_KERNELS
 from amp_fx.tables.op_names import all_ops
 
@@ -36,15 +34,42 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from amp_fx.policies.calls import Call
-    from amp_fx.policies.decide import Resolver, Treatment
+    from amp_fx.policies.decide import Decision, Resolver
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.state import AutocastState
 
 _lock = threading.Lock()
-_prepared: set[tuple[int, str]] = set()
+_prepared: set[tuple[object, str]] = set()
+"""What policies say of ops, and device types: equal ones need the same kernels."""
 _replaced: dict[tuple[str, str], Any] = {}
 """Per device type and op: what keeps the registration alive."""
-_keep_alive: list[Policy] = []
+
+
+def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
+    """Whether a kernel is registered on the autocast key of a device type, by others than us."""
+    if (device_type, qualified_name(op)) in added_kernels:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        qualified_name(op), autocast_key(device_type)
+    )
+
+
+added_kernels: set[tuple[str, str]] = set()
+"""Device types and ops that have an autocast kernel only because this file gave one."""
+
+
+def autocast_key(device_type: str) -> str:
+    """The autocast dispatch key of a device type.
+
+    Relies on dispatch keys being named ``Autocast`` plus the device's name.
+    """
+    return _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
+
+
+_AUTOCAST_KEYS = {
+    name.lower(): f"Autocast{name}"
+    for name in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "IPU", "MTIA", "MAIA")
+}
 
 
 def prepare(policy: Policy, device_type: str) -> None:
@@ -56,7 +81,7 @@ def prepare(policy: Policy, device_type: str) -> None:
             or for the machine's accelerator. What holds for modules, and rules, needs a kernel
             for every op, which others of these have only if they are the accelerator.
     """
-    if (id(policy), device_type) in _prepared:
+    if (policy.kernels_key, device_type) in _prepared:
         return
     accelerator = torch.accelerator.current_accelerator()
     devices = {device_type} | ({accelerator.type} if accelerator is not None else set())
@@ -64,19 +89,17 @@ def prepare(policy: Policy, device_type: str) -> None:
         for device, name in _differences(policy):
             if device in devices | {"cpu", "cuda"}:
                 _prepare_op(name, device)
-        for name in _adjustable_ops(all_ops()) if policy.resolver.depends_on_place else ():
+        for name in _adjustable_ops(all_ops()) if policy.resolver.depends_on_module else ():
             for device in devices:
                 _prepare_op(name, device)
-        _keep_alive.append(policy)
-        _prepared.add((id(policy), device_type))
+        _prepared.add((policy.kernels_key, device_type))
 
 
 def prepare_state(state: AutocastState) -> None:
     """Does so for code that will run in this state: an island, a graph that is not rewritten."""
-    policy = policy_of(state)
-    if policy is not None:
+    if state.policy is not None:
         for device_type in state.enabled:
-            prepare(policy, device_type)
+            prepare(state.policy, device_type)
 
 
 def prepare_op(name: str) -> None:
@@ -88,8 +111,10 @@ def prepare_op(name: str) -> None:
 
 
 def _prepare_op(name: str, device_type: str) -> None:
+    if (device_type, name) in _replaced:
+        return
     op = _find_op(name)
-    if op is not None and (device_type, name) not in _replaced:
+    if op is not None:
         _replaced[device_type, name] = _replace(op, device_type)
 
 
@@ -172,33 +197,33 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = (op, args, kwargs)
         policy = ambient_policy()
-        default = preset("torch").resolver.treatment(call, device_type, ())
-        treatment = default if policy is None else _treatment(policy.resolver, call, device_type)
-        is_default = _what(treatment) == _what(default)
+        default = preset("torch").resolver.decide(call, device_type, ())
+        decision = default if policy is None else _decide(policy.resolver, call, device_type)
+        is_default = _what(decision) == _what(default)
         if is_default and before is not None and not _has_number(op, args):
             return before.call_boxed(keyset, *args, **kwargs)
-        if treatment is None and calls_others:
+        if decision is None and calls_others:
             # As if no kernel were here: the ops inside are still autocast.
             args = tuple(_numbers_as_tensors(op, args))
             return op.redispatch(keyset & keys_below, *args, **kwargs)
         restored_dtype = None
         with torch._C._ExcludeDispatchKeyGuard(own_key):
-            if treatment is not None:
+            if decision is not None:
                 low_dtype = torch.get_autocast_dtype(device_type)
-                call, restored_dtype = treatment.apply(call, device_type, low_dtype, make_cast)
+                call, restored_dtype = decision.apply(call, device_type, low_dtype)
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
 
     return kernel
 
 
-def _treatment(resolver: Resolver, call: Call, device_type: str) -> Treatment | None:
-    place = current_place() if resolver.depends_on_place else ()
-    return resolver.treatment(call, device_type, place)
+def _decide(resolver: Resolver, call: Call, device_type: str) -> Decision | None:
+    stack = current_stack() if resolver.depends_on_module else ()
+    return resolver.decide(call, device_type, stack)
 
 
-def _what(treatment: Treatment | None) -> object:
-    """What a treatment does, wherever it was laid down."""
-    return None if treatment is None else (treatment.policy, treatment.args)
+def _what(decision: Decision | None) -> object:
+    """What a decision does, wherever it was laid down."""
+    return None if decision is None else (decision.policy, decision.args)
 
 
 def _has_number(op: OpOverload, args: tuple[Any, ...]) -> bool:

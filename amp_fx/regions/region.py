@@ -13,14 +13,14 @@ import torch
 
 from amp_fx.errors import RegionError
 from amp_fx.policies.policy import Policy, as_policy
-from amp_fx.regions.policy_codes import codes_of
-from amp_fx.regions.state import CARRIERS, autocast_device_types
+from amp_fx.regions.policy_codes import CARRIERS, ambient_policy, codes_of, interned, pin
+from amp_fx.regions.state import autocast_device_types
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
-    from types import TracebackType
+    from types import CodeType, TracebackType
 
     _Constants = tuple[tuple[torch.dtype, ...], torch.dtype | None]
 
@@ -100,7 +100,7 @@ def check_device_type(device_type: object) -> None:
     Raises:
         RegionError: Names those there are.
     """
-    known = [name for name in autocast_device_types() if name not in CARRIERS]
+    known = autocast_device_types()
     if isinstance(device_type, str) and device_type in known:
         return
     allowed = ", ".join(map(repr, known))
@@ -181,8 +181,9 @@ class _PolicyRegion:
 
         prepare(policy, settings[0])
         restore_policies()
-        self._policy = policy
-        self._codes = codes_of(policy)
+        self._name = policy.name
+        self._policy = interned(policy)
+        self._codes = codes_of(self._policy)
         self._region = _Region(*settings)
         plain = self._region
         self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
@@ -215,7 +216,7 @@ class _PolicyRegion:
         return in_region  # type: ignore[return-value]
 
     def __repr__(self) -> str:
-        return f"{self._region!r} with policy {self._policy.name!r}"
+        return f"{self._region!r} with policy {self._name!r}"
 
 
 @contextlib.contextmanager
@@ -250,8 +251,9 @@ def _as_constants(policy: Any, device_type: str) -> _Constants:
     """The codes of a policy, and its low dtype for a device."""
     from amp_fx.regions.kernels import prepare
 
-    found = as_policy(policy)
+    found = interned(as_policy(policy))
     prepare(found, device_type)
+    pin(found)
     return codes_of(found), found.low_dtype(device_type)
 
 
@@ -264,18 +266,22 @@ def skip_in_dynamo() -> None:
     """Keeps Dynamo from compiling the functions here as frames of their own.
 
     After a graph break it tries so with every function that is called. That says nothing of
-    inlining: a region in a function that Dynamo compiles is captured.
+    inlining: a region in a function that Dynamo compiles is captured. A policy that holds where
+    Dynamo compiles, with whatever backend, keeps its number.
 
-    Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
+    Relies on ``torch._dynamo.eval_frame.skip_code``, ``torch._dynamo.trace_rules.add`` and
+    ``torch._dynamo.convert_frame.register_bytecode_hook``.
     """
     if skip_in_dynamo in _done or "torch._dynamo" not in sys.modules:
         return
     _done.append(skip_in_dynamo)
     from torch._dynamo import trace_rules
+    from torch._dynamo.convert_frame import register_bytecode_hook
     from torch._dynamo.eval_frame import skip_code
 
-    for name in _SKIPPED:
-        trace_rules.add(f"amp_fx.{name}")
+    register_bytecode_hook(_pin_ambient_policy)
+    for name in SKIPPED_MODULES:
+        trace_rules.add(name)
     functions: list[Any] = [autocast, check_device_type, autocast_device_types]
     functions += [_enter, _leave, _Active.__init__]
     functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
@@ -283,15 +289,22 @@ def skip_in_dynamo() -> None:
         skip_code(function.__code__)
 
 
-_SKIPPED = (
-    "policies.calls",
-    "policies.changes",
-    "policies.decide",
-    "policies.policy",
-    "regions.kernels",
-    "regions.module_path",
-    "regions.policy_codes",
-    "regions.registered_ops",
-    "graphs.casts",
+SKIPPED_MODULES = (
+    "amp_fx.policies.calls",
+    "amp_fx.policies.changes",
+    "amp_fx.policies.decide",
+    "amp_fx.policies.module_path",
+    "amp_fx.policies.policy",
+    "amp_fx.regions.kernels",
+    "amp_fx.regions.module_stack",
+    "amp_fx.regions.policy_codes",
+    "amp_fx.regions.registered_ops",
 )
+"""What the eager kernels call; no name that is not a module (``tests/regions``)."""
 _done: list[object] = []
+
+
+def _pin_ambient_policy(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
+    policy = ambient_policy()
+    if policy is not None:
+        pin(policy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,9 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, takes_policy
 from amp_fx.policies.changes import arg_override, expand_ops, to_policy
+from amp_fx.regions.kernels import prepare_op
 from amp_fx.tables.op_names import op_text
+from amp_fx.tables.registered import REGISTERED, RegisteredOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,17 +20,6 @@ if TYPE_CHECKING:
     from amp_fx.tables.cast_policy import CastPolicy
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class RegisteredOp:
-    """What ``register_op`` was told about one overload."""
-
-    policy: CastPolicy
-    args: tuple[tuple[str, str], ...]
-
-
-_registered: dict[str, RegisteredOp] = {}
 
 
 def register_op(
@@ -59,9 +49,7 @@ def register_op(
     entry = RegisteredOp(found, arg_override(op, args, ()).args if args else ())
     for name in names:
         _check(name, entry)
-    _registered.update(dict.fromkeys(names, entry))
-    from amp_fx.regions.kernels import prepare_op
-
+    REGISTERED.update(dict.fromkeys(names, entry))
     for name in names:
         prepare_op(name)
 
@@ -69,17 +57,12 @@ def register_op(
 def _check(name: str, entry: RegisteredOp) -> None:
     if name.startswith("aten::"):
         raise PolicyError(f"{name} is PyTorch's own: Policy.with_ops changes how it is cast")
-    before = _registered.setdefault(name, entry)
+    before = REGISTERED.setdefault(name, entry)
     if before != entry:
         raise PolicyError(
             f"{name} is registered as {before.policy.value} {dict(before.args)} already; "
             "Policy.with_ops gives it another policy"
         )
-
-
-def registered(name: str) -> RegisteredOp | None:
-    """What was registered for an op overload by its qualified name."""
-    return _registered.get(name)
 
 
 def report_mixture(call: Call, device_type: str) -> None:

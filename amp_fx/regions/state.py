@@ -1,7 +1,8 @@
 """The state of autocast at one place of a program, as a value.
 
 ``torch.autocast`` keeps its state in thread-local flags of the dispatcher. A graph is
-rewritten long before it runs, so the passes carry that state as an immutable value:
+rewritten long before it runs, so the passes carry that state, and the policy that holds in it, as
+an immutable value:
 ``AutocastState.ambient()`` reads the flags, ``enter`` follows one ``_enter_autocast``
 node, ``applied`` sets the flags for as long as an island is evaluated.
 """
@@ -10,40 +11,44 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.regions.policy_codes import (
+    CARRIERS,
+    ambient_codes,
+    codes_of,
+    interned,
+    is_code,
+    policy_of,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from amp_fx.policies.policy import Policy
 
 # Highest dispatch key first: with two devices enabled, this is the order in which the
 # dispatcher reaches their autocast kernels (c10/core/DispatchKey.h).
 _PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
 
-# Device types that no tensor is ever on: their autocast dtypes carry the number of a policy
-# (``policy_codes``). Whether they are enabled says nothing. No package has ever offered "ipu"
-# to this torch; "hpu" is Habana's.
-_HAS_HPU = importlib.util.find_spec("habana_frameworks") is not None
-CARRIERS = ("ipu", "xla" if _HAS_HPU else "hpu")
-
-
-def is_code(dtype: torch.dtype) -> bool:
-    """Whether a carrier's dtype is (part of) the number of a policy."""
-    return not (dtype.is_floating_point and dtype.itemsize > 1)
-
 
 def autocast_device_types() -> tuple[str, ...]:
-    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant."""
+    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant.
+
+    Not those that carry policies (``policy_codes``): nothing runs on them.
+    """
     names = [
         torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
         for name in _PRIORITY
     ]
-    return tuple(name for name in names if torch.amp.is_autocast_available(name))
+    return tuple(
+        name for name in names if name not in CARRIERS and torch.amp.is_autocast_available(name)
+    )
 
 
-# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``autocast_region``.
+# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``region``.
 autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -56,11 +61,19 @@ class AutocastState:
             enabled or not: the dtype that a region without ``dtype=`` takes.
         enabled: Device types whose autocast is on, in dispatch order.
         cache_enabled: Whether eager autocast would share casts of leaves.
+        codes: What carries the policy (``policy_codes``).
+        policy: The policy of the innermost region that names one; None if none does.
     """
 
     low_dtypes: tuple[tuple[str, torch.dtype], ...]
     enabled: tuple[str, ...]
     cache_enabled: bool
+    codes: tuple[torch.dtype, ...]
+    policy: Policy | None = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Decodes the policy, once; the state keeps it alive."""
+        object.__setattr__(self, "policy", policy_of(self.codes))
 
     @classmethod
     def ambient(cls) -> AutocastState:
@@ -68,12 +81,9 @@ class AutocastState:
         devices = autocast_device_types()
         return cls(
             low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
-            enabled=tuple(
-                device
-                for device in devices
-                if device not in CARRIERS and torch.is_autocast_enabled(device)
-            ),
+            enabled=tuple(filter(torch.is_autocast_enabled, devices)),
             cache_enabled=torch.is_autocast_cache_enabled(),
+            codes=ambient_codes(),
         )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
@@ -83,15 +93,20 @@ class AutocastState:
     def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
         """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
         carried = [
-            (device, low, False, self.cache_enabled)
-            for device, low in self.low_dtypes
-            if device in CARRIERS and is_code(low)
+            (carrier, code, False, self.cache_enabled)
+            for carrier, code in zip(CARRIERS, self.codes, strict=True)
+            if is_code(code)
         ]
         enabled = [
             (device, self.low_dtype(device), True, self.cache_enabled)
             for device in reversed(self.enabled)
         ]
         return carried + enabled
+
+    def with_policy(self, policy: Policy) -> AutocastState:
+        """This state with another policy."""
+        found = interned(policy)
+        return dataclasses.replace(self, codes=codes_of(found))
 
     def turned(
         self,
@@ -108,7 +123,8 @@ class AutocastState:
         )
         others = set(self.enabled) - {device_type}
         on = others | {device_type} if enabled else others
-        return AutocastState(
+        return dataclasses.replace(
+            self,
             low_dtypes=low_dtypes,
             enabled=tuple(device for device, _ in low_dtypes if device in on),
             cache_enabled=self.cache_enabled if cache_enabled is None else cache_enabled,
@@ -128,6 +144,12 @@ class AutocastState:
         """
         # ``applied`` keeps the cache off, which is not what the region shall inherit.
         cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
+        if device_type in CARRIERS:
+            assert dtype is not None
+            codes = {**dict(zip(CARRIERS, self.codes, strict=True)), device_type: dtype}
+            return dataclasses.replace(
+                self, codes=tuple(codes.values()), cache_enabled=cache_enabled
+            )
         with self.applied():
             region = torch.autocast(
                 device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
@@ -158,8 +180,9 @@ class AutocastState:
 def _set_flags(state: AutocastState) -> None:
     for device_type, dtype in state.low_dtypes:
         torch.set_autocast_dtype(device_type, dtype)
-        if device_type not in CARRIERS:
-            torch.set_autocast_enabled(device_type, device_type in state.enabled)
+        torch.set_autocast_enabled(device_type, device_type in state.enabled)
+    for carrier, code in zip(CARRIERS, state.codes, strict=True):
+        torch.set_autocast_dtype(carrier, code)
     torch.set_autocast_cache_enabled(state.cache_enabled)
 
 

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.errors import BannedOpError
-from amp_fx.graphs.casts import make_cast
 from amp_fx.graphs.values import tensors_in
 from amp_fx.policies.calls import apply_policy, is_eligible, qualified_name, reaches_autocast
 from amp_fx.policies.policy import preset
@@ -88,7 +87,7 @@ def rewritten(call: Call, device_type: str, dtype: torch.dtype) -> Call:
     policy = preset("torch").rule(call[0], device_type)
     assert policy is not None, f"{qualified_name(call[0])} has no policy on {device_type}"
     with no_autocast():
-        return apply_policy(policy, call, device_type, dtype, make_cast)
+        return apply_policy(policy, call, device_type, dtype)
 
 
 # How to call an op with tensors: optional, list and constant arguments among them. Indexing a
@@ -247,7 +246,7 @@ def test_list_of_optional_tensors_passes_uncast() -> None:
     index = torch.tensor([0])
     call: Call = (aten.index_put.default, (torch.ones(2), [index], torch.ones(1).bfloat16()), {})
     with no_autocast():
-        _, args, _ = apply_policy(CastPolicy.PROMOTE, call, "cpu", bf16, make_cast)
+        _, args, _ = apply_policy(CastPolicy.PROMOTE, call, "cpu", bf16)
     assert args[1][0] is index
     assert [args[0].dtype, args[2].dtype] == [f32, f32]
 
@@ -260,7 +259,7 @@ def test_what_is_not_eligible_is_never_touched(dtypes: list[torch.dtype]) -> Non
     tensors = [torch.ones(2, dtype=dtype) for dtype in dtypes]
     call: Call = (aten.cat.default, (tensors,), {})
     for policy in (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.PROMOTE):
-        assert apply_policy(policy, call, "cpu", bf16, make_cast) is call
+        assert apply_policy(policy, call, "cpu", bf16) is call
 
 
 def test_tensors_of_other_devices_are_not_touched() -> None:

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Policy
-from amp_fx.regions.policy_codes import ambient_policy
-from amp_fx.regions.state import CARRIERS
+from amp_fx.regions.policy_codes import CARRIERS, ambient_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import amp_fx
 from amp_fx import CastPolicy, Policy, preset
 from amp_fx.errors import BannedOpError, PolicyError, RegionError
-from amp_fx.regions.policy_codes import ambient_policy, codes_of
+from amp_fx.regions.policy_codes import ambient_policy, codes_of, interned
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.presets import torch_version
 from tests.programs import assert_same_bits, compiled, run_program
@@ -217,8 +217,8 @@ def test_policy_of_another_device_changes_nothing(args: tuple[torch.Tensor, ...]
 
 
 def test_equal_policies_share_a_code(mine: Policy) -> None:
-    assert codes_of(mine) == codes_of(Policy("copy", mine.tables))
-    assert codes_of(mine) != codes_of(preset("torch"))
+    assert interned(mine) is interned(Policy("copy", mine.tables))
+    assert codes_of(interned(mine)) != codes_of(interned(preset("torch")))
 
 
 def test_gradients_in_eager_code(args: tuple[torch.Tensor, ...]) -> None:

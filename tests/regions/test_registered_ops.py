@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import amp_fx
 from amp_fx import CastPolicy, Policy
 from amp_fx.errors import PolicyError
-from amp_fx.policies import registered_ops
+from amp_fx.regions import registered_ops
 from tests.programs import compiled, decisions_of
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def test_a_kernel_of_ours_is_none_of_the_ops_own(x: torch.Tensor) -> None:
         lambda x: torch.ops.amp_fx_test.adjusted(x @ x, x, x).relu(), x, policy=Policy.default()
     )
     assert [d.op for d in decided] == ["aten::matmul"]
-    reports = [n for n in amp_fx.regions.registered_ops._reported if n.endswith("adjusted")]
+    reports = [n for n in registered_ops._reported if n.endswith("adjusted")]
     assert reports, "it was looked at, not left to a kernel of its own"
 
 

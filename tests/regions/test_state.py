@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.regions.state import AutocastState, autocast_device_types, no_autocast
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def test_every_device_that_torch_can_autocast_is_known() -> None:
         with contextlib.suppress(RuntimeError):
             if torch.amp.is_autocast_available(name):
                 available.add(name)
-    assert set(autocast_device_types()) == available
+    assert {*autocast_device_types(), *CARRIERS} == available
 
 
 def test_no_autocast_turns_all_off_and_regions_inside_on_again() -> None:
