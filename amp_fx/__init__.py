@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from amp_fx import weight_cache
@@ -46,6 +47,17 @@ _LAZY = {
     "to_networkx": "amp_fx.explanation.network",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
+
+
+_MOVED = {
+    "amp_fx.front.compiled": "amp_fx.front.settings",
+    "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
+    "amp_fx.policies.overrides": "amp_fx.policies.changes",
+}
+"""Modules that older pickles name, and where their classes are now."""
+
+for _old, _new in _MOVED.items():
+    sys.modules[_old] = importlib.import_module(_new)
 
 
 def __getattr__(name: str) -> Any:

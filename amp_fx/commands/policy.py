@@ -36,14 +36,7 @@ NO_POLICY = "no policy"
 OWN_KERNEL = "own kernel"
 
 MEANING = {
-    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to the autocast dtype",
-    CastPolicy.FP32.value: "floating-point inputs go to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE.value: "an unset dtype= becomes float32; inputs stay",
-    CastPolicy.FP32_APPEND_DTYPE.value: "calls the overload with dtype=, with float32",
-    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
-    CastPolicy.BANNED.value: "raises: unsafe under autocast",
-    CastPolicy.KEEP.value: "left alone, and not looked into",
-    CastPolicy.SAME_AS_INPUT.value: "computes in float32, gives back its first input's dtype",
+    **{policy.value: policy.effect() for policy in CastPolicy},
     OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
     NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
 }

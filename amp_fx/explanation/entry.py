@@ -24,7 +24,7 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
-from amp_fx.front.compile import RegionSettings, as_dtype
+from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.policy_codes import ambient_policy

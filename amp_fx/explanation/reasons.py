@@ -5,22 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.decompose import OpDecision
     from amp_fx.regions.state import AutocastState
-
-_EFFECTS = {
-    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to {low}",
-    CastPolicy.FP32.value: "floating-point inputs go to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE.value: "its unset dtype= becomes float32",
-    CastPolicy.FP32_APPEND_DTYPE.value: "runs with dtype=float32",
-    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
-    CastPolicy.BANNED.value: "unsafe under autocast",
-}
 
 _KINDS = {
     "input": "an argument of the graph",
@@ -70,10 +60,9 @@ def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
 
 def _sentence(decision: OpDecision, state: AutocastState) -> str:
     low = dtype_name(state.low_dtype(decision.device_type))
-    policy = decision.policy.value
-    effect = _EFFECTS.get(policy, policy).format(low=low)
     op = decision.op.removeprefix("aten::")
-    return f"{op}: {policy} ({decision.device_type} {decision.origin}), {effect}"
+    where = f"{decision.device_type} {decision.origin}"
+    return f"{op}: {decision.policy.value} ({where}), {decision.policy.effect(low)}"
 
 
 def describe(state: AutocastState) -> str:

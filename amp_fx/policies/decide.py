@@ -132,7 +132,8 @@ class Resolver:
         Raises:
             PolicyError: A rule raised, or gave no cast policy.
         """
-        by_op: Decision | None = self._by_op(call[0], device_type)
+        # The table of registered ops only grows: its size says whether an answer is out of date.
+        by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
         if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
             return by_op
         for rule in reversed(self._rules):
@@ -151,7 +152,7 @@ class Resolver:
             return False
         return any(is_eligible(t, device_type) for t in castable_tensors(call))
 
-    def _find_by_op(self, op: OpOverload, device_type: str) -> Decision | None:
+    def _find_by_op(self, op: OpOverload, device_type: str, _: int) -> Decision | None:
         name = qualified_name(op)
         policy = self._tables.get(device_type, {}).get(name)
         origin, args = self._args.get(name, ("", {}))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, takes_policy
@@ -29,7 +31,7 @@ def register_op(
 
     It holds under ``torch.autocast`` and under every policy, as if all tables had it; what a
     policy says about the op itself, its module, or by rule comes before. Call it once, where
-    the op is defined, before anything that calls it is compiled.
+    the op is defined. If the op was reported before, all that was compiled is compiled anew.
 
     Args:
         op: Such as ``"mylib::op"``: all its overloads that compute, or ``"mylib::op.overload"``,
@@ -52,6 +54,9 @@ def register_op(
     REGISTERED.update(dict.fromkeys(names, entry))
     for name in names:
         prepare_op(name)
+    if not _reported.isdisjoint(names):
+        torch._dynamo.reset()
+        _reported.difference_update(names)
 
 
 def _check(name: str, entry: RegisteredOp) -> None:

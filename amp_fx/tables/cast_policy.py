@@ -29,3 +29,23 @@ class CastPolicy(enum.Enum):
     """Leave the call alone, and do not look into it."""
     SAME_AS_INPUT = "same_as_input"
     """Compute in float32, give back the dtype of the first floating-point input."""
+
+    def effect(self, low: str = "the autocast dtype") -> str:
+        """What happens to a call, in a few words.
+
+        Args:
+            low: What to call the low dtype.
+        """
+        return _EFFECTS[self].format(low=low)
+
+
+_EFFECTS = {
+    CastPolicy.LOWER_PRECISION_FP: "floating-point inputs go to {low}",
+    CastPolicy.FP32: "floating-point inputs go to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "an unset dtype= becomes float32; inputs stay",
+    CastPolicy.FP32_APPEND_DTYPE: "calls the overload with dtype=, with float32",
+    CastPolicy.PROMOTE: "inputs go to the widest of their dtypes",
+    CastPolicy.BANNED: "raises: unsafe under autocast",
+    CastPolicy.KEEP: "left alone, and not looked into",
+    CastPolicy.SAME_AS_INPUT: "computes in float32, gives back its first input's dtype",
+}
