@@ -17,6 +17,7 @@ from amp_fx.regions.registered_ops import register_op
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
+    from amp_fx.added_passes import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
@@ -36,6 +37,7 @@ __all__ = [
     "preset",
     "register_device",
     "register_op",
+    "register_pass",
     "to_networkx",
     "weight_cache",
 ]
@@ -44,6 +46,7 @@ _LAZY = {
     "Explanation": "amp_fx.explanation.explanation",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
+    "register_pass": "amp_fx.added_passes",
     "to_networkx": "amp_fx.explanation.network",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""

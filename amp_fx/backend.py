@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
+from amp_fx.added_passes import in_cache_keys, keeps_out_of_caches, with_added
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graphs.decompose import Site
@@ -70,8 +71,11 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     parsed = Options.parse(options, mode)
-    rewritten = rewrite(gm, example_inputs, parsed, _Reporting()).gm
-    with no_autocast():
+    found = rewrite(gm, example_inputs, parsed, _Reporting())
+    rewritten = found.gm
+    if keeps_out_of_caches(found.passes):
+        parsed = parsed.with_inductor(force_disable_caches=True)
+    with no_autocast(), in_cache_keys(found.passes):
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
         if plan is not None:
             added = example_copies(rewritten, example_inputs)
@@ -93,11 +97,13 @@ class Rewritten:
         gm: A rewritten copy of it; one under native autocast if a pass failed.
         state: The state of autocast where it begins.
         frame: The modules around the frame that it was captured from.
+        passes: What ran over it.
     """
 
     gm: fx.GraphModule
     state: AutocastState
     frame: CompileFrame
+    passes: tuple[Pass, ...]
 
 
 def rewrite(
@@ -126,7 +132,7 @@ def rewrite(
         guard_module(frame)
         warn_unused(policy, frame, gm)
     restores_outputs = not ambient.enabled and options.output_dtype == "original"
-    passes = default_passes(
+    built_in = default_passes(
         policy,
         Site(state, torch.is_grad_enabled()),
         restores_outputs=restores_outputs,
@@ -135,11 +141,12 @@ def rewrite(
         frame=frame,
         guards_range=options.range_guard,
     )
+    passes = with_added(built_in, options.passes, options.disable_passes)
     with no_autocast():
         rewritten = _run_passes(gm, passes, options, observer) or as_native_region(
             copy_graph_module(gm), state, restores_outputs=restores_outputs
         )
-    return Rewritten(rewritten, state, frame)
+    return Rewritten(rewritten, state, frame, passes)
 
 
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:

@@ -36,6 +36,18 @@ pass_log = logging.getLogger("amp_fx.passes")
 
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"
 
+PASSES: tuple[type[Pass], ...] = (
+    MarkRegions,
+    InsertCasts,
+    RestoreOutputs,
+    HoistCasts,
+    FoldCasts,
+    KeepWeightCasts,
+    ShareRegionCasts,
+    WrapIslands,
+)
+"""All passes, in the order in which they run."""
+
 
 def default_passes(
     policy: Policy,
@@ -88,7 +100,8 @@ def run_passes(
         observer: Told of each pass.
 
     Raises:
-        PassError: A pass failed; the message names it and those that ran before.
+        PassError: A pass failed, or what it requires or ensures does not hold; the message names
+            it and those that ran before.
         AmpFxError: A pass refused the graph on purpose.
     """
     is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
@@ -96,9 +109,11 @@ def run_passes(
     for current in passes:
         start = time.perf_counter()
         try:
+            _check_conditions(gm, current, "requires")
             result = current.call(gm)
             if result.modified:
                 _finish(gm)
+            _check_conditions(gm, current, "ensures")
             if is_checked:
                 check_graph(gm, current.name)
         except AmpFxError:
@@ -114,6 +129,17 @@ def run_passes(
         if observer is not None:
             observer.after_pass(report, gm)
     return reports
+
+
+class _ConditionError(Exception):
+    """A graph is not what a pass states."""
+
+
+def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
+    for condition in getattr(current, what, ()):
+        node = condition.broken_by(gm)
+        if node is not None:
+            raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
 
 
 def _finish(gm: fx.GraphModule) -> None:

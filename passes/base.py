@@ -56,8 +56,15 @@ class Observer(Protocol):
 class Pass(Protocol):
     """One rewrite of a graph; its options are its fields.
 
-    A pass edits nodes and counts. Linting, recompiling, timing, logging and error
-    wrapping are the runner's. A second run changes nothing.
+    A pass edits nodes and counts. Linting, recompiling, timing, logging, error wrapping and
+    checking conditions are the runner's. A second run changes nothing.
+
+    It may also have
+
+    - ``requires`` and ``ensures``: conditions (``graphs.conditions``) that hold before and after,
+    - ``is_needed``: True where results would be wrong without it, so that it cannot be disabled,
+    - ``cache_key``: a string that differs where it may do something else to an equal graph. A pass
+      of a user's own that has none keeps its graphs out of on-disk caches.
     """
 
     name: ClassVar[str]

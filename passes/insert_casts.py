@@ -32,9 +32,11 @@ from amp_fx.graphs.bodies import (
     operands_of,
 )
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.decompose import Decomposer, NotPlainError, OpaqueKernelError, Site
 from amp_fx.graphs.inline import inline, is_getitem, spell_out_tuples
 from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
+from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 from amp_fx.graphs.values import (
@@ -58,6 +60,7 @@ from amp_fx.regions.module_stack import NO_FRAME
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from amp_fx.graphs.conditions import Condition
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
@@ -78,12 +81,15 @@ class InsertCasts:
     """
 
     name: ClassVar[str] = "insert_casts"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    is_needed: ClassVar[bool] = True
     policy: Policy
     frame: CompileFrame = NO_FRAME
     guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
+        """Inserts casts, counts them as ``casts_inserted``, and sets every value."""
         remember_captured(gm.graph)
         decomposer = Decomposer(self.policy, detect_fake_mode(gm.graph), self.frame)
         rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
@@ -122,10 +128,10 @@ class _Rewriter:
         return values_in(self.graph.output_node().args[0])
 
     def _visit(self, node: fx.Node) -> None:
-        if "island" in node.meta:
+        if ISLAND.is_on(node):
             self._visit_island(node)
             return
-        site: Site = node.meta["site"]
+        site = SITE.of(node)
         if not site.state.enabled or not _may_need_casts(node):
             self._keep(node)
             return
@@ -135,7 +141,7 @@ class _Rewriter:
         except NotPlainError as error:
             self._visit_refused(node, error)
             return
-        node.meta["decisions"] = decomposed.decisions
+        DECISIONS.put(node, decomposed.decisions)
         if decomposed.graph is None:
             self._keep(node)
         else:
@@ -150,7 +156,7 @@ class _Rewriter:
             self._restore_inputs(node)
             self._visit(node)
             return
-        node.meta["island"] = str(error)
+        ISLAND.put(node, str(error))
         self._visit_island(node)
         if isinstance(error, OpaqueKernelError) and error.result_dtype is not None:
             self._cast_result(node, error.result_dtype)
@@ -193,7 +199,7 @@ class _Rewriter:
     def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
         with self.graph.inserting_before(node):
             cast = add_cast(self.graph, source, dtype, reason)
-        cast.meta["site"] = node.meta["site"]
+        SITE.put(cast, SITE.of(node))
         self._evaluate(cast)
         node.replace_input_with(source, cast)
 
@@ -214,7 +220,7 @@ class _Rewriter:
 
     def _visit_island(self, node: fx.Node) -> None:
         if has_plain_bodies(node) and self._rewrite_bodies(node):
-            del node.meta["island"]
+            ISLAND.drop(node)
             mark_rewritten(node)
             return
         evaluate_island(node, self.fake_mode, self.decomposer.frame)
@@ -228,7 +234,7 @@ class _Rewriter:
             cast = add_cast(self.graph, node, dtype, KERNEL_RESULT)
         self._evaluate(cast)
         node.replace_all_uses_with(cast, lambda user: user is not cast)
-        cast.meta["captured"] = captured_value(node)
+        CAPTURED.put(cast, captured_value(node))
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
@@ -236,7 +242,7 @@ class _Rewriter:
             return False
         values = list(values_in(operands_of(node)))
         bodies = bodies_of(self.gm, node)
-        results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
+        results = [self._rewrite_body(body, values, SITE.of(node)) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
         set_value(node, results[0])
@@ -264,7 +270,7 @@ class _Rewriter:
         self._evaluate(node)
 
     def _evaluate(self, node: fx.Node) -> None:
-        is_grad_enabled = node.meta["site"].is_grad_enabled
+        is_grad_enabled = SITE.of(node).is_grad_enabled
         with analysis(self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True):
             set_value(node, evaluate(node))
 

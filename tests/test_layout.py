@@ -22,7 +22,7 @@ ORDER = (
     ("weights",),
     ("passes",),
     (
-        *("backend", "pipeline", "options", "inner", "inductor_repair", "fallback"),
+        *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
         *("stats", "weight_cache"),
     ),
     ("front", "grad_scaler"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import operator
 import pickle
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def policy() -> Policy:
         .with_ops({"softmax": "lower_precision_fp"})
         .with_modules({"a.*": "fp32", nn.LayerNorm: "keep", "re:x+": "promote"})
         .with_args("index_add", {"source": "same_as:self"})
-        .with_rule(operator.add)
+        .with_rule("operator:add")
     )
 
 

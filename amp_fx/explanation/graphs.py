@@ -13,6 +13,7 @@ from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
+from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
@@ -173,7 +174,7 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
     state = AutocastState.ambient()
     reader = GraphReader(gm, state, NO_FRAME)
     nodes = reader.read()
-    found = [n for n in gm.graph.nodes if "cast" in n.meta or n.target is kept_cast]
+    found = [n for n in gm.graph.nodes if CAST.is_on(n) or n.target is kept_cast]
     return GraphRecord(
         index=0,
         stage="forward",

@@ -13,6 +13,7 @@ from amp_fx.explanation.places import Place, input_path, op_name, place_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
 from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.weights.kept_cast import kept_cast
 
@@ -114,7 +115,7 @@ class GraphReader:
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What a node is made of: its inputs, or the weight that it is a kept copy of."""
-        slot = node.meta.get("kept_input")
+        slot = KEPT_INPUT.get(node)
         if slot is None:
             return node.all_input_nodes
         return [node.graph.find_nodes(op="placeholder")[slot.source_index]]
@@ -155,18 +156,18 @@ def kind_of(node: fx.Node) -> str:
     if node.op == "output":
         return "output"
     if node.op == "placeholder":
-        if "kept_input" in node.meta:
+        if KEPT_INPUT.is_on(node):
             return "copy"
         is_static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
         is_parameter = isinstance(recorded_value(node), torch.nn.Parameter)
         return "weight" if is_parameter or is_static is not None else "input"
     if node.op == "get_attr":
         return "weight"
-    if "cast" in node.meta:
+    if CAST.is_on(node):
         return "cast"
     if node.target is kept_cast:
         return "kept_cast"
-    return "island" if "island" in node.meta else "op"
+    return "island" if ISLAND.is_on(node) else "op"
 
 
 def run_dtype(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.metadata import CAST, DECISIONS, ISLAND, SITE
 
 if TYPE_CHECKING:
     from torch import fx
@@ -28,13 +29,12 @@ def origin_and_reason(
     if kind in _KINDS:
         return "", _KINDS[kind]
     if kind == "cast":
-        cast = node.meta["cast"]
-        return "", f"put in for {clean_reason(cast.reason)}"
+        return "", f"put in for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
     if kind == "island":
-        return "island", f"left as it is, under native autocast: {node.meta['island']}"
-    site = node.meta.get("site")
+        return "island", f"left as it is, under native autocast: {ISLAND.of(node)}"
+    site = SITE.get(node)
     if site is None:
         return "", "derived from the forward"
     state: AutocastState = site.state
@@ -54,8 +54,7 @@ def origin_and_reason(
 
 def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
     """The decisions on a node; the last of the ops that it was decomposed into has the rest."""
-    found: tuple[OpDecision, ...] = node.meta.get("decisions", ())
-    return found
+    return DECISIONS.get(node) or ()
 
 
 def _sentence(decision: OpDecision, state: AutocastState) -> str:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.weights.kept_inputs import example_copies
 
@@ -116,9 +117,9 @@ class GraphRecorder:
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, [*example_inputs, *added])
         slots = [
-            node.meta["kept_input"]
+            KEPT_INPUT.of(node)
             for node in gm.graph.find_nodes(op="placeholder")
-            if "kept_input" in node.meta
+            if KEPT_INPUT.is_on(node)
         ]
 
         def run(*args: Any) -> Any:

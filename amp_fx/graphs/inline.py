@@ -11,6 +11,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.decompose import NotPlainError
+from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
 from amp_fx.graphs.values import captured_value, set_value, tensors_in, value_of
 from amp_fx.policies.calls import qualified_name
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_fx.graphs.decompose import Decomposed, OpDecision
-
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "site")
 
 
 def inline(
@@ -49,8 +48,8 @@ def inline(
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
-            env[op].meta["decisions"] = _decisions_of(op, decomposed)
-            num_casts += "cast" in env[op].meta
+            DECISIONS.put(env[op], _decisions_of(op, decomposed))
+            num_casts += CAST.is_on(env[op])
             evaluate_node(env[op])
     result = map_arg(decomposed.graph.output_node().args[0], env.__getitem__)
     _replace(node, result, decomposed, fresh=set(env.values()) - set(inputs))
@@ -63,7 +62,7 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     new.meta = provenance(node)
     if is_cast_call(new):
         mark_cast(new, str(node.target))
-        new._rename(cast_name(new.all_input_nodes[0], new.meta["cast"].dtype))
+        new._rename(cast_name(new.all_input_nodes[0], CAST.of(new).dtype))
     return new
 
 
@@ -81,11 +80,6 @@ def _decisions_on_none(decomposed: Decomposed) -> tuple[OpDecision, ...]:
 
 def _op_name(op: fx.Node) -> str | None:
     return qualified_name(op.target) if isinstance(op.target, torch._ops.OpOverload) else None
-
-
-def provenance(node: fx.Node) -> dict[str, Any]:
-    """What a node that is made out of another one keeps of its metadata."""
-    return {key: node.meta[key] for key in _PROVENANCE if key in node.meta}
 
 
 def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.Node]) -> None:
@@ -112,8 +106,8 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
 
 
 def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
-    result.meta["captured"] = captured
-    result.meta["decisions"] = (*result.meta["decisions"], *_decisions_on_none(decomposed))
+    CAPTURED.put(result, captured)
+    DECISIONS.put(result, (*DECISIONS.of(result), *_decisions_on_none(decomposed)))
 
 
 def spell_out_tuples(node: fx.Node) -> None:
@@ -130,7 +124,8 @@ def _item(source: fx.Node, index: int, node: fx.Node) -> fx.Node:
     with node.graph.inserting_before(node):
         item = node.graph.call_function(operator.getitem, (source, index))
     captured = captured_value(source)
-    item.meta = {**provenance(node), "captured": None if captured is None else captured[index]}
+    item.meta = provenance(node)
+    CAPTURED.put(item, None if captured is None else captured[index])
     set_value(item, value_of(source)[index])
     return item
 

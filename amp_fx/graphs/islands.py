@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from amp_fx.regions.module_stack import CompileFrame
 
 TRANSFORM = "torch.func transform"
-"""The reason of islands that stand inside a torch.func transform (``meta["island"]``)."""
+"""The reason of islands that stand inside a torch.func transform (``metadata.ISLAND``)."""
 
 
 def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -40,7 +41,7 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in list(graph.nodes):
         if node._erased:
             continue
-        if node.meta.get("island") == TRANSFORM:
+        if ISLAND.get(node) == TRANSFORM:
             together.append(node)
             continue
         if together:
@@ -88,18 +89,18 @@ def evaluate_together(
 
 def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
     """Gives islands the policy of their module: where they run, no module does."""
-    site = nodes[0].meta["site"]
+    site = SITE.of(nodes[0])
     policy = site.state.policy
     if policy is None or not policy.resolver.depends_on_module:
         return
     state = site.state.with_policy(policy.for_modules(module_stack(nodes[0], frame)))
     for node in nodes:
-        node.meta["site"] = dataclasses.replace(node.meta["site"], state=state)
+        SITE.put(node, dataclasses.replace(SITE.of(node), state=state))
 
 
 @contextlib.contextmanager
 def _native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    site = node.meta["site"]
+    site = SITE.of(node)
     prepare_state(site.state)
     with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
         yield

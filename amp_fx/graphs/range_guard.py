@@ -10,7 +10,7 @@ way in, or a policy that says so), such a number is
 
 Where the program itself has the tensor low, under an ambient region, eager autocast's numbers
 stand, infinities included; only what eager refuses to run (``masked_fill`` with a value that
-overflows) is clamped there too. Whatever is found is in ``node.meta["range_guard"]``.
+overflows) is clamped there too. Whatever is found is in ``metadata.RANGE_NOTE``.
 
 Left alone on purpose: in-place arithmetic, which cannot change its dtype; masks with more than
 one element; parameters and buffers, whose values are not known here.
@@ -27,6 +27,7 @@ from torch.fx.node import map_aggregate
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast, is_widening
+from amp_fx.graphs.metadata import RANGE_NOTE
 from amp_fx.graphs.values import captured_value, dtypes_differ, tensors_in, value_of
 
 _REFUSED = ("masked_fill", "index_fill", "fill", "full_like", "new_full", "clamp", "clip")
@@ -89,7 +90,7 @@ def record_kept_in_float32(node: fx.Node, reason: str) -> None:
 
 
 def _record(node: fx.Node, what: str) -> None:
-    node.meta["range_guard"] = f"{_name(node)}: {what}"
+    RANGE_NOTE.put(node, f"{_name(node)}: {what}")
 
 
 def _note_out_of_range(node: fx.Node, low: torch.dtype) -> None:

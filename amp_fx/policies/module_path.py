@@ -22,6 +22,9 @@ ModuleStack: TypeAlias = tuple[ModuleEntry, ...]
 _ITEM = re.compile(
     r"""\._(?:modules|parameters|buffers)\[(['"])(.*?)\1\]|\[(['"])(.*?)\3\]|\[(\d+)\]"""
 )
+_CLOSURE = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+"""A variable that a function has from around it: told by the function's own name."""
+
 _WRAPPED = re.compile(r"^(self|fn|mod)(\.|$)")
 """How Dynamo calls the compiled module itself."""
 
@@ -41,6 +44,7 @@ def module_path(name: str) -> str:
 
     The ``self`` of a compiled method is left out.
     """
+    name = _CLOSURE.sub("", name)
     plain = _ITEM.sub(lambda m: f".{m[2] or m[4] or m[5]}", name)
     return _WRAPPED.sub("", re.sub(r"^[LG](\.|$)", "", plain)).lstrip(".")
 

@@ -7,12 +7,14 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from amp_fx.errors import PolicyWarning
 from amp_fx.policies.module_path import join_path
 from amp_fx.regions.module_stack import module_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import fx
 
@@ -53,15 +55,36 @@ _checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionar
 
 
 def _modules_of(frame: CompileFrame, gm: fx.GraphModule) -> list[ModuleEntry]:
-    if frame.root is not None:
-        return [(path, type(m), path) for path, m in frame.root.named_modules()]
+    roots: Mapping[str, nn.Module] = {"": frame.root} if frame.root is not None else frame.held
     held = [
         (path, type(module), join_path(name, path))
-        for name, root in frame.held.items()
-        for path, module in root.named_modules()
+        for name, root in roots.items()
+        for path, module in _reachable(root)
     ]
     called = [entry for node in gm.graph.nodes for entry in module_stack(node, frame)]
     return list(dict.fromkeys([*held, *called]))
+
+
+def _reachable(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, and those that plain lists and dictionaries of its modules hold."""
+    seen: set[int] = set()
+    pending = [("", root)]
+    while pending:
+        start, outer = pending.pop()
+        for path, module in outer.named_modules(prefix=start):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                pending += _held_plainly(path, module)
+
+
+def _held_plainly(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in vars(module).items():
+        if name == "_modules" or not isinstance(value, (list, tuple, dict)):
+            continue
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, nn.Module):
+                yield join_path(path, name, str(key)), item
 
 
 def _fits(override: ModuleOverride, module: ModuleEntry) -> bool:

@@ -186,6 +186,9 @@ def test_modules_given_to_a_function(argument: int) -> None:
         ("L['model']._modules['head']", "model.head"),
         ("G['net'][0]", "net.0"),
         ("L['self']", ""),
+        ("L['self'].blocks._modules['a[0]']._parameters['weight']", "blocks.a[0].weight"),
+        ("L['self']._modules[\"it's\"]", "it's"),
+        ("L['inner'].__closure__[0].cell_contents.0", "inner.0"),
     ],
 )
 def test_dynamos_names(name: str, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -174,3 +175,33 @@ def test_a_banned_op_says_so(x: torch.Tensor) -> None:
     policy = Policy.default().with_ops({"amp_fx_test::composed": "banned"})
     with pytest.raises(BackendCompilerFailed, match="composed is banned by the policy"):
         compiled(lambda x: composed(x, x, x), policy=policy)(x)
+
+
+@pytest.mark.parametrize("call", ["eager", "eager with a policy", "compiled"])
+def test_registering_after_a_failed_run_takes_effect(
+    x: torch.Tensor, reports: pytest.LogCaptureFixture, call: str
+) -> None:
+    """As the message invites: the op refuses a mixture, and is registered then."""
+    name = f"amp_fx_test::picky_{call.replace(' ', '_')}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def picky(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.dtype == b.dtype, "a mixture"
+        return a + b
+
+    picky.register_fake(lambda a, b: torch.empty_like(a + b))
+
+    def program(x: torch.Tensor) -> Any:
+        return picky(x[None] @ x[:, None], x[:1, None])
+
+    policy = Policy.default().with_modules({"*": "fp32"}) if "policy" in call else None
+    run = compiled(program, output_dtype="autocast") if call == "compiled" else program
+    region = contextlib.nullcontext() if call == "compiled" else torch.autocast("cpu")
+    if policy is not None:
+        Policy.default().resolver.decide((torch.ops.aten.mm.default, (x, x), {}), "cpu", ())
+    with region, pytest.raises(AssertionError, match="a mixture"):
+        run(x)
+    assert call != "compiled" or any(name in r.getMessage() for r in reports.records)
+    amp_fx.register_op(name, "fp32")
+    with region:
+        assert run(x).dtype == f32
