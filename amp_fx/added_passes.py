@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ class AddedPass:
     after: str = DEFAULT_AFTER
 
 
-_registered: dict[str, AddedPass] = {}
+_registered: OrderedDict[str, AddedPass] = OrderedDict()
 
 
 def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
@@ -58,7 +59,6 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
         raise OptionError(f"after={after!r}: {_no_such_pass(after, ())}")
     handle = RemovableHandle(_registered)
     handle.id = new.name  # type: ignore[assignment]
-    _registered.pop(new.name, None)
     _registered[new.name] = AddedPass(new, after)
     return handle
 
@@ -142,13 +142,20 @@ def in_cache_keys(passes: Iterable[Pass]) -> Iterator[None]:
     if not own:
         yield
         return
+    from torch._functorch import config as functorch_config
+
     config: Any = torch.compiler.config
     keys = [f"{each.name}={getattr(each, 'cache_key', '')}" for each in own]
     tag = " ".join(filter(None, [config.cache_key_tag, f"amp_fx: {'; '.join(keys)}"]))
-    with config.patch(cache_key_tag=tag):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(cache_key_tag=tag))
+        if cache_options(own):
+            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         yield
 
 
-def keeps_out_of_caches(passes: Iterable[Pass]) -> bool:
-    """Whether a pass of a user's own gives no key."""
-    return any(each.name not in _BUILT_IN and not hasattr(each, "cache_key") for each in passes)
+def cache_options(passes: Iterable[Pass]) -> dict[str, bool]:
+    """Options for inductor that keep graphs out of its caches where a pass gives no key."""
+    if all(each.name in _BUILT_IN or hasattr(each, "cache_key") for each in passes):
+        return {}
+    return {"fx_graph_cache": False, "fx_graph_remote_cache": False}

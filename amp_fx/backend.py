@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.added_passes import in_cache_keys, keeps_out_of_caches, with_added
+from amp_fx.added_passes import cache_options, in_cache_keys, with_added
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graphs.decompose import Site
@@ -23,7 +24,7 @@ from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import compile_frame, guard_module
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.region import skip_in_dynamo
-from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
 from amp_fx.weights.kept_inputs import (
@@ -73,8 +74,7 @@ def amp_fx(
     parsed = Options.parse(options, mode)
     found = rewrite(gm, example_inputs, parsed, _Reporting())
     rewritten = found.gm
-    if keeps_out_of_caches(found.passes):
-        parsed = parsed.with_inductor(force_disable_caches=True)
+    parsed = parsed.with_inductor(cache_options(found.passes))
     with no_autocast(), in_cache_keys(found.passes):
         plan = plan_kept_casts(rewritten, verify=parsed.verify)
         if plan is not None:
@@ -84,6 +84,8 @@ def amp_fx(
         compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
     if plan is not None:
         compiled = plan.wrap(compiled)
+    if rewritten.graph.find_nodes(op="call_function", target=_enter_autocast):
+        compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
     return called_in(one_region, compiled) if parsed.compiler == "eager" else compiled

@@ -93,7 +93,7 @@ class Options:
         _check_inductor_options(given)
         return cls(**parsed, inductor=tuple(given.items()))
 
-    def with_inductor(self, **more: Any) -> Options:
+    def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """A copy with more options for inductor; without effect on other compilers."""
         return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
 

@@ -194,3 +194,26 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
     """
     guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
     return guard
+
+
+@contextlib.contextmanager
+def left_on_error() -> Iterator[None]:
+    """Leaves the regions that an exception has kept the markers of a graph from leaving.
+
+    Else the thread stays inside of a region, and casts of weights in autocast's cache for good.
+    """
+    before, depth = AutocastState.ambient(), _nesting()
+    try:
+        yield
+    except BaseException:
+        while _nesting() > depth:
+            torch.autocast_decrement_nesting()
+        if not depth:
+            torch.clear_autocast_cache()
+        _set_flags(before)
+        raise
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

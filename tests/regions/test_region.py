@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import amp_fx
 from amp_fx import CastPolicy, Policy, preset
 from amp_fx.errors import BannedOpError, PolicyError, RegionError
 from amp_fx.regions.policy_codes import ambient_policy, codes_of, interned
+from amp_fx.regions.region import SKIPPED_MODULES, skip_in_dynamo
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.presets import torch_version
 from tests.programs import assert_same_bits, compiled, run_program
@@ -363,3 +365,13 @@ def test_island_in_a_region_with_a_policy(args: tuple[torch.Tensor, ...], mine: 
     ours = compiled(call)(*args)
     assert ours.dtype == bf16
     assert torch.equal(ours, call(*args))
+
+
+@pytest.mark.parametrize("name", SKIPPED_MODULES)
+def test_modules_that_dynamo_skips_are_there(name: str) -> None:
+    """They are named by strings: one that is moved would be compiled, without a word."""
+    from torch._dynamo import trace_rules
+
+    skip_in_dynamo()
+    module = importlib.import_module(name)
+    assert trace_rules.check_file(module.__file__).skipped
