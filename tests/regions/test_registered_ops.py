@@ -177,6 +177,7 @@ def test_a_banned_op_says_so(x: torch.Tensor) -> None:
         compiled(lambda x: composed(x, x, x), policy=policy)(x)
 
 
+@pytest.mark.falls_back
 @pytest.mark.parametrize("call", ["eager", "eager with a policy", "compiled"])
 def test_registering_after_a_failed_run_takes_effect(
     x: torch.Tensor, reports: pytest.LogCaptureFixture, call: str
