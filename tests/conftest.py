@@ -35,7 +35,7 @@ def _no_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
     fallback._seen.clear()
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[assignment,method-assign]
     fallback.log.addHandler(handler)
     yield
     fallback.log.removeHandler(handler)
