@@ -98,12 +98,12 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.files``.
+        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.saved``.
 
         Raises:
             PolicyError: The file cannot be read, or an entry is wrong; names line and key.
         """
-        from amp_fx.policies.files import load
+        from amp_fx.policies.saved import load
 
         return load(path)
 
@@ -114,7 +114,7 @@ class Policy:
         Raises:
             PolicyError: An entry is wrong; names line and key.
         """
-        from amp_fx.policies.files import loads
+        from amp_fx.policies.saved import loads
 
         return loads(text)
 
@@ -125,7 +125,7 @@ class Policy:
             PolicyError: A rule or a class of modules cannot be imported by name, so that a
                 file cannot tell of it.
         """
-        from amp_fx.policies.files import save
+        from amp_fx.policies.saved import save
 
         save(self, path)
 
@@ -296,7 +296,7 @@ class Policy:
 
     def __str__(self) -> str:
         """The text of a policy file, which ``loads`` reads."""
-        from amp_fx.policies.files import to_text
+        from amp_fx.policies.saved import to_text
 
         return to_text(self)
 
