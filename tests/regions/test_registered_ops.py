@@ -206,3 +206,14 @@ def test_registering_after_a_failed_run_takes_effect(
     amp_fx.register_op(name, "fp32")
     with region:
         assert run(x).dtype == f32
+
+
+def test_registering_an_op_that_was_reported_takes_effect_in_compiled_code(
+    x: torch.Tensor, reports: pytest.LogCaptureFixture
+) -> None:
+    late = define("late")
+    call = compiled(lambda x: late(x[None] @ x[:, None], x, x), output_dtype="autocast")
+    assert call(x).dtype == f32
+    assert len(reports.records) == 1
+    amp_fx.register_op("amp_fx_test::late", "lower_precision_fp")
+    assert call(x).dtype == bf16
