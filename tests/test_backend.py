@@ -254,6 +254,7 @@ def break_pass(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setattr(InsertCasts, "call", call)
 
 
+@pytest.mark.falls_back
 @pytest.mark.parametrize("way", ["bare", "ambient"])
 def test_pass_that_raises_falls_back_to_native_autocast(
     model: nn.Module,
