@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from amp_fx import weight_cache
-from amp_fx.front.autocast_region import autocast
-from amp_fx.front.compiled import compile  # noqa: A004
-from amp_fx.front.custom_function import custom_bwd, custom_fwd
+from amp_fx.front.compile import compile  # noqa: A004
 from amp_fx.grad_scaler import GradScaler
-from amp_fx.policies.cast_policy import CastPolicy
-from amp_fx.policies.devices import register_device
 from amp_fx.policies.policy import Policy, preset
-from amp_fx.policies.registered_ops import register_op
+from amp_fx.regions.custom_function import custom_bwd, custom_fwd
+from amp_fx.regions.devices import register_device
+from amp_fx.regions.region import autocast
+from amp_fx.regions.registered_ops import register_op
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
+    from amp_fx.added_passes import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
@@ -35,6 +37,7 @@ __all__ = [
     "preset",
     "register_device",
     "register_op",
+    "register_pass",
     "to_networkx",
     "weight_cache",
 ]
@@ -43,9 +46,21 @@ _LAZY = {
     "Explanation": "amp_fx.explanation.explanation",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
+    "register_pass": "amp_fx.added_passes",
     "to_networkx": "amp_fx.explanation.network",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
+
+
+_MOVED = {
+    "amp_fx.front.compiled": "amp_fx.front.settings",
+    "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
+    "amp_fx.policies.overrides": "amp_fx.policies.changes",
+}
+"""Modules that older pickles name, and where their classes are now."""
+
+for _old, _new in _MOVED.items():
+    sys.modules[_old] = importlib.import_module(_new)
 
 
 def __getattr__(name: str) -> Any:

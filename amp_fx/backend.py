@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch.amp.autocast_mode import _enter_autocast
 
+from amp_fx.added_passes import cache_options, in_cache_keys, with_added
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
-from amp_fx.front.autocast_region import skip_in_dynamo
-from amp_fx.graphs.capture import Site
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.recording import current_recorder
-from amp_fx.graphs.region_cast import one_region
-from amp_fx.graphs.regions import AutocastState, no_autocast
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.inner import compile_inner
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policies.module_place import NOWHERE, guard_place, surroundings
-from amp_fx.policies.overrides import warn_unused
 from amp_fx.policies.policy import preset
-from amp_fx.policies.state import carrying, policy_of
+from amp_fx.regions.module_stack import compile_frame, guard_module
+from amp_fx.regions.policy_codes import pin
+from amp_fx.regions.region import skip_in_dynamo
+from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
 from amp_fx.weights.first_call import CompiledLater, with_casts_inside
 from amp_fx.weights.kept_inputs import (
@@ -34,6 +35,7 @@ from amp_fx.weights.kept_inputs import (
     keepable_weights,
     plan_kept_casts,
 )
+from amp_fx.weights.region_cast import one_region
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from amp_fx.passes.base import Pass
+    from amp_fx.passes.base import Observer, Pass, PassReport
+    from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.weights.cast_plan import Plan
 
 log = logging.getLogger(__name__)
@@ -72,52 +75,111 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     parsed = Options.parse(options, mode)
-    ambient = AutocastState.ambient()
-    state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
-    policy = policy_of(state) or parsed.policy
-    if policy != preset("torch"):
-        state = carrying(state, policy)
-    around = surroundings() if policy.resolver.depends_on_place else NOWHERE
-    guard_place(around)
-    if around.root is not None:
-        warn_unused(policy, around.root)
-    site = Site(state, torch.is_grad_enabled())
-    restores_outputs = not ambient.enabled and parsed.output_dtype == "original"
-    weights = keepable_weights(gm, example_inputs) if parsed.weight_cache else ()
-    passes = default_passes(
-        policy,
-        site,
-        restores_outputs=restores_outputs,
-        kept_weights=weights,
-        shares_region=parsed.compiler == "eager",
-        around=around,
-        guards_range=parsed.range_guard,
-        aliases_reads=parsed.compiler != "eager" and current_recorder() is None and has_aliases(),
+    found = rewrite(
+        gm,
+        example_inputs,
+        parsed,
+        _Reporting(),
+        aliases_reads=parsed.compiler != "eager" and has_aliases(),
     )
-    with no_autocast():
-        rewritten = _rewrite(gm, passes, parsed) or as_native_region(
-            copy_graph_module(gm), state, restores_outputs=restores_outputs
-        )
-        recorder = current_recorder()
-        if recorder is not None:
-            return _called_in(no_autocast, recorder.compile(rewritten, example_inputs))
-        plan = plan_kept_casts(rewritten, verify=parsed.verify, root=_root_class())
+    rewritten = found.gm
+    parsed = parsed.with_inductor(cache_options(found.passes))
+    with no_autocast(), in_cache_keys(found.passes):
+        root = found.frame.root
+        name = None if root is None else type(root).__name__
+        plan = plan_kept_casts(rewritten, verify=parsed.verify, root=name)
         if plan is not None:
             added = example_copies(rewritten, example_inputs)
             keep_passed_inputs(rewritten, plan)
             example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
-            compiled = _compile_with_plan(rewritten, example_inputs, plan, parsed)
+            compiled = _compile_with_plan(rewritten, example_inputs, plan, parsed, found.passes)
         else:
             compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
-    if ambient.enabled:
-        return _called_in(no_autocast, compiled)  # the casts are in the graph already
-    return _called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
+    if rewritten.graph.find_nodes(op="call_function", target=_enter_autocast):
+        compiled = called_in(left_on_error, compiled)
+    if AutocastState.ambient().enabled:
+        return called_in(no_autocast, compiled)  # the casts are in the graph already
+    return called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
 
 
-def _root_class() -> str | None:
-    """The class of the outermost module whose code is compiled."""
-    root = surroundings().root
-    return None if root is None else type(root).__name__
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """What became of a captured graph.
+
+    Attributes:
+        gm: A rewritten copy of it; one under native autocast if a pass failed.
+        state: The state of autocast where it begins.
+        frame: The modules around the frame that it was captured from.
+        passes: What ran over it.
+    """
+
+    gm: fx.GraphModule
+    state: AutocastState
+    frame: CompileFrame
+    passes: tuple[Pass, ...]
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    observer: Observer,
+    *,
+    aliases_reads: bool = False,
+) -> Rewritten:
+    """Puts casts into a copy of a captured graph, as the ambient region or the options say.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        observer: Told of what is done.
+        aliases_reads: Whether weights are to be read through other storages
+            (``AliasWeightReads``).
+
+    Raises:
+        OptionError: The device cannot autocast to the dtype that was asked for.
+        BannedOpError: The graph makes an op that autocast bans on its device.
+        PassError: A pass failed, and ``fallback`` is off.
+    """
+    ambient = AutocastState.ambient()
+    state = start_state(gm, options)
+    policy = state.policy or options.policy
+    if state.policy is not None:
+        pin(state.policy)
+    frame = compile_frame()
+    if policy.resolver.depends_on_module:
+        guard_module(frame)
+        warn_unused(policy, frame, gm)
+    restores_outputs = not ambient.enabled and options.output_dtype == "original"
+    built_in = default_passes(
+        policy,
+        Site(state, torch.is_grad_enabled()),
+        restores_outputs=restores_outputs,
+        kept_weights=keepable_weights(gm, example_inputs) if options.weight_cache else (),
+        shares_region=options.compiler == "eager",
+        frame=frame,
+        guards_range=options.range_guard,
+        aliases_reads=aliases_reads,
+    )
+    passes = with_added(built_in, options.passes, options.disable_passes)
+    with no_autocast():
+        rewritten = _run_passes(gm, passes, options, observer) or as_native_region(
+            copy_graph_module(gm), state, restores_outputs=restores_outputs
+        )
+    return Rewritten(rewritten, state, frame, passes)
+
+
+def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
+    """The state of autocast where a graph begins, with the policy that holds there.
+
+    Raises:
+        OptionError: The device cannot autocast to the dtype that was asked for.
+    """
+    ambient = AutocastState.ambient()
+    state = ambient if ambient.enabled else bare_state(gm, ambient, options)
+    policy = state.policy or options.policy
+    return state if policy == preset("torch") else state.with_policy(policy)
 
 
 def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:
@@ -145,22 +207,37 @@ def graph_device_type(gm: fx.GraphModule) -> str | None:
     return known[0] if known else None
 
 
-def _rewrite(gm: fx.GraphModule, passes: Sequence[Pass], options: Options) -> fx.GraphModule | None:
+def _run_passes(
+    gm: fx.GraphModule, passes: Sequence[Pass], options: Options, observer: Observer
+) -> fx.GraphModule | None:
     """A rewritten copy of a graph; None if a pass failed and may be fallen back from."""
     rewritten = copy_graph_module(gm)
     remember_captured(rewritten.graph)
     try:
-        reports = run_passes(rewritten, passes)
+        reports = run_passes(rewritten, passes, observer=observer)
     except PassError as error:
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
-        recorder = current_recorder()
-        (warn_fallback if recorder is None else recorder.fell_back)(error, gm.graph)
+        observer.fell_back(error, gm.graph)
         return None
-    if current_recorder() is None:
-        record_graph(reports)
+    observer.rewritten(reports)
     return rewritten
+
+
+class _Reporting:
+    """Counts what was done, and warns of what could not be done."""
+
+    def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
+        """The runner has logged it."""
+
+    def fell_back(self, error: Exception, graph: fx.Graph) -> None:
+        """Warns, once per cause."""
+        warn_fallback(error, graph)
+
+    def rewritten(self, reports: Sequence[PassReport]) -> None:
+        """Counts (``amp_fx.stats``)."""
+        record_graph(reports)
 
 
 def _compile_or_run_eagerly(
@@ -181,27 +258,32 @@ def _compile_or_run_eagerly(
 
 
 def _compile_with_plan(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], plan: Plan, options: Options
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    plan: Plan,
+    options: Options,
+    passes: Sequence[Pass],
 ) -> Callable[..., Any]:
     """Compiles a graph that takes kept copies, or the variant for a first call, and it later."""
     if not plan.inside or options.compiler == "eager":
         return plan.wrap(_compile_or_run_eagerly(gm, example_inputs, options))
     inside = {len(plan.passed) + i for i in plan.inside}
     outside = [value for i, value in enumerate(example_inputs) if i not in inside]
-    first = _compile_or_run_eagerly(
-        with_casts_inside(gm, plan.inside, plan.passed), outside, options
-    )
+    casting = with_casts_inside(gm, plan.inside, plan.passed)
+    first = _compile_or_run_eagerly(casting, outside, options)
 
     def compile_later(inputs: Sequence[Any]) -> Callable[..., Any]:
-        with no_autocast():
+        with no_autocast(), in_cache_keys(passes):
             return _compile_or_run_eagerly(gm, inputs, options)
 
     return plan.wrap_two(CompiledLater(compile_later), first)
 
 
-def _called_in(
+def called_in(
     context: Callable[[], AbstractContextManager[Any]], compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """A callable with every call of it inside of a context."""
+
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:
         with context():

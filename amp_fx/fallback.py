@@ -11,12 +11,13 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import captured_value, remember_captured
-from amp_fx.policies.kernels import prepare_state
-from amp_fx.policies.module_place import module_path
+from amp_fx.policies.module_path import module_path
+from amp_fx.regions.kernels import prepare_state
 
 if TYPE_CHECKING:
-    from amp_fx.graphs.regions import AutocastState
+    from amp_fx.regions.state import AutocastState
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def describe_place(error: BaseException, graph: fx.Graph) -> str:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    return "cast" in node.meta or str(node.target).startswith("amp_fx.")
+    return CAST.is_on(node) or str(node.target).startswith("amp_fx.")
 
 
 def _node_at_work(error: BaseException) -> fx.Node | None:

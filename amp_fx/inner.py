@@ -13,8 +13,8 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.fallback import warn_eager
-from amp_fx.graphs.regions import CARRIERS
 from amp_fx.inductor_repair import repaired
+from amp_fx.regions.policy_codes import CARRIERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

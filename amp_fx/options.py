@@ -14,6 +14,8 @@ from amp_fx.policies.policy import Policy, as_policy, preset
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from amp_fx.passes.base import Pass
+
 COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
@@ -37,11 +39,16 @@ class Options:
             element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
-            ``amp_fx.policies.range_guard`` says; False gives eager autocast's numbers everywhere.
+            ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
             native autocast, and one (or a backward) that cannot be compiled, op by op.
+        passes: Passes of your own (``amp_fx.passes.base.Pass``), which run after ``fold_casts``;
+            ``amp_fx.register_pass`` adds one to every graph, and says where.
+        disable_passes: Names of passes that do not run, to find out which one is at fault;
+            ``AMP_FX_DISABLE_PASSES`` has more of them, with commas between. Those that results
+            would be wrong without are refused.
         mode: A mode of inductor. ``torch.compile`` takes ``mode=`` or ``options=``, not both;
             with options of ours, it goes here.
         inductor: Everything else, handed to inductor.
@@ -56,6 +63,8 @@ class Options:
     range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
+    passes: tuple[Pass, ...] = ()
+    disable_passes: tuple[str, ...] = ()
     mode: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -73,6 +82,7 @@ class Options:
         for name, convert in _CONVERT.items():
             if name in given:
                 parsed[name] = convert(name, given.pop(name))
+        _add_disabled(parsed)
         compiler = parsed.get("compiler", "inductor")
         if given and compiler != "inductor":
             raise OptionError(
@@ -85,6 +95,10 @@ class Options:
             )
         _check_inductor_options(given)
         return cls(**parsed, inductor=tuple(given.items()))
+
+    def with_inductor(self, more: Mapping[str, Any]) -> Options:
+        """A copy with more options for inductor; without effect on other compilers."""
+        return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
 
 
 def _to_dtype(name: str, value: Any) -> torch.dtype:
@@ -142,6 +156,39 @@ def _to_bool(name: str, value: Any) -> bool:
     return value
 
 
+def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
+    from amp_fx.added_passes import check_pass
+
+    if not isinstance(value, (list, tuple)):
+        raise OptionError(f"{name}={value!r} is no list of passes")
+    for each in value:
+        check_pass(name, each)
+    return tuple(value)
+
+
+def _to_names(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    raise OptionError(f"{name}={value!r} is no list of names of passes")
+
+
+DISABLE_ENVIRONMENT = "AMP_FX_DISABLE_PASSES"
+
+
+def _add_disabled(parsed: dict[str, Any]) -> None:
+    """Completes ``disable_passes`` by the environment, and checks it."""
+    from_environment = os.environ.get(DISABLE_ENVIRONMENT, "").replace(",", " ").split()
+    given = parsed.get("disable_passes", ())
+    if not given and not from_environment:
+        return
+    from amp_fx.added_passes import check_disabled
+
+    added = parsed.get("passes", ())
+    check_disabled("disable_passes", given, added)
+    check_disabled(DISABLE_ENVIRONMENT, from_environment, added)
+    parsed["disable_passes"] = (*given, *from_environment)
+
+
 _CONVERT = {
     "dtype": _to_dtype,
     "policy": _to_policy,
@@ -152,6 +199,8 @@ _CONVERT = {
     "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
+    "passes": _to_passes,
+    "disable_passes": _to_names,
     "mode": _to_mode,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -13,8 +12,8 @@ from torch._logging._internal import trace_structured
 
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.checker import check_graph
-from amp_fx.graphs.recording import current_recorder
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
+from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -23,30 +22,32 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.wrap_islands import WrapIslands
-from amp_fx.policies.module_place import NOWHERE
+from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterable
 
-    from amp_fx.graphs.capture import Site
-    from amp_fx.passes.base import Pass
-    from amp_fx.policies.module_place import Around
+    from amp_fx.graphs.decompose import Site
+    from amp_fx.passes.base import Observer, Pass
     from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger(__name__)
 pass_log = logging.getLogger("amp_fx.passes")
 
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"
 
-
-@dataclasses.dataclass(frozen=True)
-class PassReport:
-    """What one pass did to one graph."""
-
-    name: str
-    counts: Counter[str]
-    seconds: float
+PASSES: tuple[type[Pass], ...] = (
+    MarkRegions,
+    InsertCasts,
+    RestoreOutputs,
+    HoistCasts,
+    FoldCasts,
+    KeepWeightCasts,
+    ShareRegionCasts,
+    WrapIslands,
+)
+"""All passes, in the order in which they run."""
 
 
 def default_passes(
@@ -55,7 +56,7 @@ def default_passes(
     *,
     restores_outputs: bool,
     kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
-    around: Around = NOWHERE,
+    frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
     shares_region: bool = False,
     aliases_reads: bool = False,
@@ -67,7 +68,7 @@ def default_passes(
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
-        around: The modules around the compiled frame (``module_place.surroundings``).
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         shares_region: Whether casts of leaves are shared with what runs around the graph
             (``ShareRegionCasts``).
@@ -76,7 +77,7 @@ def default_passes(
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy, around, guards_range),
+        InsertCasts(policy, frame, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
@@ -88,7 +89,11 @@ def default_passes(
 
 
 def run_passes(
-    gm: fx.GraphModule, passes: Iterable[Pass], *, check: bool | None = None
+    gm: fx.GraphModule,
+    passes: Iterable[Pass],
+    *,
+    check: bool | None = None,
+    observer: Observer | None = None,
 ) -> list[PassReport]:
     """Runs passes over a graph, in place.
 
@@ -97,9 +102,11 @@ def run_passes(
         passes: What to run, in order.
         check: Whether to check the graph's invariants after every pass; by default if
             the environment variable ``AMP_FX_CHECK`` is ``1``.
+        observer: Told of each pass.
 
     Raises:
-        PassError: A pass failed; the message names it and those that ran before.
+        PassError: A pass failed, or what it requires or ensures does not hold; the message names
+            it and those that ran before.
         AmpFxError: A pass refused the graph on purpose.
     """
     is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
@@ -107,9 +114,11 @@ def run_passes(
     for current in passes:
         start = time.perf_counter()
         try:
+            _check_conditions(gm, current, "requires")
             result = current.call(gm)
             if result.modified:
                 _finish(gm)
+            _check_conditions(gm, current, "ensures")
             if is_checked:
                 check_graph(gm, current.name)
         except AmpFxError:
@@ -122,10 +131,20 @@ def run_passes(
         report = PassReport(current.name, +result.counts, time.perf_counter() - start)
         reports.append(report)
         _log_pass(gm, report)
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.after_pass(report, gm)
+        if observer is not None:
+            observer.after_pass(report, gm)
     return reports
+
+
+class _ConditionError(Exception):
+    """A graph is not what a pass states."""
+
+
+def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
+    for condition in getattr(current, what, ()):
+        node = condition.broken_by(gm)
+        if node is not None:
+            raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
 
 
 def _finish(gm: fx.GraphModule) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amp_fx.pipeline import PassReport
+    from amp_fx.passes.base import PassReport
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_id, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.keep_weight_casts import add_kept_input
@@ -46,7 +47,7 @@ class AliasWeightReads:
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``weight_reads_aliased``."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        slots = [n.meta["kept_input"] for n in placeholders if "kept_input" in n.meta]
+        slots = [KEPT_INPUT.of(n) for n in placeholders if KEPT_INPUT.is_on(n)]
         aliased = {slot.source_index for slot in slots if slot.is_alias}
         handed_out = {storage_id(value_of(n)) for n in _tensor_outputs(gm.graph)}
         counts: Counter[str] = Counter()
@@ -65,7 +66,7 @@ def _tensor_outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_replaceable(user: fx.Node) -> bool:
-    return user.target is not kept_cast and user.op != "output" and "island" not in user.meta
+    return user.target is not kept_cast and user.op != "output" and not ISLAND.is_on(user)
 
 
 def _alias(graph: fx.Graph, weight: fx.Node, index: int, reads: list[fx.Node]) -> None:
@@ -82,12 +83,12 @@ def _read(
     user: fx.Node,
     fake_mode: FakeTensorMode | None,
 ) -> fx.Node:
-    is_grad_enabled = user.meta["site"].is_grad_enabled
+    is_grad_enabled = SITE.of(user).is_grad_enabled
     if not (is_grad_enabled and value_of(weight).requires_grad):
         return alias
     with graph.inserting_before(user):
         read = graph.call_function(kept_cast, (weight, alias))
-    read.meta["site"] = user.meta["site"]
+    SITE.put(read, SITE.of(user))
     with analysis(fake_mode, is_grad_enabled=True):
         set_value(read, kept_cast(value_of(weight), value_of(alias)))
     return read

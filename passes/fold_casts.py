@@ -28,11 +28,15 @@ import torch
 
 from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.casts import Cast, inserted_cast, is_widening
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.metadata import SITE, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class FoldCasts:
     """Shares equal casts and removes lossless round trips."""
 
     name: ClassVar[str] = "fold_casts"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``casts_shared`` and ``round_trips_removed``, bodies included."""
@@ -60,7 +66,7 @@ def _share_casts(graph: fx.Graph) -> int:
             continue
         # By the tensor, not by the node: ``w.float()`` of a float32 ``w`` is ``w`` itself.
         source = id(value_of(node.all_input_nodes[0]))
-        key = (source, cast.dtype, cast.source_version, node.meta["site"].is_grad_enabled)
+        key = (source, cast.dtype, cast.source_version, SITE.of(node).is_grad_enabled)
         kept = first.setdefault(key, node)
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -83,7 +89,7 @@ def is_cached_by_eager(node: fx.Node) -> bool:
     source: torch.Tensor = value_of(node.all_input_nodes[0])
     if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
         return False
-    state, device_type = node.meta["site"].state, source.device.type
+    state, device_type = SITE.of(node).state, source.device.type
     is_low = dict(state.low_dtypes).get(device_type) == value_of(node).dtype
     return is_low and bool(state.cache_enabled)
 
@@ -131,7 +137,7 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
         return False
     is_lossless = value.dtype == cast.dtype and is_widening(value.dtype, cast.source_dtype)
     same_device = value.device == value_of(node).device
-    is_fresh = cast.source_version is not None and cast.source_version == widened.meta["version"]
+    is_fresh = cast.source_version is not None and cast.source_version == VERSION.of(widened)
     if not (is_lossless and same_device and is_fresh) or is_aliased(node):
         return False
     # With other users, the sum of gradients would be rounded at another place.
@@ -142,5 +148,5 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
 def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
     """Whether nothing in the graph writes to the origin once it is widened."""
     cast = inserted_cast(widened)
-    version = cast.source_version if cast is not None else origin.meta["version"]
+    version = cast.source_version if cast is not None else VERSION.of(origin)
     return version is not None and version == version_of(value_of(origin))

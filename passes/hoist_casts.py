@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.bodies import append_operand, bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.casts import add_cast, inserted_cast
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.metadata import CAPTURED, CAST, SITE
 from amp_fx.graphs.values import (
     analysis,
     detect_fake_mode,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
+    from amp_fx.graphs.conditions import Condition
+
 
 @dataclasses.dataclass(frozen=True)
 class HoistCasts:
@@ -51,6 +55,8 @@ class HoistCasts:
     """
 
     name: ClassVar[str] = "hoist_casts"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     weights: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
@@ -105,9 +111,9 @@ def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
 def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
     graph = node.graph
     with graph.inserting_before(node):
-        outside = add_cast(graph, source, value_of(cast).dtype, cast.meta["cast"].reason)
-    outside.meta["site"] = cast.meta["site"]
-    is_grad_enabled = cast.meta["site"].is_grad_enabled
+        outside = add_cast(graph, source, value_of(cast).dtype, CAST.of(cast).reason)
+    SITE.put(outside, SITE.of(cast))
+    is_grad_enabled = SITE.of(cast).is_grad_enabled
     with analysis(detect_fake_mode(graph), is_grad_enabled=is_grad_enabled):
         set_value(outside, evaluate(outside))
     return outside
@@ -116,7 +122,7 @@ def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
 def _add_placeholder(graph: fx.Graph, outside: fx.Node) -> fx.Node:
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         node = graph.placeholder(outside.name)
-    node.meta["captured"] = value_of(outside)
-    node.meta["site"] = outside.meta["site"]
+    CAPTURED.put(node, value_of(outside))
+    SITE.put(node, SITE.of(outside))
     set_value(node, value_of(outside))
     return node

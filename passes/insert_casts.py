@@ -31,10 +31,14 @@ from amp_fx.graphs.bodies import (
     mark_rewritten,
     operands_of,
 )
-from amp_fx.graphs.capture import NotPlainError, OpaqueKernelError, Opener, Site
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.decompose import Decomposer, NotPlainError, OpaqueKernelError, Site
+from amp_fx.graphs.inline import inline, is_getitem, spell_out_tuples
 from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
-from amp_fx.graphs.splice import is_getitem, spell_out_tuples, splice
+from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
+from amp_fx.graphs.mixtures import MixtureProbe
+from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -51,15 +55,14 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
-from amp_fx.policies.mixtures import MixtureProbe
-from amp_fx.policies.module_place import NOWHERE
-from amp_fx.policies.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
+from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.policies.module_place import Around
+    from amp_fx.graphs.conditions import Condition
     from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +75,24 @@ class InsertCasts:
 
     Attributes:
         policy: Which op is cast how, per device type.
-        around: The modules around the compiled frame (``module_place.surroundings``).
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for
             (``range_guard``).
     """
 
     name: ClassVar[str] = "insert_casts"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    is_needed: ClassVar[bool] = True
     policy: Policy
-    around: Around = NOWHERE
+    frame: CompileFrame = NO_FRAME
     guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Inserts casts, counts them as ``casts_inserted``, and sets ``meta["val"]``."""
+        """Inserts casts, counts them as ``casts_inserted``, and sets every value."""
         remember_captured(gm.graph)
-        opener = Opener(self.policy, detect_fake_mode(gm.graph), self.around)
-        rewriter = _Rewriter(gm, opener, guards_range=self.guards_range)
+        decomposer = Decomposer(self.policy, detect_fake_mode(gm.graph), self.frame)
+        rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
         rewriter.run()
         return PassResult(rewriter.counts)
 
@@ -94,17 +100,17 @@ class InsertCasts:
 class _Rewriter:
     """One walk over one graph; bodies of higher-order ops get their own."""
 
-    def __init__(self, gm: fx.GraphModule, opener: Opener, *, guards_range: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, decomposer: Decomposer, *, guards_range: bool) -> None:
         self.gm = gm
         self.graph = gm.graph
-        self.opener = opener
+        self.decomposer = decomposer
         self.guards_range = guards_range
         self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
     @property
     def fake_mode(self) -> FakeTensorMode | None:
-        return self.opener.fake_mode
+        return self.decomposer.fake_mode
 
     def run(self, operands: list[Any] | None = None) -> Any:
         """Rewrites the graph; returns the values of its outputs."""
@@ -114,7 +120,7 @@ class _Rewriter:
             set_value(node, value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                evaluate_together(nodes, self.fake_mode, self.opener.around)
+                evaluate_together(nodes, self.fake_mode, self.decomposer.frame)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -122,33 +128,35 @@ class _Rewriter:
         return values_in(self.graph.output_node().args[0])
 
     def _visit(self, node: fx.Node) -> None:
-        if "island" in node.meta:
+        if ISLAND.is_on(node):
             self._visit_island(node)
             return
-        site: Site = node.meta["site"]
+        site = SITE.of(node)
         if not site.state.enabled or not _may_need_casts(node):
             self._keep(node)
             return
         spell_out_tuples(node)
         try:
-            opened, inputs = self.opener.open(node, site)
+            decomposed, inputs = self.decomposer.open(node, site)
         except NotPlainError as error:
             self._visit_refused(node, error)
             return
-        node.meta["decisions"] = opened.decisions
-        if opened.graph is None:
+        DECISIONS.put(node, decomposed.decisions)
+        if decomposed.graph is None:
             self._keep(node)
         else:
-            self.counts["casts_inserted"] += splice(node, opened, inputs, self._evaluate_opened)
+            self.counts["casts_inserted"] += inline(
+                node, decomposed, inputs, self._evaluate_decomposed
+            )
             self.counts["nodes_opened"] += 1
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
-        """A node that cannot be opened: for the dtypes that it gets, or for what it is."""
+        """A node that cannot be decomposed: for the dtypes that it gets, or for what it is."""
         if _inputs_changed(node) and not self.probe.takes(node):
             self._restore_inputs(node)
             self._visit(node)
             return
-        node.meta["island"] = str(error)
+        ISLAND.put(node, str(error))
         self._visit_island(node)
         if isinstance(error, OpaqueKernelError) and error.result_dtype is not None:
             self._cast_result(node, error.result_dtype)
@@ -191,7 +199,7 @@ class _Rewriter:
     def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
         with self.graph.inserting_before(node):
             cast = add_cast(self.graph, source, dtype, reason)
-        cast.meta["site"] = node.meta["site"]
+        SITE.put(cast, SITE.of(node))
         self._evaluate(cast)
         node.replace_input_with(source, cast)
 
@@ -212,10 +220,10 @@ class _Rewriter:
 
     def _visit_island(self, node: fx.Node) -> None:
         if has_plain_bodies(node) and self._rewrite_bodies(node):
-            del node.meta["island"]
+            ISLAND.drop(node)
             mark_rewritten(node)
             return
-        evaluate_island(node, self.fake_mode, self.opener.around)
+        evaluate_island(node, self.fake_mode, self.decomposer.frame)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
@@ -226,7 +234,7 @@ class _Rewriter:
             cast = add_cast(self.graph, node, dtype, KERNEL_RESULT)
         self._evaluate(cast)
         node.replace_all_uses_with(cast, lambda user: user is not cast)
-        cast.meta["captured"] = captured_value(node)
+        CAPTURED.put(cast, captured_value(node))
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the graphs that a higher-order op runs; False if others run them too."""
@@ -234,7 +242,7 @@ class _Rewriter:
             return False
         values = list(values_in(operands_of(node)))
         bodies = bodies_of(self.gm, node)
-        results = [self._rewrite_body(body, values, node.meta["site"]) for body in bodies]
+        results = [self._rewrite_body(body, values, SITE.of(node)) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
         set_value(node, results[0])
@@ -243,7 +251,7 @@ class _Rewriter:
     def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)
-        rewriter = _Rewriter(body, self.opener, guards_range=self.guards_range)
+        rewriter = _Rewriter(body, self.decomposer, guards_range=self.guards_range)
         result = rewriter.run(values)
         self.counts.update(rewriter.counts)
         return result
@@ -256,13 +264,13 @@ class _Rewriter:
             return self.fake_mode.from_tensor(value, static_shapes=True)
         return value
 
-    def _evaluate_opened(self, node: fx.Node) -> None:
+    def _evaluate_decomposed(self, node: fx.Node) -> None:
         if self.guards_range:
             clamp_fill_value(node)
         self._evaluate(node)
 
     def _evaluate(self, node: fx.Node) -> None:
-        is_grad_enabled = node.meta["site"].is_grad_enabled
+        is_grad_enabled = SITE.of(node).is_grad_enabled
         with analysis(self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True):
             set_value(node, evaluate(node))
 

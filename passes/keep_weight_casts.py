@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.metadata import CAPTURED, CAST, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
@@ -78,7 +79,7 @@ class KeepWeightCasts:
 def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
     """The weight of a cast that can be kept; None for any other node."""
     cast = inserted_cast(node)
-    if cast is None or not node.meta["site"].state.cache_enabled:
+    if cast is None or not SITE.of(node).state.cache_enabled:
         return None
     source = keepable.get(id(value_of(node.all_input_nodes[0])))
     if source is None or is_aliased(node) or free_symbols(value_of(source)):
@@ -106,11 +107,11 @@ def add_kept_input(
     make = _like_exactly if is_alias else torch.empty_like
     with analysis(detect_fake_mode(graph), is_grad_enabled=False):
         set_value(node, make(weight, dtype=dtype, requires_grad=False))
-    node.meta["captured"] = value_of(node)
-    node.meta["site"] = source.meta["site"]
+    CAPTURED.put(node, value_of(node))
+    SITE.put(node, SITE.of(source))
     # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-    node.meta["kept_input"] = Slot(index, dtype, weight_name(source), is_alias)
+    KEPT_INPUT.put(node, Slot(index, dtype, weight_name(source), is_alias))
     node._dynamo_source = None
     return node
 
@@ -144,4 +145,4 @@ def _replace(graph: fx.Graph, cast: fx.Node, source: fx.Node, copy: fx.Node) -> 
     cast.target = kept_cast
     cast.args = (source, copy)
     cast.kwargs = {}
-    del cast.meta["cast"]
+    CAST.drop(cast)

@@ -24,12 +24,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.graphs.capture import Site
+from amp_fx.graphs.conditions import SITES_KNOWN
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 # Level changes of torch.func transforms: between the first and its counterpart, tensors
 # are wrapped, and their fake values say nothing about the wrapped ones.
@@ -55,10 +59,12 @@ class MarkRegions:
     """
 
     name: ClassVar[str] = "mark_regions"
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN,)
+    is_needed: ClassVar[bool] = True
     site: Site
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Sets ``meta["site"]`` and, for islands, ``meta["island"]`` (the reason)."""
+        """Sets ``SITE`` and, for islands, ``ISLAND`` (the reason)."""
         counts: Counter[str] = Counter()
         states = [self.site.state]
         is_grad_enabled = self.site.is_grad_enabled
@@ -79,10 +85,11 @@ class MarkRegions:
             name = getattr(node.target, "__name__", "")
             level += name in _LEVEL_UP
             # A second run finds no markers any more: what is known stands.
-            node.meta.setdefault("site", Site(states[-1], is_grad_enabled))
+            if not SITE.is_on(node):
+                SITE.put(node, Site(states[-1], is_grad_enabled))
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
-                node.meta["island"] = reason
+                ISLAND.put(node, reason)
             level -= name in _LEVEL_DOWN
         return PassResult(counts)
 

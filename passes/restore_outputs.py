@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from amp_fx.graphs.casts import add_cast
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.metadata import CAPTURED, SITE
 from amp_fx.graphs.values import (
     analysis,
     captured_value,
@@ -33,12 +35,17 @@ from amp_fx.passes.base import PassResult
 if TYPE_CHECKING:
     from torch import fx
 
+    from amp_fx.graphs.conditions import Condition
+
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOutputs:
     """Casts outputs whose dtype the rewrite changed."""
 
     name: ClassVar[str] = "restore_outputs"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``outputs_restored``."""
@@ -53,9 +60,9 @@ class RestoreOutputs:
                 continue
             with gm.graph.inserting_before(output):
                 cast = add_cast(gm.graph, node, captured.dtype, "output")
-            with analysis(fake_mode, is_grad_enabled=output.meta["site"].is_grad_enabled):
+            with analysis(fake_mode, is_grad_enabled=SITE.of(output).is_grad_enabled):
                 set_value(cast, evaluate(cast))
-            cast.meta["captured"] = captured
+            CAPTURED.put(cast, captured)
             output.replace_input_with(node, cast)
             counts["outputs_restored"] += 1
         return PassResult(counts)

@@ -21,15 +21,18 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.region_cast import region_cast
-from amp_fx.graphs.splice import provenance
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.metadata import provenance
 from amp_fx.graphs.values import set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.region_cast import region_cast
 
 if TYPE_CHECKING:
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,8 @@ class ShareRegionCasts:
     """Replaces casts that eager autocast caches by the ones that it has cached."""
 
     name: ClassVar[str] = "share_region_casts"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``region_casts``."""

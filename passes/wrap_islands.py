@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, ClassVar
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.graphs.bodies import rewritten_bodies
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.metadata import IS_WRAPPED, ISLAND, SITE
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +37,15 @@ class WrapIslands:
     """Puts autocast markers around islands."""
 
     name: ClassVar[str] = "wrap_islands"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``islands``; bodies of higher-order ops are wrapped too."""
         counts: Counter[str] = Counter()
         for run in _island_runs(gm.graph):
-            if not run[0].meta.get("is_wrapped_island"):
+            if not IS_WRAPPED.is_on(run[0]):
                 _wrap(gm.graph, run)
                 counts["islands"] += 1
         for body in rewritten_bodies(gm):
@@ -51,8 +58,8 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     previous = None
     for node in graph.nodes:
         if _needs_autocast(node):
-            site = node.meta["site"]
-            if previous is not None and runs and previous.meta["site"] == site:
+            site = SITE.of(node)
+            if previous is not None and runs and SITE.of(previous) == site:
                 runs[-1].append(node)
             else:
                 runs.append([node])
@@ -63,18 +70,18 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _needs_autocast(node: fx.Node) -> bool:
-    if "island" not in node.meta or not node.meta["site"].state.enabled:
+    if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
         return False
-    return node.meta["island"] == TRANSFORM or bool(tensors_in(*argument_values(node)))
+    return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))
 
 
 def _wrap(graph: fx.Graph, run: list[fx.Node]) -> None:
-    site = run[0].meta["site"]
+    site = SITE.of(run[0])
     with graph.inserting_before(run[0]):
         enters = [graph.call_function(_enter_autocast, m) for m in site.state.markers()]
     with graph.inserting_after(run[-1]):
         exits = [graph.call_function(_exit_autocast, (enter,)) for enter in reversed(enters)]
     for node in (*enters, *exits):
-        node.meta["site"] = site
+        SITE.put(node, site)
     for node in run:
-        node.meta["is_wrapped_island"] = True
+        IS_WRAPPED.put(node, True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from amp_fx import fallback
 from amp_fx.policies.policy import Policy, preset
 from tests.programs import capture_program
 
@@ -25,6 +27,20 @@ def _fresh_dynamo() -> Iterator[None]:
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No graph is left as it was, or runs op by op, unless a test asks for it (``falls_back``)."""
+    fallback._seen.clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[assignment,method-assign]
+    fallback.log.addHandler(handler)
+    yield
+    fallback.log.removeHandler(handler)
+    if request.node.get_closest_marker("falls_back") is None:
+        assert not records, [record.getMessage() for record in records]
 
 
 @pytest.fixture

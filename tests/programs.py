@@ -10,11 +10,12 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from amp_fx.graphs.capture import Site
-from amp_fx.graphs.regions import AutocastState
+from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.values import tensors_in
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policies.module_place import path_of, place_of, surroundings
+from amp_fx.policies.module_path import path_of
+from amp_fx.regions.module_stack import compile_frame, module_stack
+from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -232,14 +233,14 @@ def decisions_of(
     found: list[Decided] = []
 
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:
-        around = surroundings()
+        frame = compile_frame()
         run_passes(
             gm,
-            default_passes(policy, site(dtype), restores_outputs=True, around=around),
+            default_passes(policy, site(dtype), restores_outputs=True, frame=frame),
             check=True,
         )
         for node in gm.graph.nodes:
-            path = path_of(place_of(node, around))
+            path = path_of(module_stack(node, frame))
             made = node.meta.get("decisions", ())
             found.extend(Decided(d.op, path, d.policy.value, d.origin) for d in made)
         return gm

@@ -23,6 +23,7 @@ bf16, f32 = torch.bfloat16, torch.float32
 
 needs_cpp = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 pytestmark = [
+    pytest.mark.falls_back,
     # torch's own, where a graph starts with an activation.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

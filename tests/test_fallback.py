@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tests.programs import Captured
 
 
+pytestmark = pytest.mark.falls_back
+
+
 def program(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = x @ w
     with torch.autocast("cpu", enabled=False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -36,10 +38,12 @@ def test_gradients_behind_a_scatter_are_right() -> None:
     torch.testing.assert_close(found, gradient(compiled=False), rtol=1e-4, atol=1e-3)
 
 
-def test_caches_keep_apart_what_was_compiled_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    with inductor_repair.repaired(), inductor_repair.repaired():
-        tag = torch.compiler.config.cache_key_tag
-    assert tag.startswith("mine")
-    assert tag != "mine"
-    assert torch.compiler.config.cache_key_tag == "mine"
+def test_caches_keep_apart_what_was_compiled_without() -> None:
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag="mine"):  # pytest's monkeypatch would delete the key after it
+        with inductor_repair.repaired(), inductor_repair.repaired():
+            tag = config.cache_key_tag
+        assert tag.startswith("mine")
+        assert tag != "mine"
+        assert config.cache_key_tag == "mine"
+    assert config.cache_key_tag == ""

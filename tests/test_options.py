@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ import torch
 
 from amp_fx.errors import OptionError, PolicyError
 from amp_fx.options import COMPILERS, Options, check_device_dtype, supported_dtypes
+from amp_fx.passes.base import PassResult
 from amp_fx.policies.policy import preset
+
+
+class NoPass:
+    """Does nothing."""
+
+    name = "no_pass"
+
+    def call(self, _: object) -> PassResult:
+        return PassResult(Counter())
 
 
 def test_every_field_can_be_given() -> None:
@@ -26,6 +37,8 @@ def test_every_field_can_be_given() -> None:
         "range_guard": False,
         "bare_region": False,
         "fallback": False,
+        "passes": (NoPass(),),
+        "disable_passes": ("fold_casts",),
     }
     parsed, default = Options.parse(other), Options.parse({})
     assert {f.name for f in dataclasses.fields(Options)} - {"inductor", "mode"} <= set(other)

@@ -17,9 +17,9 @@ from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
 from amp_fx.errors import AmpFxError, OptionError
-from amp_fx.graphs.regions import autocast_device_types
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
+from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from amp_fx.demo.train import Settings, compare
 from amp_fx.errors import OptionError
-from amp_fx.graphs.regions import autocast_device_types
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
+from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     import argparse

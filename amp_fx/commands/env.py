@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.regions import CARRIERS, autocast_device_types
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
+from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +86,7 @@ def devices() -> Iterator[tuple[str, str]]:
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{capability}, autocast to {dtype_name(default_dtype('cpu'))}"
     for name in autocast_device_types():
-        if name in ("cpu", "privateuseone", *CARRIERS):
+        if name in ("cpu", "privateuseone"):
             continue
         module = getattr(torch, name, None)
         if module is None or not module.is_available():
@@ -98,7 +98,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 def drift() -> Iterator[tuple[str, str]]:
     """How many ops differ, by device type."""
-    from amp_fx.policies.drift import AUTOCAST_KEYS, find_drift  # slow to import
+    from amp_fx.drift.compare import AUTOCAST_KEYS, find_drift  # slow to import
 
     policy = preset("torch")
     found = find_drift(policy)

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx.errors import OptionError
-from amp_fx.policies.cast_policy import CastPolicy
-from amp_fx.policies.op_names import find_overloads
 from amp_fx.policies.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.op_names import find_overloads
 from amp_fx.tables.versions import SINCE, UNTIL
 
 if TYPE_CHECKING:
@@ -36,14 +36,7 @@ NO_POLICY = "no policy"
 OWN_KERNEL = "own kernel"
 
 MEANING = {
-    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to the autocast dtype",
-    CastPolicy.FP32.value: "floating-point inputs go to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE.value: "an unset dtype= becomes float32; inputs stay",
-    CastPolicy.FP32_APPEND_DTYPE.value: "calls the overload with dtype=, with float32",
-    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
-    CastPolicy.BANNED.value: "raises: unsafe under autocast",
-    CastPolicy.KEEP.value: "left alone, and not looked into",
-    CastPolicy.SAME_AS_INPUT.value: "computes in float32, gives back its first input's dtype",
+    **{policy.value: policy.effect() for policy in CastPolicy},
     OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
     NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
 }
@@ -181,8 +174,8 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     # Slow to import, and needed only here.
-    from amp_fx.policies.drift import find_drift
-    from amp_fx.policies.measure import AUTOGRAD_KEYS
+    from amp_fx.drift.compare import find_drift
+    from amp_fx.drift.measure import AUTOGRAD_KEYS
 
     drift = find_drift(policy, devices)
     for difference in drift:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from amp_fx import stats
-from amp_fx.bench.models import GPT, Loss, Size
+from amp_fx.demo.models import GPT, Loss, Size
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
 from amp_fx.grad_scaler import GradScaler
 

@@ -24,11 +24,11 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
-from amp_fx.front.compiled import RegionSettings, as_dtype
-from amp_fx.graphs.regions import AutocastState
+from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
-from amp_fx.policies.state import ambient_policy
+from amp_fx.regions.policy_codes import ambient_policy
+from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_fx.graphs.capture import NotPlainError, call_key
+from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.values import analysis, argument_values, call_target, tensors_in
 
 if TYPE_CHECKING:

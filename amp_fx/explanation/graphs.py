@@ -13,8 +13,10 @@ from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
-from amp_fx.graphs.regions import AutocastState
+from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
+from amp_fx.regions.module_stack import NO_FRAME
+from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
     assert seen.rewritten is not None
     remember_captured(seen.captured.graph)
     meter = FlopMeter(detect_fake_mode(seen.captured.graph))
-    before = GraphReader(seen.captured, seen.state, device=device)
+    before = GraphReader(seen.captured, seen.state, seen.frame, device=device)
     after = GraphReader(
-        seen.rewritten, _start(seen), device=device, meter=meter, fallback=seen.fallback
+        seen.rewritten, seen.state, seen.frame, device=device, meter=meter, fallback=seen.fallback
     )
     before_records = before.read()
     nodes = after.read()
@@ -62,18 +64,11 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         casts=tuple(_forward_casts(seen, after)),
         islands=_islands(nodes),
         counts=tuple(sorted(seen.counts.items())),
-        modules=tuple(module_types(seen.captured, before.root).items()),
+        modules=tuple(module_types(seen.captured, before.frame).items()),
         fallback=seen.fallback,
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
     )
-
-
-def _start(seen: SeenGraph) -> AutocastState:
-    """The state of the graph's first node: the backend's own, which may carry a policy."""
-    assert seen.rewritten is not None
-    first = next(iter(seen.rewritten.graph.nodes))
-    return first.meta["site"].state if "site" in first.meta else seen.state
 
 
 def first_lines(reason: str) -> str:
@@ -92,7 +87,7 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
     gm = seen.backward
     remember_captured(gm.graph)
     meter = FlopMeter(detect_fake_mode(gm.graph))
-    reader = GraphReader(gm, seen.state, device=device, meter=meter)
+    reader = GraphReader(gm, seen.state, seen.frame, device=device, meter=meter)
     nodes = reader.read()
     return GraphRecord(
         index=index,
@@ -100,7 +95,7 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
         autocast=_regions(seen, device),
         nodes=nodes,
         casts=tuple(_cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
-        modules=tuple(module_types(gm, reader.root).items()),
+        modules=tuple(module_types(gm, reader.frame).items()),
     )
 
 
@@ -167,7 +162,7 @@ def _cast_record(
         wanted_by=wanted_by,
         state=state,
         removed_by=removed_by,
-        weight=input_path(source, reader.root) if kind_of(source) == "weight" else "",
+        weight=input_path(source, reader.frame) if kind_of(source) == "weight" else "",
         consumers=reader.names_of(list(node.users)),
         bytes_read=num_bytes(old),
         bytes_written=num_bytes(new),
@@ -177,9 +172,9 @@ def _cast_record(
 def as_record(gm: fx.GraphModule) -> GraphRecord:
     """The record of any FX graph whose nodes have values; casts that passes put in are known."""
     state = AutocastState.ambient()
-    reader = GraphReader(gm, state)
+    reader = GraphReader(gm, state, NO_FRAME)
     nodes = reader.read()
-    found = [n for n in gm.graph.nodes if "cast" in n.meta or n.target is kept_cast]
+    found = [n for n in gm.graph.nodes if CAST.is_on(n) or n.target is kept_cast]
     return GraphRecord(
         index=0,
         stage="forward",
@@ -190,7 +185,7 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
             for n in found
         ),
         islands=_islands(nodes),
-        modules=tuple(module_types(gm, reader.root).items()),
+        modules=tuple(module_types(gm, reader.frame).items()),
     )
 
 

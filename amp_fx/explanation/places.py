@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from amp_fx.regions.module_stack import module_stack, variable_path
+
 if TYPE_CHECKING:
     from torch import fx
+
+    from amp_fx.regions.module_stack import CompileFrame
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)')
 
@@ -24,41 +28,22 @@ class Place(NamedTuple):
     code: str
 
 
-def root_of(gm: fx.GraphModule) -> str:
-    """How Dynamo calls the module that all others of a graph are inside of, or ``""``.
-
-    That is the local variable (mostly ``L['self']``) that all paths begin with.
-    """
-    stacks = (node.meta.get("nn_module_stack") or {} for node in gm.graph.nodes)
-    paths = [str(entry[0]) for stack in stacks for entry in stack.values()]
-    heads = {match[0] for match in map(_HEAD.match, paths) if match}
-    return heads.pop() if len(heads) == 1 else "L['self']"
-
-
-_HEAD = re.compile(r"L\['[^']*'\]")
-
-
-def place_of(node: fx.Node, root: str) -> Place:
+def place_of(node: fx.Node, frame: CompileFrame) -> Place:
     """The innermost module and source line that a node was captured in.
 
     Args:
         node: A node.
-        root: What paths are relative to (``root_of``).
+        frame: Where its graph was captured.
     """
-    module, module_type = next(reversed(_modules_around(node, root).items()), ("", ""))
+    module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, code = frames[-1] if frames else ("", "0", "")
     return Place(module, module_type, file, int(line), code.strip())
 
 
-def _modules_around(node: fx.Node, root: str) -> dict[str, str]:
+def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:
     """The modules that a node stands in with their classes, from the outside in."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return {
-        relative_path(str(path), root): _class_name(kind)
-        for path, kind in stack.values()
-        if str(path)
-    }
+    return {name: _class_name(kind) for _, kind, name in module_stack(node, frame)}
 
 
 def _class_name(kind: Any) -> str:
@@ -66,26 +51,19 @@ def _class_name(kind: Any) -> str:
     return str(name).rpartition(".")[2]
 
 
-def module_types(gm: fx.GraphModule, root: str) -> dict[str, str]:
+def module_types(gm: fx.GraphModule, frame: CompileFrame) -> dict[str, str]:
     """Classes of all modules that nodes of a graph stand in, by path."""
     found: dict[str, str] = {}
     for node in gm.graph.nodes:
-        found |= _modules_around(node, root)
+        found |= _modules_around(node, frame)
     return dict(sorted(found.items()))
 
 
-def relative_path(name: str, root: str) -> str:
-    """``layers.0`` for Dynamo's ``L['self']._modules['layers']._modules['0']``."""
-    plain = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
-    plain = plain.removeprefix(root).removeprefix(".")
-    return re.sub(r"^[LG]\['([^']*)'\]", r"\1", plain)
-
-
-def input_path(node: fx.Node, root: str) -> str:
+def input_path(node: fx.Node, frame: CompileFrame) -> str:
     """A parameter's or buffer's path (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else str(node.target)
-    return relative_path(name() if callable(name) else name, root) or node.name
+    return variable_path(name() if callable(name) else name, frame) or node.name
 
 
 def short_path(file: str) -> str:

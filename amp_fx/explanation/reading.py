@@ -9,10 +9,11 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.places import Place, input_path, op_name, place_of, root_of
+from amp_fx.explanation.places import Place, input_path, op_name, place_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
 from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.weights.kept_cast import kept_cast
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.explanation.flops import FlopMeter
-    from amp_fx.graphs.regions import AutocastState
+    from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.regions.state import AutocastState
 
 _MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight", "copy")
@@ -32,6 +34,7 @@ class GraphReader:
     Args:
         gm: The graph.
         state: The autocast state where it begins.
+        frame: Where it was captured.
         device: What the CPU stands for, where a device is imagined.
         meter: Counts operations; None leaves them at 0.
         fallback: Why the graph runs under native autocast, or ``""``.
@@ -41,6 +44,7 @@ class GraphReader:
         self,
         gm: fx.GraphModule,
         state: AutocastState,
+        frame: CompileFrame,
         *,
         device: str | None = None,
         meter: FlopMeter | None = None,
@@ -51,7 +55,7 @@ class GraphReader:
         self.device = device
         self.meter = meter
         self.fallback = fallback
-        self.root = root_of(gm)
+        self.frame = frame
         self.names: dict[fx.Node, tuple[str, ...]] = {}
         self._records: list[NodeRecord] = []
 
@@ -89,7 +93,7 @@ class GraphReader:
 
     def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
         kind = kind_of(node)
-        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.root)
+        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
         return NodeRecord(
             name=prefix + node.name,
@@ -111,15 +115,15 @@ class GraphReader:
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """What a node is made of: its inputs, or the weight that it is a kept copy of."""
-        slot = node.meta.get("kept_input")
+        slot = KEPT_INPUT.get(node)
         if slot is None:
             return node.all_input_nodes
         return [node.graph.find_nodes(op="placeholder")[slot.source_index]]
 
     def _label(self, node: fx.Node, kind: str) -> str:
         if kind == "copy":
-            return input_path(self._sources(node)[0], self.root)
-        return input_path(node, self.root) if kind in _INPUTS else op_name(node)
+            return input_path(self._sources(node)[0], self.frame)
+        return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
 
     def _input_place(self, node: fx.Node, kind: str) -> Place:
         """An argument stands at the root, a weight in the module that owns it."""
@@ -152,18 +156,18 @@ def kind_of(node: fx.Node) -> str:
     if node.op == "output":
         return "output"
     if node.op == "placeholder":
-        if "kept_input" in node.meta:
+        if KEPT_INPUT.is_on(node):
             return "copy"
         is_static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
         is_parameter = isinstance(recorded_value(node), torch.nn.Parameter)
         return "weight" if is_parameter or is_static is not None else "input"
     if node.op == "get_attr":
         return "weight"
-    if "cast" in node.meta:
+    if CAST.is_on(node):
         return "cast"
     if node.target is kept_cast:
         return "kept_cast"
-    return "island" if "island" in node.meta else "op"
+    return "island" if ISLAND.is_on(node) else "op"
 
 
 def run_dtype(node: fx.Node) -> str:

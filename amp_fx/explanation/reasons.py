@@ -5,24 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.regions import CARRIERS
-from amp_fx.policies.cast_policy import CastPolicy
-from amp_fx.policies.state import policy_of
+from amp_fx.graphs.metadata import CAST, DECISIONS, ISLAND, SITE
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.graphs.capture import Decision
-    from amp_fx.graphs.regions import AutocastState
-
-_EFFECTS = {
-    CastPolicy.LOWER_PRECISION_FP.value: "floating-point inputs go to {low}",
-    CastPolicy.FP32.value: "floating-point inputs go to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE.value: "its unset dtype= becomes float32",
-    CastPolicy.FP32_APPEND_DTYPE.value: "runs with dtype=float32",
-    CastPolicy.PROMOTE.value: "inputs go to the widest of their dtypes",
-    CastPolicy.BANNED.value: "unsafe under autocast",
-}
+    from amp_fx.graphs.decompose import OpDecision
+    from amp_fx.regions.state import AutocastState
 
 _KINDS = {
     "input": "an argument of the graph",
@@ -40,13 +29,12 @@ def origin_and_reason(
     if kind in _KINDS:
         return "", _KINDS[kind]
     if kind == "cast":
-        cast = node.meta["cast"]
-        return "", f"put in for {clean_reason(cast.reason)}"
+        return "", f"put in for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
     if kind == "island":
-        return "island", f"left as it is, under native autocast: {node.meta['island']}"
-    site = node.meta.get("site")
+        return "island", f"left as it is, under native autocast: {ISLAND.of(node)}"
+    site = SITE.get(node)
     if site is None:
         return "", "derived from the forward"
     state: AutocastState = site.state
@@ -59,23 +47,21 @@ def origin_and_reason(
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
     origin = decisions[0].origin
-    if origin == "table" and policy_of(state) is not policy_of(start):
+    if origin == "table" and state.policy is not start.policy:
         origin = "region"
     return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
 
 
-def decisions_on(node: fx.Node) -> tuple[Decision, ...]:
-    """The decisions on a node; on ops that were opened into others, the last of these has them."""
-    found: tuple[Decision, ...] = node.meta.get("decisions", ())
-    return found
+def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
+    """The decisions on a node; the last of the ops that it was decomposed into has the rest."""
+    return DECISIONS.get(node) or ()
 
 
-def _sentence(decision: Decision, state: AutocastState) -> str:
+def _sentence(decision: OpDecision, state: AutocastState) -> str:
     low = dtype_name(state.low_dtype(decision.device_type))
-    policy = decision.policy.value
-    effect = _EFFECTS.get(policy, policy).format(low=low)
     op = decision.op.removeprefix("aten::")
-    return f"{op}: {policy} ({decision.device_type} {decision.origin}), {effect}"
+    where = f"{decision.device_type} {decision.origin}"
+    return f"{op}: {decision.policy.value} ({where}), {decision.policy.effect(low)}"
 
 
 def describe(state: AutocastState) -> str:
@@ -85,11 +71,7 @@ def describe(state: AutocastState) -> str:
 
 def region_names(state: AutocastState) -> tuple[str, ...]:
     """Device types that autocast, with their dtypes."""
-    return tuple(
-        f"{device} {dtype_name(state.low_dtype(device))}"
-        for device in state.enabled
-        if device not in CARRIERS
-    )
+    return tuple(f"{device} {dtype_name(state.low_dtype(device))}" for device in state.enabled)
 
 
 def clean_reason(reason: str) -> str:

@@ -7,17 +7,23 @@ import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.metadata import KEPT_INPUT
+from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amp_fx.graphs.regions import AutocastState
-    from amp_fx.pipeline import PassReport
+    from amp_fx.backend import Rewritten
+    from amp_fx.passes.base import PassReport
+    from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.regions.state import AutocastState
 
 
 @dataclasses.dataclass
@@ -46,6 +52,7 @@ class SeenGraph:
     Attributes:
         captured: As Dynamo made it.
         state: The autocast state where it begins.
+        frame: The modules around the frame that it was captured from.
         rewritten: As the inner compiler would get it.
         casts: All casts that were put in.
         counts: What the passes counted.
@@ -55,6 +62,7 @@ class SeenGraph:
 
     captured: fx.GraphModule
     state: AutocastState
+    frame: CompileFrame = NO_FRAME
     rewritten: fx.GraphModule | None = None
     casts: dict[fx.Node, SeenCast] = dataclasses.field(default_factory=dict)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -63,7 +71,7 @@ class SeenGraph:
 
 
 class GraphRecorder:
-    """Takes down one graph (``amp_fx.graphs.recording``).
+    """Takes down one graph while the backend rewrites it (``passes.base.Observer``).
 
     Args:
         seen: What is filled in.
@@ -93,16 +101,25 @@ class GraphRecorder:
         self.seen.casts.clear()
         self.seen.counts.clear()
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Keeps the rewritten graph; calls run it op by op, with empty copies of weights."""
-        self.seen.rewritten = gm
+    def rewritten(self, reports: Sequence[PassReport]) -> None:
+        """Nothing is counted: nothing is compiled."""
+
+    def finish(self, found: Rewritten, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Keeps the rewritten graph.
+
+        Returns:
+            What Dynamo calls with ``example_inputs``: it runs the graph op by op, with empty
+            copies of weights.
+        """
+        gm = found.gm
+        self.seen.rewritten, self.seen.state, self.seen.frame = gm, found.state, found.frame
         added = example_copies(gm, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, [*example_inputs, *added])
         slots = [
-            node.meta["kept_input"]
+            KEPT_INPUT.of(node)
             for node in gm.graph.find_nodes(op="placeholder")
-            if "kept_input" in node.meta
+            if KEPT_INPUT.is_on(node)
         ]
 
         def run(*args: Any) -> Any:
@@ -113,6 +130,22 @@ class GraphRecorder:
                 return self.seen.rewritten(*args, *copies)
 
         return run
+
+
+def as_plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Inputs with fake tensors replaced by empty ones that share their storages.
+
+    Fake weights stand for plain ones: nobody can keep the casts of the former in earnest.
+    """
+    return [_plain(x) if isinstance(x, FakeTensor) else x for x in example_inputs]
+
+
+def _plain(fake: FakeTensor) -> torch.Tensor:
+    if fake.layout is not torch.strided:
+        return fake
+    plain = torch.empty(0, dtype=fake.dtype, device="meta")
+    plain.set_(fake.untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
+    return torch.nn.Parameter(plain) if isinstance(fake, torch.nn.Parameter) else plain
 
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:

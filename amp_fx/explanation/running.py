@@ -14,11 +14,10 @@ from torch._dynamo import pgo
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 
-from amp_fx.backend import amp_fx, bare_state
-from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
-from amp_fx.graphs.recording import recorded_by
-from amp_fx.graphs.regions import AutocastState
+from amp_fx.backend import called_in, rewrite, start_state
+from amp_fx.explanation.recorder import GraphRecorder, SeenGraph, as_plain_inputs
 from amp_fx.options import Options
+from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,12 +67,12 @@ def run_stand_in(
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if stand_in.imagined:
             _move_regions(gm, stand_in.device_type)
-        ambient = AutocastState.ambient()
         parsed = Options.parse(options)
-        state = ambient if ambient.enabled else bare_state(gm, ambient, parsed)
-        seen.append(SeenGraph(gm, state))
-        with recorded_by(GraphRecorder(seen[-1], wants_backward=wants_backward)):
-            return amp_fx(gm, example_inputs, options=options)
+        seen.append(SeenGraph(gm, start_state(gm, parsed)))
+        recorder = GraphRecorder(seen[-1], wants_backward=wants_backward)
+        found = rewrite(gm, as_plain_inputs(example_inputs), parsed, recorder)
+        with no_autocast():
+            return called_in(no_autocast, recorder.finish(found, example_inputs))
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:

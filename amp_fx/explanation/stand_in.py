@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ExplainError, OptionError
-from amp_fx.graphs.regions import CARRIERS, autocast_device_types
+from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -102,7 +102,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _target_device(present: set[str], device_type: str | None) -> str:
-    known = [name for name in autocast_device_types() if name not in CARRIERS]
+    known = autocast_device_types()
     if device_type is not None:
         if device_type not in known:
             raise OptionError(

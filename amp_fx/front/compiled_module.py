@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.eval_frame import OptimizedModule, _NullDecorator
 
 if TYPE_CHECKING:
-    from amp_fx.front.compiled import RegionSettings
+    from amp_fx.front.settings import RegionSettings
 
 
 class CompiledModule(OptimizedModule):

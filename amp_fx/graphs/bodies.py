@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES
+
 _hop = torch.ops.higher_order
 
 _BODIES: dict[Any, tuple[slice, int | None]] = {
@@ -51,12 +53,12 @@ def append_operand(node: fx.Node, operand: fx.Node) -> None:
 
 def mark_rewritten(node: fx.Node) -> None:
     """Records that the bodies of a higher-order op hold casts of their own."""
-    node.meta["has_rewritten_bodies"] = True
+    HAS_REWRITTEN_BODIES.put(node, True)
 
 
 def is_rewritten(node: fx.Node) -> bool:
     """Whether ``mark_rewritten`` was called for a node."""
-    return "has_rewritten_bodies" in node.meta
+    return HAS_REWRITTEN_BODIES.is_on(node)
 
 
 def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:

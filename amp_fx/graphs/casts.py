@@ -8,23 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import value_of, version_of
+from amp_fx.policies.calls import CAST as _OP
 
 if TYPE_CHECKING:
     from torch import fx
-
-_TO_COPY = torch.ops.aten._to_copy.default
-
-
-def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cast that eager autocast makes.
-
-    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
-    that a node is opened into makes it under this name, so that it marks our own casts.
-    """
-    result: torch.Tensor = _TO_COPY(tensor, dtype=dtype)
-    return result
-
 
 CAPTURED_DTYPE = "captured dtype"
 """The reason of casts back to what capture saw, for an op that takes no mixture."""
@@ -35,7 +24,7 @@ KERNEL_RESULT = "result of a kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """What is known of a cast that a pass inserted; ``node.meta["cast"]``.
+    """What is known of a cast that a pass inserted; ``metadata.CAST``.
 
     Attributes:
         source_dtype: Dtype of the tensor that is cast.
@@ -54,7 +43,7 @@ class Cast:
 
 def is_cast_call(node: fx.Node) -> bool:
     """Whether a node makes a cast as ``make_cast`` does."""
-    return node.op == "call_function" and node.target is _TO_COPY
+    return node.op == "call_function" and node.target is _OP
 
 
 def mark_cast(node: fx.Node, reason: str) -> None:
@@ -62,18 +51,18 @@ def mark_cast(node: fx.Node, reason: str) -> None:
     source = value_of(node.all_input_nodes[0])
     dtype = node.kwargs["dtype"]
     assert isinstance(dtype, torch.dtype)
-    node.meta["cast"] = Cast(source.dtype, dtype, version_of(source), reason)
+    CAST.put(node, Cast(source.dtype, dtype, version_of(source), reason))
 
 
 def inserted_cast(node: fx.Node) -> Cast | None:
     """The record of a cast that a pass inserted; None for any other node."""
-    return node.meta.get("cast")
+    return CAST.get(node)
 
 
 def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
     """Inserts a cast at the graph's insertion point; the caller evaluates it."""
     node = graph.create_node(
-        "call_function", _TO_COPY, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
+        "call_function", _OP, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
     )
     node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
     mark_cast(node, reason)

@@ -9,6 +9,7 @@ import torch
 from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
+from amp_fx.graphs.metadata import ISLAND, SITE, VALUE
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -38,12 +39,12 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
         _check_cast(node, pass_name)
         if node.op in ("call_function", "call_method") and _can_evaluate(node):
             args, kwargs = argument_values(node)
-            with analysis(fake_mode, is_grad_enabled=node.meta["site"].is_grad_enabled):
+            with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
                 _check_value(node, call_target(node, args, kwargs), pass_name)
 
 
 def _can_evaluate(node: fx.Node) -> bool:
-    if "val" not in node.meta or "island" in node.meta or is_rewritten(node):
+    if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node):
         return False
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False

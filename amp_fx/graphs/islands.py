@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
@@ -20,19 +21,18 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from amp_fx.policies.kernels import prepare_state
-from amp_fx.policies.module_place import NOWHERE, place_of
-from amp_fx.policies.state import at_place, carrying, policy_of
+from amp_fx.regions.kernels import prepare_state
+from amp_fx.regions.module_stack import NO_FRAME, module_stack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.policies.module_place import Around
+    from amp_fx.regions.module_stack import CompileFrame
 
 TRANSFORM = "torch.func transform"
-"""The reason of islands that stand inside a torch.func transform (``meta["island"]``)."""
+"""The reason of islands that stand inside a torch.func transform (``metadata.ISLAND``)."""
 
 
 def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -41,7 +41,7 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in list(graph.nodes):
         if node._erased:
             continue
-        if node.meta.get("island") == TRANSFORM:
+        if ISLAND.get(node) == TRANSFORM:
             together.append(node)
             continue
         if together:
@@ -51,10 +51,10 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def evaluate_island(
-    node: fx.Node, fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+    node: fx.Node, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
     """Runs one island under native autocast, as it will be run, and records its value."""
-    _lay_down_place([node], around)
+    _lay_down_policy([node], frame)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
     if not tensors_in(args, kwargs):
@@ -65,13 +65,13 @@ def evaluate_island(
 
 
 def evaluate_together(
-    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, around: Around = NOWHERE
+    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
     """Runs the nodes of one torch.func transform, whose inner values are wrapped.
 
     Only what leaves the transform gets its value; wrapped tensors must not outlive it.
     """
-    _lay_down_place(nodes, around)
+    _lay_down_policy(nodes, frame)
     values: dict[fx.Node, Any] = {}
 
     def lookup(node: fx.Node) -> Any:
@@ -87,20 +87,20 @@ def evaluate_together(
         set_value(node, values[node] if is_result else captured_value(node))
 
 
-def _lay_down_place(nodes: list[fx.Node], around: Around) -> None:
+def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
     """Gives islands the policy of their module: where they run, no module does."""
-    site = nodes[0].meta["site"]
-    policy = policy_of(site.state)
-    if policy is None or not policy.resolver.depends_on_place:
+    site = SITE.of(nodes[0])
+    policy = site.state.policy
+    if policy is None or not policy.resolver.depends_on_module:
         return
-    state = carrying(site.state, at_place(policy, place_of(nodes[0], around)))
+    state = site.state.with_policy(policy.for_modules(module_stack(nodes[0], frame)))
     for node in nodes:
-        node.meta["site"] = dataclasses.replace(node.meta["site"], state=state)
+        SITE.put(node, dataclasses.replace(SITE.of(node), state=state))
 
 
 @contextlib.contextmanager
 def _native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    site = node.meta["site"]
+    site = SITE.of(node)
     prepare_state(site.state)
     with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
         yield

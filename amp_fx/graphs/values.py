@@ -1,8 +1,8 @@
 """What a node really produces: evaluates single nodes on fake tensors.
 
-``node.meta["val"]`` is the value of a node after rewriting, ``node.meta["example_value"]``
-the one that Dynamo captured. Nodes are evaluated with autocast off, because casts are
-nodes, and in graph order, so that in-place ops raise the version of what they write.
+``VALUE`` is the value of a node after rewriting, ``CAPTURED`` the one that Dynamo captured.
+Nodes are evaluated with autocast off, because casts are nodes, and in graph order, so that
+in-place ops raise the version of what they write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.graphs.regions import no_autocast
+from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, VALUE, VERSION
+from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
 
 def captured_value(node: fx.Node) -> Any:
     """What Dynamo (``example_value``) or ``torch.export`` (``val``) recorded, or None."""
-    return node.meta.get("captured")
+    return CAPTURED.get(node)
 
 
 def remember_captured(graph: fx.Graph) -> None:
-    """Keeps what capture recorded under ``meta["captured"]``, once, for all nodes."""
+    """Keeps what capture recorded under ``CAPTURED``, once, for all nodes."""
     for node in graph.nodes:
-        if "captured" not in node.meta:
-            node.meta["captured"] = recorded_value(node)
+        if not CAPTURED.is_on(node):
+            CAPTURED.put(node, recorded_value(node))
 
 
 def recorded_value(node: fx.Node) -> Any:
     """What capture left in the metadata, before anything was rewritten."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    return (EXAMPLE_VALUE if EXAMPLE_VALUE.is_on(node) else VALUE).get(node)
 
 
 def set_value(node: fx.Node, value: Any) -> None:
@@ -52,16 +53,16 @@ def set_value(node: fx.Node, value: Any) -> None:
     ``example_value`` is kept equal: AOTAutograd's cache takes a method call on a node
     for one on a tensor only where that key is present.
     """
-    node.meta["val"] = value
+    VALUE.put(node, value)
     if isinstance(value, torch.Tensor):
-        node.meta["version"] = version_of(value)
+        VERSION.put(node, version_of(value))
     if value is not None:
-        node.meta["example_value"] = value
+        EXAMPLE_VALUE.put(node, value)
 
 
 def value_of(node: fx.Node) -> Any:
     """The value recorded by ``set_value``."""
-    return node.meta.get("val")
+    return VALUE.get(node)
 
 
 def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +208,7 @@ def is_written(placeholder: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     version = version_of(value)
-    return version is None or version != placeholder.meta["version"]
+    return version is None or version != VERSION.of(placeholder)
 
 
 def evaluate(node: fx.Node) -> Any:

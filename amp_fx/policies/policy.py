@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.op_names import all_ops
-from amp_fx.policies.overrides import arg_override, module_overrides, op_overrides, rule_override
-from amp_fx.policies.treatment import Resolver
+from amp_fx.policies.changes import (
+    ModuleOverride,
+    arg_override,
+    module_overrides,
+    op_overrides,
+    rule_override,
+)
+from amp_fx.policies.decide import Resolver
+from amp_fx.policies.module_path import path_of
 from amp_fx.tables.build import check_entry
+from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active
@@ -23,15 +30,15 @@ from amp_fx.tables.versions import active
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from amp_fx.policies.cast_policy import CastPolicy
-    from amp_fx.policies.overrides import (
+    from amp_fx.policies.changes import (
         ArgOverride,
-        ModuleOverride,
         OpOverride,
         Rule,
         RuleOverride,
     )
+    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.tables.build import Table
+    from amp_fx.tables.cast_policy import CastPolicy
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -91,12 +98,12 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.files``.
+        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.saved``.
 
         Raises:
             PolicyError: The file cannot be read, or an entry is wrong; names line and key.
         """
-        from amp_fx.policies.files import load
+        from amp_fx.policies.saved import load
 
         return load(path)
 
@@ -107,7 +114,7 @@ class Policy:
         Raises:
             PolicyError: An entry is wrong; names line and key.
         """
-        from amp_fx.policies.files import loads
+        from amp_fx.policies.saved import loads
 
         return loads(text)
 
@@ -118,7 +125,7 @@ class Policy:
             PolicyError: A rule or a class of modules cannot be imported by name, so that a
                 file cannot tell of it.
         """
-        from amp_fx.policies.files import save
+        from amp_fx.policies.saved import save
 
         save(self, path)
 
@@ -130,6 +137,27 @@ class Policy:
         """
         table = self.tables.get(device_type)
         return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def kernels_key(self) -> object:
+        """What eager kernels depend on: equal for policies that need the same ones."""
+        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
+        return tables, self.args, self.resolver.depends_on_module
+
+    def for_modules(self, stack: ModuleStack) -> Policy:
+        """This policy as it holds inside of some modules, wherever it is asked.
+
+        A compiled graph is inside of no module when it runs: what holds for the modules around is
+        laid down for all, and rules are told of these.
+        """
+        if not self.resolver.depends_on_module:
+            return self
+        override = self.resolver.module_override(stack)
+        return dataclasses.replace(
+            self,
+            modules=() if override is None else (ModuleOverride("*", override.policy),),
+            rules=tuple(rule.at(path_of(stack)) for rule in self.rules),
+        )
 
     @functools.cached_property
     def resolver(self) -> Resolver:
@@ -256,8 +284,7 @@ class Policy:
 
     def __hash__(self) -> int:
         """By content, as equality is."""
-        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
-        return hash((tables, self.ops, self.modules, self.args, self.rules, self.dtypes))
+        return hash((self.kernels_key, self.ops, self.modules, self.rules, self.dtypes))
 
     def __repr__(self) -> str:
         """The name, how many ops each device type has, and how many changes there are."""
@@ -269,7 +296,7 @@ class Policy:
 
     def __str__(self) -> str:
         """The text of a policy file, which ``loads`` reads."""
-        from amp_fx.policies.files import to_text
+        from amp_fx.policies.saved import to_text
 
         return to_text(self)
 

@@ -6,9 +6,9 @@ Source: ``TORCH_LIBRARY_IMPL(aten, AutocastXPU, m)`` and its two siblings in
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.reference import ROWS
 
 XPU = build_table((*ROWS, (CastPolicy.BANNED, families.UNSAFE)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.cast_policy import CastPolicy
+from amp_fx.tables.cast_policy import CastPolicy
 
 Table: TypeAlias = Mapping[str, CastPolicy]
 """Policies by qualified overload name: ``"aten::softmax.int"``, ``"aten::linear"``."""

@@ -7,9 +7,9 @@ them in float32 inside and may return the low dtype.
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
+from amp_fx.tables.cast_policy import CastPolicy
 
 # Matrix products of oneDNN.
 CONVOLUTIONS = ops("""

@@ -5,9 +5,9 @@ Source: ``TORCH_LIBRARY_IMPL(aten, Autocast, m)`` in ``ATen/autocast_mode.cpp``.
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.reference import ROWS
 
 # Reached by calls of the op itself only: conv2d and its like come through ``convolution``.

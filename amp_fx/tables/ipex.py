@@ -7,8 +7,8 @@ removed stay in the list: a policy shows them as gone.
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import Row, ops
+from amp_fx.tables.cast_policy import CastPolicy
 
 # Matrix products of oneDNN.
 LOW_PRECISION = ops("""

@@ -14,8 +14,8 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import ops
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.families import NORMALIZATIONS, ROOT_MEAN_SQUARE
 
 if TYPE_CHECKING:

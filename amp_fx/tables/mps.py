@@ -6,9 +6,9 @@ comment says ``fp32_set_opt_dtype`` above the reductions; what it registers is `
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import build_table, ops
+from amp_fx.tables.cast_policy import CastPolicy
 
 # As on other devices but for conv_transpose3d, which MPS refuses in low dtypes.
 CONVOLUTIONS = ops("""

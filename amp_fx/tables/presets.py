@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.policies.op_names import is_functional, overloads_by_packet
 from amp_fx.tables import DEVICES
 from amp_fx.tables.build import build_table
 from amp_fx.tables.ipex import IPEX_ROWS
 from amp_fx.tables.lean import lean
+from amp_fx.tables.op_names import is_functional, overloads_by_packet
 from amp_fx.tables.versions import VERSIONS, Version, active
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ can register the same policies as CUDA has. Nothing is registered for it by defa
 
 from __future__ import annotations
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables import families
 from amp_fx.tables.build import Row, build_table
+from amp_fx.tables.cast_policy import CastPolicy
 
 ROWS: tuple[Row, ...] = (
     (CastPolicy.LOWER_PRECISION_FP, families.CONVOLUTIONS),

@@ -19,6 +19,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.metadata import KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, value_of
 from amp_fx.weights.kept_cast import kept_cast
 
@@ -38,7 +39,7 @@ def slots_inside(gm: fx.GraphModule) -> tuple[int, ...]:
     symbolic: the other variant is compiled when no guard can be added any more.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if "kept_input" in node.meta]
+    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
     if any(_is_dynamic(value_of(node)) for node in placeholders):
         return ()
     if any(value_of(node).device.type != "cpu" for node in kept):
@@ -51,7 +52,7 @@ def _is_dynamic(value: Any) -> bool:
 
 
 def _is_trained(node: fx.Node, placeholders: Sequence[fx.Node]) -> bool:
-    slot = node.meta["kept_input"]
+    slot = KEPT_INPUT.of(node)
     weight = value_of(placeholders[slot.source_index])
     has_gradient = any(user.target is kept_cast for user in node.users)
     return bool(weight.requires_grad and has_gradient and not slot.is_alias)
@@ -63,14 +64,14 @@ def with_casts_inside(
     """A copy of a graph that casts weights itself and hands the casts out, behind its outputs.
 
     Args:
-        gm: The graph; its kept inputs know their weights by ``meta["kept_input"]``.
+        gm: The graph; its kept inputs know their weights by ``KEPT_INPUT``.
         inside: What ``slots_inside`` gave.
         passed: Which of Dynamo's inputs the graph still takes, in order.
     """
     gm = copy_graph_module(gm)
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if "kept_input" in node.meta]
+    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
     given = dict(zip(passed, placeholders, strict=False))
     fake_mode = detect_fake_mode(graph)
     with analysis(fake_mode, is_grad_enabled=False), graph.inserting_after(placeholders[-1]):
@@ -86,7 +87,7 @@ def with_casts_inside(
 
 
 def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -> fx.Node:
-    slot = kept.meta["kept_input"]
+    slot = KEPT_INPUT.of(kept)
     weight = given[slot.source_index]
     detached = graph.call_function(torch.ops.aten.detach.default, (weight,))
     set_value(detached, value_of(weight).detach())
@@ -96,7 +97,7 @@ def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -
         )
     set_value(cast, value_of(kept))
     for node in (detached, cast):
-        node.meta["site"] = weight.meta["site"]
+        SITE.put(node, SITE.of(weight))
     kept.replace_all_uses_with(cast)
     graph.erase_node(kept)
     return cast

@@ -16,7 +16,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One kept cast of one graph; the added placeholder has it as ``meta["kept_input"]``.
+    """One kept cast of one graph; the added placeholder has it as its ``KEPT_INPUT``.
 
     Attributes:
         source_index: Position of the weight among the graph's inputs.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.graphs.regions import no_autocast
+from amp_fx.regions.state import no_autocast
 from amp_fx.weights.engine import engine
 from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.tensor_swaps import before_swaps

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.graphs.recording import current_recorder
+from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT
 from amp_fx.graphs.values import is_written, value_of
 from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
@@ -66,9 +65,6 @@ def _may_be_sharded() -> bool:
 
 def _is_weight(node: fx.Node, example: Any) -> bool:
     kind = type(example)
-    if kind is FakeTensor and current_recorder() is not None:
-        # It stands for a plain one; nobody can keep the casts of fake weights in earnest.
-        kind = torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
     if kind is torch.Tensor:
         return _is_module_buffer(node)
     return kind is torch.nn.Parameter and example.layout is torch.strided
@@ -89,11 +85,11 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None)
         root: The class of the outermost module that is compiled, if it is one.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    kept = [n for n in placeholders if "kept_input" in n.meta]
+    kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]
     if not kept:
         return None
     return Plan(
-        [node.meta["kept_input"] for node in kept],
+        [KEPT_INPUT.of(node) for node in kept],
         owner=_owner(gm, root),
         passed=_passed_inputs(placeholders),
         is_pure=_is_pure(gm.graph),
@@ -115,8 +111,7 @@ _VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
 def _is_pure(graph: fx.Graph) -> bool:
     """Whether nothing in a graph can write to a weight: no write to an input, nothing opaque."""
     return not any(
-        is_written(node) if node.op == "placeholder" else "island" in node.meta
-        for node in graph.nodes
+        is_written(node) if node.op == "placeholder" else ISLAND.is_on(node) for node in graph.nodes
     )
 
 
@@ -125,8 +120,8 @@ def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
 
     Where no gradient flows, a weight is only there for its copy to be made of.
     """
-    given = [node for node in placeholders if "kept_input" not in node.meta]
-    replaced = {n.meta["kept_input"].source_index for n in placeholders if "kept_input" in n.meta}
+    given = [node for node in placeholders if not KEPT_INPUT.is_on(node)]
+    replaced = {KEPT_INPUT.of(n).source_index for n in placeholders if KEPT_INPUT.is_on(n)}
     return tuple(i for i, node in enumerate(given) if node.users or i not in replaced)
 
 
@@ -134,7 +129,7 @@ def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
     """Takes the inputs that a plan does not pass out of the graph."""
     passed = frozenset(plan.passed)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if "kept_input" not in node.meta and index not in passed:
+        if not KEPT_INPUT.is_on(node) and index not in passed:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -162,7 +157,7 @@ def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[to
     fake_mode: FakeTensorMode | None = context.fake_mode if context is not None else None
     copies = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        kept = node.meta.get("kept_input")
+        kept = KEPT_INPUT.get(node)
         if kept is not None:
             copies.append(_example_copy(example_inputs[kept.source_index], kept, fake_mode))
     return copies

@@ -33,9 +33,9 @@ from amp_fx.bench.contenders import (
     with_own_code,
 )
 from amp_fx.bench.memory import MemoryMeter
-from amp_fx.bench.models import MLP
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
+from amp_fx.demo.models import MLP
 from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:

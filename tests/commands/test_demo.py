@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 
 import amp_fx
-from amp_fx.bench.models import GPT, Loss, Size
 from amp_fx.cli import main
 from amp_fx.commands import demo
 from amp_fx.demo import train
+from amp_fx.demo.models import GPT, Loss, Size
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
 from amp_fx.demo.train import Comparison, Run, Settings
 

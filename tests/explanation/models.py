@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from amp_fx.bench.models import GPT, Size
+from amp_fx.demo.models import GPT, Size
 
 
 def mlp() -> nn.Sequential:

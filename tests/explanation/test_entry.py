@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import backend, stats
+from amp_fx import CastPolicy, backend, stats
+from amp_fx.commands.policy import MEANING
 from amp_fx.errors import (
     BannedOpError,
     CompileTargetError,
@@ -391,3 +392,15 @@ def test_arguments_are_checked() -> None:
 def test_a_banned_op_is_told_as_autocast_tells_it() -> None:
     with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         amp_fx.explain(nn.BCELoss(), device_type="cuda")(torch.rand(4), torch.rand(4))
+
+
+@pytest.mark.parametrize("policy", list(CastPolicy))
+def test_a_reason_says_what_every_cast_policy_means(policy: CastPolicy) -> None:
+    """In words, and in those that the command line has for it."""
+    effect = policy.effect("bfloat16")
+    assert effect != policy.value
+    assert MEANING[policy.value] == policy.effect()
+    if policy is CastPolicy.SAME_AS_INPUT:
+        lean = amp_fx.explain(nn.LayerNorm(4), policy="lean", device_type="cuda")
+        [norm] = [n for n in lean(torch.ones(2, 4)).nodes if n.kind == "op"]
+        assert norm.reason == f"layer_norm: same_as_input (cuda table), {effect}"

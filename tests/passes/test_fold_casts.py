@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from amp_fx.graphs.capture import Site
+    from amp_fx.graphs.decompose import Site
     from amp_fx.policies.policy import Policy
     from tests.programs import Captured, Program
 

@@ -11,14 +11,14 @@ from amp_fx.errors import BannedOpError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import default_passes, run_passes
-from amp_fx.policies.cast_policy import CastPolicy
+from amp_fx.tables.cast_policy import CastPolicy
 from tests.programs import assert_same_bits, compiled, graph_text, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from amp_fx.graphs.capture import Site
+    from amp_fx.graphs.decompose import Site
     from amp_fx.policies.policy import Policy
     from tests.programs import Captured, Program
 

@@ -15,7 +15,7 @@ import amp_fx
 from amp_fx import CastPolicy, Policy, preset
 from amp_fx.errors import OptionError, PolicyError
 from amp_fx.options import Options
-from amp_fx.policies.overrides import MODULE_POLICIES
+from amp_fx.policies.changes import MODULE_POLICIES
 from tests.programs import compiled
 
 if TYPE_CHECKING:

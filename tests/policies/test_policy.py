@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.policies.policy import Policy, preset, preset_names
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import torch_version
 
 aten = torch.ops.aten

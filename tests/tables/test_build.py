@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.tables.build import build_table, ops
+from amp_fx.tables.cast_policy import CastPolicy
 
 NAMES = st.sampled_from([f"aten::op{i}" for i in range(12)] + ["aten::op0.out", "mylib::op0"])
 ROWS = st.lists(st.tuples(st.sampled_from(CastPolicy), st.lists(NAMES, max_size=4)), max_size=5)

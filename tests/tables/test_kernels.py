@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.policies.kernels import prepare
 from amp_fx.policies.policy import Policy
+from amp_fx.regions.kernels import prepare
 from amp_fx.tables.kernels import OPAQUE_KERNELS
 from amp_fx.tables.presets import torch_version
 

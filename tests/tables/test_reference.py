@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_fx.policies.cast_policy import CastPolicy
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active

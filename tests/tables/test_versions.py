@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from amp_fx.policies.cast_policy import CastPolicy
 from amp_fx.policies.policy import preset
 from amp_fx.tables import DEVICES
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.versions import SINCE, UNTIL, VERSIONS
 
 # How many ops the autocast of each released version has a policy for, counted in its binary;

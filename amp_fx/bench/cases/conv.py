@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amp_fx.bench.contenders import Workload
-from amp_fx.bench.models import Loss, ResNet
+from amp_fx.demo.models import Loss, ResNet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

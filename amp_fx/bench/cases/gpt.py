@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amp_fx.bench.contenders import MICRO_BATCHES, Workload
-from amp_fx.bench.models import GPT, Decoder, Loss, Size
+from amp_fx.demo.models import GPT, Decoder, Loss, Size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,8 +18,8 @@ from torch import nn
 
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.memory import MemoryMeter
-from amp_fx.bench.models import Size
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns, wait_for
+from amp_fx.demo.models import Size
 from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
 from amp_fx.policies.policy import preset
 

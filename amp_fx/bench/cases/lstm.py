@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amp_fx.bench.contenders import Workload
-from amp_fx.bench.models import LoopedCell, Loss
+from amp_fx.demo.models import LoopedCell, Loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.bench.contenders import MICRO_BATCHES, Workload
-from amp_fx.bench.models import MLP, Loss
+from amp_fx.demo.models import MLP, Loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from torch import nn
 
 from amp_fx.bench.compare import Figure, compare
 from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, Workload, compiled
-from amp_fx.bench.models import MLP
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
+from amp_fx.demo.models import MLP
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.kept_cast import Slot
 

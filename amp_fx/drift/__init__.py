@@ -1,0 +1,1 @@
+"""Where op tables and the installed torch's autocast disagree."""

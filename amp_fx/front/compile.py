@@ -1,0 +1,138 @@
+"""``amp_fx.compile``: ``torch.compile`` with this backend, every call of it in a region.
+
+The region stands around the compiled callable, so that Dynamo sees its dtypes while it
+captures, its guards on the state of autocast hold from call to call, and whatever it leaves
+to Python (graph breaks, skipped and disabled functions, all of it under
+``torch.compiler.set_stance("force_eager")``) runs in the same mixed precision.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import torch
+
+from amp_fx.errors import CompileTargetError, OptionError
+from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.options import Options
+from amp_fx.policies.policy import as_policy
+from amp_fx.regions.region import autocast
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from amp_fx.policies.policy import Policy
+
+T = TypeVar("T", bound="Callable[..., Any]")
+
+
+@overload
+def compile(  # noqa: A001
+    model: T,
+    *,
+    device_type: str | None = ...,
+    dtype: torch.dtype | str | None = ...,
+    policy: Policy | str | os.PathLike[str] | None = ...,
+    weight_cache: bool = ...,
+    **torch_compile_kwargs: Any,
+) -> T: ...
+
+
+@overload
+def compile(  # noqa: A001
+    model: None = None,
+    *,
+    device_type: str | None = ...,
+    dtype: torch.dtype | str | None = ...,
+    policy: Policy | str | os.PathLike[str] | None = ...,
+    weight_cache: bool = ...,
+    **torch_compile_kwargs: Any,
+) -> Callable[[T], T]: ...
+
+
+def compile(  # noqa: A001
+    model: Any = None,
+    *,
+    device_type: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    weight_cache: bool = True,
+    **torch_compile_kwargs: Any,
+) -> Any:
+    """Compiles a module or a function in mixed precision; outputs keep autocast's dtypes.
+
+    Args:
+        model: A module or a function. Without it a decorator is returned.
+        device_type: Of the region around every call; None takes an accelerator that the
+            module or an argument of the call is on, else the CPU.
+        dtype: What low-precision ops run in, or its name; by default
+            ``torch.get_autocast_dtype``. One that the device does not support turns the
+            region off with the warning that ``torch.autocast`` gives.
+        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``), read now. None keeps that of a region around the call,
+            else that of PyTorch.
+        weight_cache: Whether casts of weights are kept across calls.
+        **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
+            may hold those of this backend (``amp_fx.options.Options``) and inductor's.
+
+    Returns:
+        A module for a module, which shares its parameters, else a function.
+
+    Raises:
+        CompileTargetError: What is given is neither a module nor a function.
+        RegionError: The device type cannot autocast.
+        OptionError: An option is unknown or has a value that is not allowed.
+        PolicyError: The policy is none of these.
+    """
+    settings = RegionSettings(
+        device_type,
+        None if dtype is None else as_dtype(dtype),
+        None if policy is None else as_policy(policy),
+    )
+    if device_type is not None:
+        autocast(device_type, settings.dtype)  # says now what there is to say about it
+    kwargs = _backend_kwargs(weight_cache, dict(torch_compile_kwargs))
+    if model is None:
+        return lambda target: _compile(target, settings, kwargs)
+    return _compile(model, settings, kwargs)
+
+
+_LOOKUP = threading.Lock()
+"""torch.compile registers a backend at its first use, and fails if two threads do so at once."""
+
+
+def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> Any:
+    if isinstance(target, type) or not callable(target):
+        what = f"the class {target.__name__}" if isinstance(target, type) else repr(target)
+        raise CompileTargetError(
+            f"amp_fx.compile takes a torch.nn.Module or a function, not {what}"
+        )
+    with _LOOKUP:
+        compiled = torch.compile(target, **kwargs)
+    if not isinstance(target, torch.nn.Module):
+        return settings.wrap(compiled, None)
+    from amp_fx.front.compiled_module import wrap_module  # torch._dynamo takes seconds to import
+
+    return wrap_module(target, compiled, settings)
+
+
+def _backend_kwargs(weight_cache: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of torch.compile; its ``mode`` and ``options`` exclude each other there."""
+    if "backend" in kwargs:
+        raise OptionError(
+            f"backend={kwargs['backend']!r}: amp_fx.compile is torch.compile with "
+            "backend='amp_fx'; what compiles its graphs is options={\"compiler\": ...}"
+        )
+    options = dict(kwargs.pop("options", None) or {})
+    for name in ("dtype", "policy", "weight_cache"):
+        if name in options:
+            raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.compile itself")
+    # The region is around the call: a graph outside of any is meant to be in full precision.
+    options |= {"weight_cache": weight_cache, "bare_region": False}
+    mode = kwargs.pop("mode", None)
+    if mode is not None:
+        options["mode"] = mode
+    Options.parse(options)
+    return {**kwargs, "backend": "amp_fx", "options": options}

@@ -1,0 +1,104 @@
+"""The region that every call of a compiled program runs in, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_fx.errors import OptionError
+from amp_fx.regions.region import autocast
+from amp_fx.regions.state import autocast_device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from amp_fx.policies.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionSettings:
+    """The region that every call of a compiled program runs in.
+
+    Attributes:
+        device_type: Its device type; None takes that of the tensors of each call.
+        dtype: Its low dtype; None takes ``torch.get_autocast_dtype``.
+        policy: Its policy; None keeps that of the region around the call.
+    """
+
+    device_type: str | None
+    dtype: torch.dtype | None
+    policy: Policy | None
+
+    def region(
+        self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """The region for one call of a module, or of a function if it is None."""
+        device_type = self.device_type or _device_type_of(module, args, kwargs)
+        if self.policy is None:
+            return torch.autocast(device_type, self.dtype)
+        return autocast(device_type, self.dtype, policy=self.policy)
+
+    def wrap(self, call: Callable[..., Any], module: torch.nn.Module | None) -> Callable[..., Any]:
+        """A callable with every call of it inside the region."""
+
+        @functools.wraps(call)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            with self.region(module, args, kwargs):
+                return call(*args, **kwargs)
+
+        for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:
+            # Dynamo would go straight to the function that these name, without the region.
+            del in_region.__dict__[name]
+        return in_region
+
+
+def _device_type_of(
+    module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """An accelerator if the module or an argument is on one that autocast knows, else the CPU."""
+    found = {arg.device.type for arg in _tensors((*args, *kwargs.values()))}
+    parameter = None if module is None else _first_parameter(module)
+    if parameter is not None:
+        found.add(parameter.device.type)
+    if found <= {"cpu"}:
+        return "cpu"
+    for device_type in autocast_device_types():
+        if device_type in found:
+            return device_type
+    return "cpu"
+
+
+def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
+    """Any parameter; ``module.parameters()`` takes ten times as long to give its first."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        found = None if child is None else _first_parameter(child)
+        if found is not None:
+            return found
+    return None
+
+
+def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
+    found = [value for value in values if isinstance(value, torch.Tensor)]
+    return found or [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+
+
+def as_dtype(dtype: object) -> torch.dtype:
+    """The dtype that somebody means.
+
+    Raises:
+        OptionError: It is neither a dtype nor the name of one.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise OptionError(
+            f"dtype={dtype!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+        )
+    return found

@@ -1,0 +1,362 @@
+"""Opens one node of a captured graph into the dispatcher-level ops that it makes.
+
+Dynamo's nodes are Python-level (``torch.nn.functional.*``, ``torch.*``, methods); the
+policies are written for ATen ops. A node is decomposed by tracing it alone, before dispatch
+(``make_fx(pre_dispatch=True)``), on fake tensors of the dtypes that it really gets, with
+the cast policies as the decomposition table: an op with a policy casts its inputs and
+stays whole, an unlisted composite op is looked into, anything else is recorded as it is.
+If no cast comes out, the node needs none and stays what it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.fx.node import map_aggregate, map_arg
+
+from amp_fx.errors import BannedOpError, PolicyError
+from amp_fx.graphs.values import analysis, call_target, value_of
+from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
+from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.regions.module_stack import NO_FRAME, module_stack
+from amp_fx.regions.registered_ops import report_mixture
+from amp_fx.tables.kernels import OPAQUE_KERNELS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from amp_fx.policies.decide import Resolver
+    from amp_fx.policies.module_path import ModuleStack
+    from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.regions.state import AutocastState
+    from amp_fx.tables.cast_policy import CastPolicy
+
+
+class NotPlainError(Exception):
+    """A node cannot be decomposed; it runs as it is, under native autocast."""
+
+
+class OpaqueKernelError(NotPlainError):
+    """A node makes an op whose kernel casts inside (``tables/kernels.py``)."""
+
+    def __init__(self, op: str, low_dtype: torch.dtype) -> None:
+        super().__init__(f"the kernel of {op} calls ops that autocast casts")
+        self.result_dtype = low_dtype if OPAQUE_KERNELS[op] else None
+
+
+@dataclasses.dataclass(frozen=True)
+class OpDecision:
+    """One op with a policy, as met while opening a node.
+
+    Attributes:
+        op: Qualified overload name (``"aten::softmax.int"``).
+        device_type: The device whose table has it.
+        policy: What is done with its inputs.
+        origin: Where that was laid down, for a person to read.
+    """
+
+    op: str
+    device_type: str
+    policy: CastPolicy
+    origin: str = "table"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed:
+    """What opening a node found.
+
+    Attributes:
+        graph: Dispatcher-level ops with their casts; one placeholder for each of the
+            node's distinct inputs. None where no cast is needed.
+        decisions: The ops with a policy, in call order.
+    """
+
+    graph: fx.Graph | None
+    decisions: tuple[OpDecision, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Where a node stands: which casts apply and whether gradients are recorded."""
+
+    state: AutocastState
+    is_grad_enabled: bool
+
+
+class Decomposer:
+    """Opens the nodes of one graph; equal calls are traced once.
+
+    Args:
+        policy: The op tables.
+        fake_mode: The fake mode of the values; None for a graph of real tensors.
+        frame: The modules around the compiled frame (``module_stack.compile_frame``).
+    """
+
+    def __init__(
+        self, policy: Policy, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
+    ) -> None:
+        self.policy = policy
+        self.fake_mode = fake_mode
+        self.frame = frame
+        self.num_traced = 0
+        self._memo: dict[Any, Decomposed | NotPlainError] = {}
+
+    def open(self, node: fx.Node, site: Site) -> tuple[Decomposed, list[Any]]:
+        """Opens one call node.
+
+        Returns:
+            What was found, and the node's distinct inputs (nodes) in the order of the
+            placeholders of ``Decomposed.graph``.
+
+        Raises:
+            NotPlainError: The node's effect cannot be seen by tracing it.
+            BannedOpError: The node makes an op that autocast bans.
+            PolicyError: A rule of the policy failed; the message names the node.
+        """
+        inputs = node.all_input_nodes
+        resolver = (site.state.policy or self.policy).resolver
+        stack = module_stack(node, self.frame) if resolver.depends_on_module else ()
+        key = (call_key(node, inputs), site, resolver.stack_key(stack))
+        if key not in self._memo:
+            try:
+                self._memo[key] = self._trace(node, inputs, site, resolver, stack)
+            except PolicyError as error:
+                raise PolicyError(f"{error} (node {node.format_node()})") from error
+            except NotPlainError as error:
+                self._memo[key] = error
+        found = self._memo[key]
+        if isinstance(found, NotPlainError):
+            raise found
+        return found, inputs
+
+    def _trace(
+        self,
+        node: fx.Node,
+        inputs: list[fx.Node],
+        site: Site,
+        resolver: Resolver,
+        stack: ModuleStack,
+    ) -> Decomposed:
+        self.num_traced += 1
+        table = _PolicyTable(resolver, site.state, stack)
+
+        def call(*values: Any) -> Any:
+            env = dict(zip(inputs, values, strict=True))
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            return call_target(node, args, kwargs)
+
+        with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
+            graph = trace_pre_dispatch(call, [value_of(n) for n in inputs], table)
+        if not table.num_changed:
+            return Decomposed(None, tuple(table.decisions))
+        if any(n.op == "get_attr" for n in graph.nodes):
+            raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
+        return Decomposed(graph, tuple(table.decisions))
+
+
+class _PolicyTable:
+    """The cast policies as a decomposition table that is worked out op by op.
+
+    An op that is met gets its casts and is recorded whole; an unlisted composite op is
+    decomposed, and the decomposition kept only if a cast came out of it.
+    """
+
+    def __init__(self, resolver: Resolver, state: AutocastState, stack: ModuleStack) -> None:
+        self.tracer: _MakefxTracer | None = None
+        self.decisions: list[OpDecision] = []
+        self.num_changed = 0
+        self._resolver = resolver
+        self._state = state
+        self._stack = stack
+        self._is_settled = False
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, torch._ops.OpOverload)
+
+    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(op, args, kwargs)
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_settled:
+            self._is_settled = False
+            return NotImplemented
+        has_policy = False
+        restored_dtype = None
+        call = (op, args, kwargs)
+        for device_type in self._state.enabled:
+            if not reaches_autocast(args, kwargs, device_type):
+                continue
+            decision = self._resolver.decide(call, device_type, self._stack)
+            low_dtype = self._state.low_dtype(device_type)
+            if decision is None:
+                _refuse_native_kernel(op, device_type)
+                _refuse_opaque_kernel(op, low_dtype)
+                report_mixture(call, device_type)
+                continue
+            has_policy = True
+            name, policy, origin = qualified_name(op), decision.policy, decision.origin
+            self.decisions.append(OpDecision(name, device_type, policy, origin))
+            call, restored = decision.apply(call, device_type, low_dtype)
+            restored_dtype = restored_dtype or restored
+        if call[1] is not args or call[0] is not op:
+            self.num_changed += 1
+            self._is_settled = True
+            return restore_results(call[0](*call[1], **call[2]), restored_dtype)
+        return NotImplemented if has_policy else self._look_into(op, args, kwargs)
+
+    def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op._schema.is_mutable or not is_composite(op):
+            return NotImplemented
+        num_changed = self.num_changed
+        with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
+            result = op._op_dk(_COMPOSITE, *args, **kwargs)
+        return result if self.num_changed > num_changed else NotImplemented
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op's kernel for every device is one that calls other ops.
+
+    It is C++'s own that counts, and that is called: ``OpOverload.decompose`` prefers a Python
+    decomposition, which eager code never runs and which may call other ops (``upsample_*.vec``).
+    """
+    name = qualified_name(op)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE.name)
+
+
+def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
+    """A library that registers its own autocast kernel knows its op best: leave it whole."""
+    if op.namespace != "aten" and has_autocast_kernel(op, device_type):
+        raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
+
+
+def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
+    name = qualified_name(op)
+    if name in OPAQUE_KERNELS:
+        raise OpaqueKernelError(name, low_dtype)
+
+
+@contextlib.contextmanager
+def _rolled_back_unless(
+    tracer: _MakefxTracer | None, is_kept: Callable[[], bool]
+) -> Iterator[None]:
+    """Removes the nodes that are traced inside, unless they turn out to be wanted."""
+    assert tracer is not None
+    assert tracer.fx_tracer is not None
+    fx_tracer = tracer.fx_tracer
+    before = set(fx_tracer.graph.nodes)
+    symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
+    expressions = dict(fx_tracer.sympy_expr_tracker)
+    # A call that returns its input, such as ``to``, makes itself the tensor's source.
+    tensors = list(fx_tracer.tensor_tracker.items())
+    yield
+    if is_kept():
+        return
+    for node in reversed(list(fx_tracer.graph.nodes)):
+        if node not in before:
+            fx_tracer.graph.erase_node(node)
+    for tensor, proxy in tensors:
+        fx_tracer.tensor_tracker[tensor] = proxy
+    fx_tracer.symnode_tracker.sym_node_dict = symnodes
+    fx_tracer.sympy_expr_tracker = expressions
+
+
+def call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
+    """Equal for two calls whose traces are equal: target, constants, input metadata."""
+    index = {n: i for i, n in enumerate(inputs)}
+    metadata = tuple(_value_key(value_of(n)) for n in inputs)
+    # Two nodes may stand for one tensor (``x.float()`` of a float32 ``x`` is ``x``), and the
+    # trace then knows them as one: such a call is not that of two tensors.
+    values = [id(value_of(n)) for n in inputs]
+    identity = tuple(map(values.index, values))
+    constants = repr(map_aggregate((node.args, node.kwargs), lambda a: _leaf_key(a, index)))
+    return node.op, node.target, constants, metadata, identity
+
+
+_PLAIN_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
+    if isinstance(leaf, fx.Node):
+        return f"%{index[leaf]}"
+    if leaf is None or isinstance(leaf, _PLAIN_CONSTANTS):
+        return leaf
+    return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
+
+
+def _value_key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            type(value),
+            tuple(map(str, value.size())),
+            tuple(map(str, value.stride())) if value.layout is torch.strided else None,
+            value.dtype,
+            value.device,
+            value.layout,
+            value.requires_grad,
+            value.is_conj(),
+            value.is_neg(),
+        )
+    if isinstance(value, (tuple, list)):
+        raise NotPlainError("an input is a tuple of tensors")
+    return type(value), str(value)
+
+
+@contextlib.contextmanager
+def _without_meta_errors() -> Iterator[None]:
+    """Keeps torch from logging a traceback for a call that is only tried out."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_refuse_record)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_refuse_record)
+
+
+def _refuse_record(record: logging.LogRecord) -> bool:  # noqa: ARG001
+    return False
+
+
+def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
+    """Traces one call to ops as the autocast keys of the dispatcher would see them.
+
+    Relies on ``_MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is
+    replaced by a lazy one; ``make_fx`` itself would copy the table into a dict.
+
+    Raises:
+        NotPlainError: The call cannot be traced.
+    """
+    tracer = _MakefxTracer(
+        decomposition_table=None,
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+        pre_dispatch=True,
+        record_module_stack=False,
+        _allow_fake_constant=False,
+        _error_on_data_dependent_ops=True,
+        _disable_torch_fn_metadata_mode=True,
+    )
+    tracer.decomposition_table = table  # type: ignore[assignment]
+    table.tracer = tracer
+    try:
+        with _without_meta_errors():
+            return tracer.trace(fn, *values).graph
+    except (NotPlainError, BannedOpError, PolicyError):
+        raise
+    except Exception as error:
+        raise NotPlainError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,93 @@
+"""Whether an op takes the mixture of dtypes that a rewrite brings to it.
+
+In the bare way in, Python code that reads dtypes was captured with float32
+(``torch.zeros(n, dtype=x.dtype).index_add_(0, index, source)``), and its partner may now
+be low. Some ops promote, some mix on purpose (``batch_norm``), some raise, and the fake
+kernels do not tell. So the kernel is asked: it is run, once per op and mixture, on zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate, map_arg
+
+from amp_fx.graphs.values import call_target, captured_value, tensors_in, value_of
+from amp_fx.regions.state import no_autocast
+
+_PROMOTING = frozenset(
+    name + suffix for name in ("add", "sub", "mul", "div", "truediv") for suffix in ("", "_")
+) | frozenset(("iadd", "isub", "imul", "itruediv", "getitem", "setitem"))
+
+_MAX_ELEMENTS = 2**26
+"""Larger inputs are not tried out: 256 MB of zeros."""
+
+
+class MixtureProbe:
+    """Asks kernels, and remembers the answers for one graph."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Any, bool] = {}
+
+    def takes(self, node: fx.Node) -> bool:
+        """Whether a node's op runs on the dtypes that it now gets.
+
+        True, too, where nothing can be learnt: the dtypes do not differ among
+        themselves, or the op does not run here even on the captured dtypes.
+        """
+        if not _is_mixed(node) or _name(node) in _PROMOTING:
+            return True
+        dtypes = tuple(t.dtype for n in node.all_input_nodes for t in tensors_in(value_of(n)))
+        key = (node.op, node.target, dtypes)
+        if key not in self._answers:
+            self._answers[key] = _runs(node, value_of) or not _runs(node, captured_value)
+        return self._answers[key]
+
+
+def _is_mixed(node: fx.Node) -> bool:
+    values = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    return len({t.dtype for t in values if t.is_floating_point()}) > 1
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "")
+
+
+def _runs(node: fx.Node, value: Any) -> bool:
+    """Whether a node's op runs on zeros like its inputs' values, on the CPU."""
+    inputs = {n: value(n) for n in node.all_input_nodes}
+    if sum(_num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
+        return True
+    zeros = {n: map_aggregate(v, _zeros_like) for n, v in inputs.items()}
+    args, kwargs = map_arg((node.args, node.kwargs), zeros.__getitem__)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), no_autocast():
+            call_target(node, args, kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _num_elements(tensor: torch.Tensor) -> int:
+    count = 1
+    for size in tensor.size():
+        count *= _hint(size)
+    return count
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros([_hint(size) for size in value.size()], dtype=value.dtype)
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    """A symbolic size as the number that was captured; anything else as it is."""
+    node = getattr(value, "node", None)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and node is not None:
+        return node.hint if node.has_hint() else 1
+    return value

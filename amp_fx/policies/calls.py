@@ -1,0 +1,318 @@
+"""What a cast policy does to one call of one op, exactly as ATen's wrappers do it.
+
+Source: ``WrapFunction_`` and its helpers in ``ATen/autocast_mode.h``. Everything here is
+about values: no graph, no state. Tracing under these rules gives a graph with casts;
+running under them gives eager autocast with a policy of one's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_fx.errors import BannedOpError
+from amp_fx.tables.cast_policy import CastPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch._ops import OpOverload
+
+    Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+
+CAST = torch.ops.aten._to_copy.default
+"""The op of every cast that is put in."""
+
+# fp32_append_dtype: the overload that takes the dtype (autocast_mode.h,
+# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE).
+_WITH_DTYPE = {
+    "aten::norm.Scalar": "ScalarOpt_dtype",
+    "aten::norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+}
+
+_BANNED_MESSAGE = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using "
+    "torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast."
+)
+
+
+def qualified_name(op: OpOverload) -> str:
+    """An overload's name as the dispatcher registers it: ``aten::softmax.int``."""
+    return str(op.name())  # type: ignore[no-untyped-call]
+
+
+def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
+    """Whether autocast of a device type may cast this tensor: floating point, not float64."""
+    return (
+        tensor.device.type == device_type
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+    )
+
+
+def reaches_autocast(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
+    """Whether the dispatcher would reach the autocast kernel of a device type.
+
+    It does if any tensor of the call, eligible or not, lives on such a device.
+    """
+    return any(_on_device(arg, device_type) for arg in (*args, *kwargs.values()))
+
+
+def _on_device(arg: object, device_type: str) -> bool:
+    if isinstance(arg, torch.Tensor):
+        return arg.device.type == device_type
+    if isinstance(arg, (list, tuple)):
+        return any(_on_device(item, device_type) for item in arg)
+    return False
+
+
+def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cast that eager autocast makes.
+
+    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
+    that a node is decomposed into makes it under this name, so that it marks our own casts.
+    """
+    result: torch.Tensor = CAST(tensor, dtype=dtype)
+    return result
+
+
+def apply_policy(
+    policy: CastPolicy,
+    call: Call,
+    device_type: str,
+    low_dtype: torch.dtype,
+    *,
+    kept: Collection[str] = (),
+) -> Call:
+    """One call as autocast would make it.
+
+    Args:
+        policy: The op's policy on this device type.
+        call: ``(op, args, kwargs)``; arguments are tensors (real or fake) and constants.
+        device_type: Only tensors on this device type are cast.
+        low_dtype: What ``lower_precision_fp`` casts to.
+        kept: Names of arguments that are left alone.
+
+    Returns:
+        The call to make instead; the same object if nothing changes.
+
+    Raises:
+        BannedOpError: The op is banned, with the advice that PyTorch gives.
+    """
+    if policy is CastPolicy.KEEP:
+        return call
+    if policy is CastPolicy.BANNED:
+        raise BannedOpError(banned_message(call[0]))
+    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
+        return _set_opt_dtype(call, device_type)
+    if policy is CastPolicy.FP32_APPEND_DTYPE:
+        return _append_dtype(call, device_type)
+    if policy is CastPolicy.PROMOTE:
+        dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
+    else:
+        dtype = low_dtype if policy is CastPolicy.LOWER_PRECISION_FP else torch.float32
+    names = [name for name in castable_arguments(call[0]) if name not in kept]
+    return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
+
+
+def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
+    """What ``same_as_input`` gives back: the dtype of the first eligible input, if it is low.
+
+    Args:
+        call: The call as the program makes it, before ``apply_policy``.
+        device_type: Only tensors on this device type count.
+
+    Returns:
+        None where results stay as they are: the first input is float32, or there is none.
+    """
+    first = next((t for t in castable_tensors(call) if is_eligible(t, device_type)), None)
+    return None if first is None or first.dtype == torch.float32 else first.dtype
+
+
+def restore_results(results: Any, dtype: torch.dtype | None) -> Any:
+    """The second half of ``same_as_input``: float32 results in the dtype of the input.
+
+    Args:
+        results: What the op gave, a tensor or nested tensors.
+        dtype: As ``result_dtype`` says; None leaves the results alone.
+    """
+    if dtype is None:
+        return results
+
+    def restore(value: Any) -> Any:
+        is_raised = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_raised else value
+
+    return pytree.tree_map(restore, results)
+
+
+def banned_message(op: OpOverload) -> str:
+    """Why an op is refused: PyTorch's advice for its own ban, else that the policy says so."""
+    if qualified_name(op) == "aten::binary_cross_entropy":
+        return _BANNED_MESSAGE
+    return f"{qualified_name(op)} is banned by the policy: call it outside of the region"
+
+
+def promoted_dtype(
+    call: Call, device_type: str, low_dtype: torch.dtype, *, kept: Collection[str] = ()
+) -> torch.dtype:
+    """The dtype in which a ``promote`` op runs: the low dtype if all inputs have it.
+
+    ATen raises on a third reduced dtype (``at::autocast::prioritize``); float32 holds
+    every value of both, so that is what it becomes here.
+    """
+    tensors = [t for t in castable_tensors(call, kept=kept) if is_eligible(t, device_type)]
+    return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
+
+
+def _set_opt_dtype(call: Call, device_type: str) -> Call:
+    op, args, kwargs = call
+    bound = bind(op, args, kwargs)
+    first = next(iter(bound.values()))
+    if not isinstance(first, torch.Tensor) or not is_eligible(first, device_type):
+        return call
+    if bound.get("dtype") is not None:
+        return call
+    # The argument may have been given as a positional None.
+    return unbind(op, {**bound, "dtype": torch.float32})
+
+
+def _append_dtype(call: Call, device_type: str) -> Call:
+    op, args, kwargs = call
+    first: torch.Tensor = next(iter(bind(op, args, kwargs).values()))
+    dtype = torch.float32 if is_eligible(first, device_type) else first.dtype
+    overload = getattr(op.overloadpacket, _WITH_DTYPE[qualified_name(op)])
+    return unbind(overload, {**_defaults(op), **bind(op, args, kwargs), "dtype": dtype})
+
+
+def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: str) -> Call:
+    """A call with its eligible tensors cast.
+
+    Args:
+        call: ``(op, args, kwargs)``.
+        dtypes: By name of an argument that can be cast, the dtype for its tensors.
+        device_type: Only tensors on this device type are cast.
+
+    Returns:
+        The call to make instead; the same object if nothing changes.
+    """
+    op, args, kwargs = call
+
+    def cast_one(value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_eligible(value, device_type):
+            return value
+        return value if value.dtype == dtype else make_cast(value, dtype)
+
+    changed = False
+    bound = bind(op, args, kwargs)
+    # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left;
+    # where one tensor feeds two arguments, their order is that of the gradients' sum.
+    for name in reversed([name for name in castable_arguments(op) if name in dtypes]):
+        value, dtype = bound.get(name), dtypes[name]
+        if isinstance(value, (list, tuple)):
+            new: Any = [cast_one(v, dtype) for v in value]
+        else:
+            new = cast_one(value, dtype)
+        if _differs(value, new):
+            bound[name], changed = new, True
+    return unbind(op, bound) if changed else call
+
+
+def _differs(old: Any, new: Any) -> bool:
+    if isinstance(new, list):
+        return any(a is not b for a, b in zip(old, new, strict=True))
+    return old is not new
+
+
+def castable_tensors(call: Call, *, kept: Collection[str] = ()) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call that autocast may cast, in order."""
+    op, args, kwargs = call
+    bound = bind(op, args, kwargs)
+    values = [bound.get(name) for name in castable_arguments(op) if name not in kept]
+    flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
+    return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+CAST_ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "List[Tensor]")
+"""Types of the arguments that can be cast."""
+
+
+def castable_arguments(op: OpOverload) -> list[str]:
+    """Arguments that ``cached_cast`` has an overload for: Tensor, Tensor?, Tensor[].
+
+    A ``Tensor?[]`` (the indices of ``index_put``) goes through its catch-all, uncast. Of ops
+    that keep running statistics, which no table of PyTorch's lists, only the input: they write
+    to the statistics without saying so, and a cast would be written to in their place.
+    """
+    arguments = op._schema.arguments
+    names = [arg.name for arg in arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
+    return names[:1] if "running_mean" in names else names
+
+
+def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
+    """Whether a policy can be laid down for an op overload.
+
+    Args:
+        op: Its qualified name; one that is not registered takes anything.
+        policy: The policy.
+        is_listed: Whether a table has the op, so that somebody knows that it can be cast.
+    """
+    name, _, overload = op.partition(".")
+    if not torch._C._dispatch_has_kernel(op) and not _has_schema(name, overload):
+        return True
+    schema = torch._C._get_schema(name, overload)
+    if schema.is_mutable:
+        return False
+    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
+        return any(arg.name == "dtype" and arg.default_value is None for arg in schema.arguments)
+    if policy is CastPolicy.FP32_APPEND_DTYPE:
+        return op in _WITH_DTYPE
+    if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
+        return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
+    return computes(schema)
+
+
+def _has_schema(name: str, overload: str) -> bool:
+    try:
+        torch._C._get_schema(name, overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+def computes(schema: torch.FunctionSchema) -> bool:
+    """Whether an op makes new tensors of tensors: no write, no view, no number.
+
+    Casting the input of a view would tear it from its base.
+    """
+    if any(arg.alias_info is not None for arg in schema.arguments):
+        return False
+    has_input = any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
+    return has_input and any("Tensor" in str(result.type) for result in schema.returns)
+
+
+def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by name."""
+    names = [arg.name for arg in op._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _defaults(op: OpOverload) -> dict[str, Any]:
+    return {arg.name: arg.default_value for arg in op._schema.arguments if arg.has_default_value()}
+
+
+def unbind(op: OpOverload, bound: dict[str, Any]) -> Call:
+    """Arguments by name as ``(args, kwargs)``: positional up to the first one left out."""
+    args: list[Any] = []
+    rest = dict(bound)
+    for arg in op._schema.arguments:
+        if arg.kwarg_only or arg.name not in rest:
+            break
+        args.append(rest.pop(arg.name))
+    return op, tuple(args), rest

@@ -1,0 +1,394 @@
+"""What a user lays down on top of op tables: by op, by module, by argument, by rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from amp_fx.errors import PolicyError
+from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, takes_policy
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.op_names import (
+    find_overloads,
+    is_functional,
+    op_text,
+    overloads_by_packet,
+    qualified_pattern,
+)
+from amp_fx.tables.presets import PRESETS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from amp_fx.policies.module_path import ModuleStack
+
+Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
+"""Called with an op's qualified overload name, the path of the module around it, and the sizes
+and dtypes of its tensors; gives a cast policy, its name, or None for no opinion."""
+
+MODULE_POLICIES = (
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.FP32,
+    CastPolicy.PROMOTE,
+    CastPolicy.KEEP,
+    CastPolicy.SAME_AS_INPUT,
+)
+"""What can hold for all ops of a module: the others need an argument that few ops have."""
+
+SAME_AS = "same_as:"
+ARGUMENT_POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.KEEP)
+_REGEX, _CLASS = "re:", "class:"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpOverride:
+    """One entry of ``Policy.with_ops``.
+
+    Attributes:
+        pattern: The op as the user wrote it.
+        policy: How it is cast.
+        overloads: The overloads that this means, by qualified name.
+    """
+
+    pattern: str
+    policy: CastPolicy
+    overloads: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleOverride:
+    """One entry of ``Policy.with_modules``.
+
+    Attributes:
+        pattern: A glob for the path of a module, a regular expression for all of it, or a
+            class; modules inside of a module that fits belong to it.
+        policy: How the ops are cast that run there.
+    """
+
+    pattern: str | re.Pattern[str] | type
+    policy: CastPolicy
+
+    def fits(self, stack: ModuleStack) -> bool:
+        """Whether one of the modules around an op is meant."""
+        return any(
+            self.fits_module(path, cls) or self.fits_module(name, cls)
+            for path, cls, name in stack or (("", "", ""),)
+        )
+
+    def fits_module(self, path: str, cls: type | str) -> bool:
+        """Whether a module with this path and class is meant."""
+        if isinstance(self.pattern, type):
+            return _is_class(cls, self.pattern)
+        if isinstance(self.pattern, str):
+            return path == self.pattern or fnmatch.fnmatchcase(path, self.pattern)
+        return self.pattern.fullmatch(path) is not None
+
+    @property
+    def text(self) -> str:
+        """The pattern as a policy file has it: ``decoder.*``, ``re:...``, ``class:...``."""
+        if isinstance(self.pattern, type):
+            return f"{_CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
+        return self.pattern if isinstance(self.pattern, str) else f"{_REGEX}{self.pattern.pattern}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleOverride:
+    """A function of the user's that is asked about every op (``Policy.with_rule``)."""
+
+    function: Rule
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return getattr(self.function, "__name__", None) or repr(self.function)
+
+    def at(self, path: str) -> RuleOverride:
+        """This rule, told of one module path wherever it is asked."""
+        return RuleOverride(_RuleAt(self, path))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RuleAt:
+    """A rule that is told of one module path, wherever it is asked."""
+
+    rule: RuleOverride
+    path: str
+
+    @property
+    def __name__(self) -> str:
+        return self.rule.name
+
+    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> CastPolicy | str | None:
+        return self.rule.function(op, self.path, shapes, dtypes)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgOverride:
+    """One call of ``Policy.with_args``.
+
+    Attributes:
+        pattern: The op as the user wrote it.
+        args: By argument ``same_as:`` another one, ``fp32``, ``lower_precision_fp`` or ``keep``.
+        overloads: The overloads that this means, by qualified name.
+    """
+
+    pattern: str
+    args: tuple[tuple[str, str], ...]
+    overloads: tuple[str, ...]
+
+
+def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPolicy) -> CastPolicy:
+    """A cast policy from its name, or as it is.
+
+    Args:
+        where: What it is for, to begin a message with.
+        value: What was given.
+        allowed: The policies that can be used there.
+
+    Raises:
+        PolicyError: There is no such policy, or it cannot be used there; lists those allowed.
+    """
+    names = [policy.value for policy in allowed]
+    name = value.value if isinstance(value, CastPolicy) else value
+    if isinstance(name, str) and name.lower() in names:
+        return CastPolicy(name.lower())
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
+
+
+def op_overrides(
+    given: Mapping[Any, CastPolicy | str], listed: Iterable[str]
+) -> tuple[OpOverride, ...]:
+    """The entries of one call of ``with_ops``: globs first, so that names win over them.
+
+    Args:
+        given: Policies by op: a packet, an overload or a glob, with or without ``aten::``, or
+            the op itself.
+        listed: Ops that tables have, perhaps of another torch version.
+
+    Raises:
+        PolicyError: An op or a policy is unknown, an op is named twice with different
+            policies, or none of the overloads can take the policy.
+    """
+    known = frozenset(listed)
+    entries = [_op_override(op_text(op), value, known) for op, value in given.items()]
+    globs = [entry for entry in entries if is_glob(entry.pattern)]
+    names = [entry for entry in entries if not is_glob(entry.pattern)]
+    for group in (globs, names):
+        _refuse_contradictions(group)
+    return (*globs, *names)
+
+
+def _op_override(pattern: str, value: CastPolicy | str, listed: frozenset[str]) -> OpOverride:
+    policy = to_policy(f"op {pattern!r}", value)
+    found = expand_ops(pattern, listed)
+    known = _listed_by_presets()
+    taking = tuple(op for op in found if takes_policy(op, policy, is_listed=op in known))
+    if taking:
+        return OpOverride(pattern, policy, taking)
+    raise PolicyError(f"op {pattern!r} cannot be {policy.value}: {_why_not(found, policy)}")
+
+
+@functools.cache
+def _listed_by_presets() -> frozenset[str]:
+    """Ops of which somebody knows that they can be cast, views among them.
+
+    Not those of a policy's own tables: what ``with_ops`` takes must not depend on the calls
+    before it, which a policy file need not give in the same order.
+    """
+    tables = (table for make in PRESETS.values() for table in make().values())
+    return frozenset(op for table in tables for op in table)
+
+
+def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
+    names = ", ".join(overloads[:4])
+    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
+        return f"{names} has no optional dtype argument to set"
+    if policy is CastPolicy.FP32_APPEND_DTYPE:
+        return f"{names} has no overload that takes a dtype and is otherwise the same"
+    return (
+        f"{names} writes to its inputs, gives a view of them or takes no tensor; "
+        "autocast leaves such calls alone"
+    )
+
+
+def _refuse_contradictions(entries: list[OpOverride]) -> None:
+    first: dict[str, OpOverride] = {}
+    for entry in entries:
+        for op in entry.overloads:
+            other = first.setdefault(op, entry)
+            if other.policy is not entry.policy:
+                raise PolicyError(
+                    f"{op} is {other.policy.value} by {other.pattern!r} and "
+                    f"{entry.policy.value} by {entry.pattern!r}; keep one of them, or give the "
+                    "one that shall win in a later with_ops"
+                )
+
+
+def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
+    """The overloads that a name or a glob means: the functional ones, if there are any.
+
+    Raises:
+        PolicyError: There is none; suggests near names.
+    """
+    if not is_glob(pattern):
+        return find_overloads(pattern, also=listed)
+    glob = qualified_pattern(pattern)
+    packets = overloads_by_packet()
+    found = [
+        op for packet, ops in packets.items() for op in ops if fnmatch.fnmatchcase(packet, glob)
+    ]
+    found += [op for ops in packets.values() for op in ops if fnmatch.fnmatchcase(op, glob)]
+    functional = tuple(sorted({op for op in found if is_functional(op)}))
+    if not functional:
+        raise PolicyError(f"no op of torch {torch.__version__} fits {pattern!r}")
+    return functional
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern for ops may mean several packets."""
+    return any(sign in pattern for sign in "*?[")
+
+
+def module_overrides(given: Mapping[Any, CastPolicy | str]) -> tuple[ModuleOverride, ...]:
+    """The entries of one call of ``with_modules``.
+
+    Args:
+        given: Policies by module: a glob for paths, a compiled regular expression or
+            ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``.
+
+    Raises:
+        PolicyError: A pattern is none of these, or a policy is unknown.
+    """
+    return tuple(
+        ModuleOverride(
+            _module_pattern(pattern), to_policy(f"module {pattern!r}", value, MODULE_POLICIES)
+        )
+        for pattern, value in given.items()
+    )
+
+
+def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
+    if isinstance(pattern, type):
+        if issubclass(pattern, torch.nn.Module):
+            return pattern
+        raise PolicyError(f"module {pattern!r} is a class, but not one of torch.nn.Module")
+    if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
+        return pattern
+    if not isinstance(pattern, str):
+        raise PolicyError(
+            f"module {pattern!r} is neither the path of modules (globs are allowed), nor a "
+            "regular expression, nor a class of modules"
+        )
+    if pattern.startswith(_REGEX):
+        return _regex(pattern)
+    if pattern.startswith(_CLASS):
+        return _module_pattern(find_object(pattern.removeprefix(_CLASS).replace(":", ".")))
+    return pattern
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern.removeprefix(_REGEX))
+    except re.error as error:
+        raise PolicyError(f"module {pattern!r} is no regular expression: {error}") from error
+
+
+def _is_class(cls: type | str, wanted: type) -> bool:
+    if isinstance(cls, type):
+        return issubclass(cls, wanted)
+    return cls == f"{wanted.__module__}.{wanted.__qualname__}"
+
+
+def rule_override(function: object) -> RuleOverride:
+    """A user's function as an override.
+
+    Args:
+        function: It, or ``"package.module:name"`` to import it by.
+
+    Raises:
+        PolicyError: It cannot be called, or cannot be imported.
+    """
+    if isinstance(function, str):
+        function = find_object(function.replace(":", "."))
+    if not callable(function) or isinstance(function, type):
+        raise PolicyError(
+            f"rule {function!r} is no function: give one of (op, module_path, shapes, dtypes)"
+        )
+    return RuleOverride(function)
+
+
+def arg_override(
+    op: object, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
+) -> ArgOverride:
+    """The entry that a call of ``with_args`` makes.
+
+    Raises:
+        PolicyError: The op is unknown or has no such tensor argument, or what shall be done
+            with one is not allowed.
+    """
+    pattern = op_text(op)
+    found = expand_ops(pattern, listed)
+    taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})
+    if not args or not taking:
+        allowed = ", ".join(dict.fromkeys(a for op in found for a in _tensor_arguments(op)))
+        given = ", ".join(map(repr, args)) or "no arguments"
+        raise PolicyError(f"op {pattern!r} with {given}: its tensor arguments are {allowed}")
+    entries = tuple(
+        (name, _directive(pattern, name, value, taking)) for name, value in args.items()
+    )
+    return ArgOverride(pattern, entries, taking)
+
+
+def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...]) -> str:
+    where = f"argument {name!r} of {pattern!r}"
+    if not isinstance(value, str) or not value.startswith(SAME_AS):
+        try:
+            return to_policy(where, value, ARGUMENT_POLICIES).value
+        except PolicyError as error:
+            raise PolicyError(f"{error}; or {SAME_AS}<another argument>") from None
+    other = value.removeprefix(SAME_AS)
+    allowed = [a for a in _tensor_arguments(overloads[0]) if a != name]
+    if any(other not in _tensor_arguments(op) for op in overloads) or other == name:
+        raise PolicyError(f"{where}: {value!r} names none of its other tensors: {allowed}")
+    return value
+
+
+def _tensor_arguments(op: str) -> list[str]:
+    name, _, overload = op.partition(".")
+    schema = torch._C._get_schema(name, overload)
+    return [arg.name for arg in schema.arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
+
+
+def find_object(name: str) -> Any:
+    """What a dotted name stands for.
+
+    Raises:
+        PolicyError: It cannot be imported.
+    """
+    parts = name.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:
+            raise PolicyError(
+                f"{name!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+        try:
+            for part in parts[split:]:
+                found = getattr(found, part)
+        except AttributeError:
+            break
+        return found
+    raise PolicyError(f"{name!r} cannot be imported; write it like 'package.module:name'")

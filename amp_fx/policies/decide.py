@@ -1,0 +1,198 @@
+"""How one call of one op is treated: the override that wins, and what it does to the call.
+
+Later beats earlier, a module beats an op, and a rule beats both. What holds for all ops of a
+module, and what a rule says, is for ops that make new tensors: views would be torn from their
+bases by a cast, in-place and ``out=`` calls and those with an explicit ``dtype=`` say what they
+want. Such calls are treated as the op alone would be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import PolicyError
+from amp_fx.policies.calls import (
+    apply_policy,
+    bind,
+    cast_arguments,
+    castable_tensors,
+    computes,
+    is_eligible,
+    qualified_name,
+    result_dtype,
+    takes_policy,
+)
+from amp_fx.policies.changes import SAME_AS, to_policy
+from amp_fx.policies.module_path import path_of
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.registered import REGISTERED
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from amp_fx.policies.calls import Call
+    from amp_fx.policies.changes import ModuleOverride, RuleOverride
+    from amp_fx.policies.module_path import ModuleStack
+    from amp_fx.policies.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What is done to a call.
+
+    Attributes:
+        policy: How its inputs are cast.
+        origin: Where that was laid down, for a person to read: ``"table"``,
+            ``"op 'softmax'"``, ``"module 'decoder.*'"``, ``"rule my_rule"``, ``"args 'cat'"``
+            or ``"register_op"``.
+        args: Arguments that are treated otherwise, as ``Policy.with_args`` takes them.
+    """
+
+    policy: CastPolicy
+    origin: str
+    args: tuple[tuple[str, str], ...] = ()
+
+    def apply(
+        self, call: Call, device_type: str, low_dtype: torch.dtype
+    ) -> tuple[Call, torch.dtype | None]:
+        """The call to make instead.
+
+        Returns:
+            It, the same object if nothing changes, and the dtype for ``restore_results``.
+
+        Raises:
+            BannedOpError: The op is banned.
+        """
+        dtype = None
+        if self.policy is CastPolicy.SAME_AS_INPUT:
+            if has_explicit_dtype(call):
+                return call, None
+            dtype = result_dtype(call, device_type)
+        kept = [name for name, _ in self.args]
+        call = apply_policy(self.policy, call, device_type, low_dtype, kept=kept)
+        dtypes = self._argument_dtypes(call, low_dtype)
+        return cast_arguments(call, dtypes, device_type) if dtypes else call, dtype
+
+    def _argument_dtypes(self, call: Call, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
+        bound = bind(*call)
+        dtypes = {}
+        for name, directive in self.args:
+            other = bound.get(directive.removeprefix(SAME_AS))
+            if directive.startswith(SAME_AS) and isinstance(other, torch.Tensor):
+                dtypes[name] = other.dtype
+            elif directive == CastPolicy.FP32.value:
+                dtypes[name] = torch.float32
+            elif directive == CastPolicy.LOWER_PRECISION_FP.value:
+                dtypes[name] = low_dtype
+        return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+
+
+def has_explicit_dtype(call: Call) -> bool:
+    """Whether a call says which dtype it wants."""
+    return bind(*call).get("dtype") is not None
+
+
+class Resolver:
+    """Finds the treatment of a call under one policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._tables = policy.tables
+        self._modules = policy.modules
+        self._rules = policy.rules
+        self._op_origins = {
+            op: f"op {override.pattern!r}" for override in policy.ops for op in override.overloads
+        }
+        self._args: dict[str, tuple[str, dict[str, str]]] = {}
+        for override in policy.args:
+            for op in override.overloads:
+                _, before = self._args.get(op, ("", {}))
+                origin = f"args {override.pattern!r}"
+                self._args[op] = origin, {**before, **dict(override.args)}
+        self._by_op = functools.cache(self._find_by_op)
+        self.module_override = functools.cache(self._find_module_override)
+
+    @property
+    def depends_on_module(self) -> bool:
+        """Whether the module around an op, or its inputs' sizes and dtypes, can matter."""
+        return bool(self._modules or self._rules)
+
+    def stack_key(self, stack: ModuleStack) -> object:
+        """Equal for two places in which equal calls are treated alike."""
+        if self._rules:
+            return stack
+        return self.module_override(stack) if self._modules else None
+
+    def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
+        """What is done to a call; None if nothing is laid down for its op.
+
+        Raises:
+            PolicyError: A rule raised, or gave no cast policy.
+        """
+        # The table of registered ops only grows: its size says whether an answer is out of date.
+        by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
+        if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
+            return by_op
+        for rule in reversed(self._rules):
+            policy = _ask(rule, call, stack)
+            if policy is not None:
+                return Decision(policy, f"rule {rule.name}")
+        override: ModuleOverride | None = self.module_override(stack)
+        if override is None:
+            return by_op
+        return Decision(override.policy, f"module {override.text!r}")
+
+    def _is_adjustable(self, call: Call, device_type: str, by_op: Decision | None) -> bool:
+        if by_op is None and not is_adjustable(call[0]):
+            return False
+        if has_explicit_dtype(call):
+            return False
+        return any(is_eligible(t, device_type) for t in castable_tensors(call))
+
+    def _find_by_op(self, op: OpOverload, device_type: str, _: int) -> Decision | None:
+        name = qualified_name(op)
+        policy = self._tables.get(device_type, {}).get(name)
+        origin, args = self._args.get(name, ("", {}))
+        if policy is not None:
+            return Decision(policy, self._op_origins.get(name, "table"), tuple(args.items()))
+        found = REGISTERED.get(name)
+        if found is not None:
+            merged = {**dict(found.args), **args}
+            return Decision(found.policy, "register_op", tuple(merged.items()))
+        return Decision(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
+
+    def _find_module_override(self, stack: ModuleStack) -> ModuleOverride | None:
+        return next((m for m in reversed(self._modules) if m.fits(stack)), None)
+
+
+@functools.cache
+def is_adjustable(op: OpOverload) -> bool:
+    """Whether what holds for all ops of a module holds for this one.
+
+    Private ops are what public ones are made of; those that a table lists are adjusted too.
+    """
+    return not op._schema.name.partition("::")[2].startswith("_") and computes(op._schema)
+
+
+def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
+    name = qualified_name(call[0])
+    tensors = castable_tensors(call)
+    shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
+    where = f"rule {rule.name} at op {name}{_in_module(stack)}"
+    try:
+        answer: Any = rule.function(name, path_of(stack), shapes, dtypes)
+    except Exception as error:
+        raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
+    if answer is None:
+        return None
+    policy = to_policy(f"{where} gave", answer)
+    if not takes_policy(name, policy, is_listed=True):
+        raise PolicyError(f"{where} gave {policy.value}, which the op cannot take")
+    return policy
+
+
+def _in_module(stack: ModuleStack) -> str:
+    return f" in module {path_of(stack)!r}" if path_of(stack) else ""

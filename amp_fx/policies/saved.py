@@ -1,0 +1,257 @@
+"""Saves policies as a preset and what is changed on top of it, and loads them.
+
+    base = "torch"
+    dtype = "float16"                    # or: dtype = { cuda = "float16" }
+    rules = ["mypackage.rules:my_rule"]
+
+    [ops]
+    softmax = "lower_precision_fp"
+
+    [modules]
+    "decoder.*.norm" = "fp32"
+
+    [args]
+    index_add = { source = "same_as:self" }
+
+Keys and values are those of ``Policy.with_ops`` and its siblings; what one call of these was
+given is one table, several are ``[[ops]]`` each. ``[tables.<device type>]`` replaces a device's
+whole table, and ``devices`` lists the device types where they are not those of the preset.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.errors import PolicyError
+from amp_fx.policies import files
+from amp_fx.policies.changes import OpOverride, find_object, is_glob, to_policy
+from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator
+
+    from amp_fx.policies.files import Document
+
+_KEYS = (
+    *("format", "name", "base", "devices", "dtype", "rules"),
+    *("tables", "ops", "modules", "args"),
+)
+
+
+def load(path: str | os.PathLike[str]) -> Policy:
+    """Reads a policy file.
+
+    Raises:
+        PolicyError: It cannot be read, is no TOML, or an entry is wrong; names line and key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"the policy file {str(path)!r} cannot be read: {error}") from error
+    return _Reader(files.Document(text, str(path))).policy()
+
+
+def loads(text: str) -> Policy:
+    """Reads the text of a policy file.
+
+    Raises:
+        PolicyError: It is no TOML, or an entry is wrong; names line and key.
+    """
+    return _Reader(files.Document(text, "policy")).policy()
+
+
+class _Reader:
+    """Turns the entries of one file into calls of ``Policy``'s methods."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def policy(self) -> Policy:
+        data = self._document.data
+        for key in data:
+            if key not in _KEYS:
+                raise self._error((key,), _unknown_key(key))
+        return self._with_changes(self._base(data), data)
+
+    def _base(self, data: dict[str, Any]) -> Policy:
+        if data.get("format", FORMAT) != FORMAT:
+            raise self._error(
+                ("format",),
+                f"{data['format']!r} is of another version of amp_fx, which here reads {FORMAT}",
+            )
+        base = self._checked(("base",), data.get("base", "torch"), str, preset)
+        name = self._checked(("name",), data.get("name", base.name), str, str)
+        devices = self._checked(("devices",), data.get("devices", [*base.tables]), list, list)
+        tables = self._checked(("tables",), data.get("tables", {}), dict, dict)
+        kept = {device: table for device, table in base.tables.items() if device in devices}
+        policy = Policy(name, kept)
+        for device, table in tables.items():
+            where = ("tables", device)
+            entries = self._checked(where, table, dict, dict).items()
+            rules = {op: self._call((*where, op), to_policy, op, value) for op, value in entries}
+            policy = self._call(where, policy.with_device, device, rules)
+        for device in devices:
+            if device not in policy.tables:
+                raise self._error(("devices",), f"{device!r} has no table in {base.name!r}")
+        return policy
+
+    def _with_changes(self, policy: Policy, data: dict[str, Any]) -> Policy:
+        dtypes = data.get("dtype", {})
+        named = dtypes.items() if isinstance(dtypes, dict) else [(None, dtypes)]
+        for device, dtype in named:
+            where = ("dtype",) if device is None else ("dtype", device)
+            policy = self._call(where, policy.with_dtype, _dtype(dtype), device)
+        for where, ops in self._groups(data, "ops"):
+            policy = self._with_group(policy.with_ops, where, ops)
+        for where, modules in self._groups(data, "modules"):
+            policy = self._with_group(policy.with_modules, where, modules)
+        for where, args in self._groups(data, "args"):
+            for op, given in args.items():
+                entries = self._checked((*where, op), given, dict, dict)
+                policy = self._call((*where, op), policy.with_args, op, entries)
+        for rule in self._checked(("rules",), data.get("rules", []), list, list):
+            policy = self._call(("rules",), policy.with_rule, rule)
+        return policy
+
+    def _groups(self, data: dict[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        found = data.get(key, [])
+        groups = found if isinstance(found, list) else [found]
+        for index, group in enumerate(groups):
+            yield (key, index), self._checked((key, index), group, dict, dict)
+
+    def _with_group(
+        self, change: Callable[[Any], Policy], where: tuple[Any, ...], group: dict[str, Any]
+    ) -> Policy:
+        for key, value in group.items():
+            self._call((*where, key), change, {key: value})  # to say which one is wrong
+        changed: Policy = self._call(where, change, group)
+        return changed
+
+    def _checked(
+        self, where: tuple[Any, ...], value: Any, kind: type, convert: Callable[[Any], Any]
+    ) -> Any:
+        if not isinstance(value, kind):
+            wanted = {"dict": "a table", "list": "a list", "str": "a string"}
+            raise self._error(where, f"{value!r} is not {wanted[kind.__name__]}")
+        return self._call(where, convert, value)
+
+    def _call(self, where: tuple[Any, ...], function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except PolicyError as error:
+            raise self._error(where, str(error)) from error
+
+    def _error(self, where: tuple[Any, ...], message: str) -> PolicyError:
+        return self._document.error(where, message)
+
+
+def _dtype(value: object) -> object:
+    """A dtype by its name; what is none is left for ``Policy.with_dtype`` to refuse."""
+    return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+
+
+def _unknown_key(key: str) -> str:
+    near = difflib.get_close_matches(key, _KEYS, n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown; there are {', '.join(_KEYS)}{meant}"
+
+
+def save(policy: Policy, path: str | os.PathLike[str]) -> None:
+    """Writes a policy file.
+
+    Raises:
+        PolicyError: A rule or a class of modules cannot be imported by name.
+    """
+    for override in policy.rules:
+        _check_importable(override.function, f"the rule {override.name}")
+    for module in policy.modules:
+        if isinstance(module.pattern, type):
+            _check_importable(module.pattern, f"the class {module.pattern.__name__}")
+    Path(path).write_text(to_text(policy), encoding="utf-8")
+
+
+def _check_importable(thing: Any, what: str) -> None:
+    name = _import_name(thing)
+    try:
+        found = find_object(name.replace(":", "."))
+    except PolicyError:
+        found = None
+    if found is not thing or name.startswith("__main__"):
+        raise PolicyError(
+            f"{what} cannot be saved, because {name!r} does not import it: a policy file holds "
+            "functions and classes by name; define it at the top of a module"
+        )
+
+
+def _import_name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def to_text(policy: Policy) -> str:
+    """The text of a policy file; rules that cannot be imported by name are named all the same."""
+    base = preset(policy.name if policy.name in preset_names() else "torch")
+    entries: dict[str, Any] = {"format": FORMAT}
+    if policy.name != base.name:
+        entries["name"] = policy.name
+    entries["base"] = base.name
+    if set(policy.tables) != set(base.tables):
+        entries["devices"] = [*policy.tables]
+    entries |= _dtype_entry(policy)
+    if policy.rules:
+        entries["rules"] = [_import_name(rule.function) for rule in policy.rules]
+    tables = {
+        device: {op: table[op].value for op in sorted(table)}
+        for device, table in policy.tables.items()
+        if table != with_changes(base.tables.get(device, {}), policy.ops)
+    }
+    groups = {
+        "ops": _op_groups(policy.ops),
+        "modules": _groups_of((m.text, m.policy.value) for m in policy.modules),
+        "args": _groups_of((a.pattern, dict(a.args)) for a in policy.args),
+    }
+    return files.to_text(entries, tables, groups)
+
+
+def _dtype_entry(policy: Policy) -> dict[str, Any]:
+    dtypes = {device: dtype_name(dtype) for device, dtype in policy.dtypes}
+    if not dtypes:
+        return {}
+    is_one = set(dtypes) == set(policy.tables) and len(set(dtypes.values())) == 1
+    return {"dtype": next(iter(dtypes.values())) if is_one else dtypes}
+
+
+def _groups_of(entries: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Entries in order, as few tables of different keys as hold them."""
+    groups: list[dict[str, Any]] = []
+    for key, value in entries:
+        if not groups or key in groups[-1]:
+            groups.append({})
+        groups[-1][key] = value
+    return groups
+
+
+def _op_groups(overrides: Iterable[OpOverride]) -> list[dict[str, Any]]:
+    """The same, where each table must also be one that ``with_ops`` takes as it is meant."""
+    groups: list[list[OpOverride]] = []
+    for override in overrides:
+        if not groups or not _may_join(override, groups[-1]):
+            groups.append([])
+        groups[-1].append(override)
+    return [{o.pattern: o.policy.value for o in group} for group in groups]
+
+
+def _may_join(override: OpOverride, group: list[OpOverride]) -> bool:
+    if is_glob(override.pattern) and not is_glob(group[-1].pattern):
+        return False
+    alike = [o for o in group if is_glob(o.pattern) == is_glob(override.pattern)]
+    return not any(
+        o.pattern == override.pattern
+        or (o.policy is not override.policy and {*o.overloads} & {*override.overloads})
+        for o in alike
+    )

@@ -1,0 +1,237 @@
+"""Makes a policy of the user's own hold in eager code.
+
+``torch.autocast`` is a kernel per op on the Autocast dispatch keys. Where a policy treats an
+op otherwise than PyTorch, a Python kernel takes that place: it asks which policy holds in the
+calling thread, and does what ``calls.apply_policy`` says, or, where none holds, calls the
+kernel that was there before. So composite ops, subclasses, autograd and nested regions see it
+exactly as they see ``torch.autocast``. Ops that all policies treat as PyTorch does keep their
+own kernels; a kernel once replaced stays replaced, because the dispatcher's tables must not
+change while other threads use them.
+
+Left alone on purpose: in-place and ``out=`` ops. The casts made here are not cached.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.policies.calls import qualified_name, restore_results
+from amp_fx.policies.decide import is_adjustable
+from amp_fx.policies.policy import preset
+from amp_fx.regions.module_stack import current_stack
+from amp_fx.regions.policy_codes import ambient_policy
+from amp_fx.tables.kernels import OPAQUE_KERNELS
+from amp_fx.tables.op_names import all_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch._ops import OpOverload
+
+    from amp_fx.policies.calls import Call
+    from amp_fx.policies.decide import Decision, Resolver
+    from amp_fx.policies.policy import Policy
+    from amp_fx.regions.state import AutocastState
+
+_lock = threading.Lock()
+_prepared: set[tuple[object, str]] = set()
+"""What policies say of ops, and device types: equal ones need the same kernels."""
+_replaced: dict[tuple[str, str], Any] = {}
+"""Per device type and op: what keeps the registration alive."""
+
+
+def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
+    """Whether a kernel is registered on the autocast key of a device type, by others than us."""
+    if (device_type, qualified_name(op)) in added_kernels:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        qualified_name(op), autocast_key(device_type)
+    )
+
+
+added_kernels: set[tuple[str, str]] = set()
+"""Device types and ops that have an autocast kernel only because this file gave one."""
+
+
+def autocast_key(device_type: str) -> str:
+    """The autocast dispatch key of a device type.
+
+    Relies on dispatch keys being named ``Autocast`` plus the device's name.
+    """
+    return _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
+
+
+_AUTOCAST_KEYS = {
+    name.lower(): f"Autocast{name}"
+    for name in ("CPU", "CUDA", "XPU", "MPS", "XLA", "HPU", "IPU", "MTIA", "MAIA")
+}
+
+
+def prepare(policy: Policy, device_type: str) -> None:
+    """Sees to it that eager regions with this policy run by it, in any thread.
+
+    Args:
+        policy: The policy.
+        device_type: That of the region; regions inside of it may also be for the CPU, for CUDA
+            or for the machine's accelerator. What holds for modules, and rules, needs a kernel
+            for every op, which others of these have only if they are the accelerator.
+    """
+    if (policy.kernels_key, device_type) in _prepared:
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {device_type} | ({accelerator.type} if accelerator is not None else set())
+    with _lock:
+        for device, name in _differences(policy):
+            if device in devices | {"cpu", "cuda"}:
+                _prepare_op(name, device)
+        for name in _adjustable_ops(all_ops()) if policy.resolver.depends_on_module else ():
+            for device in devices:
+                _prepare_op(name, device)
+        _prepared.add((policy.kernels_key, device_type))
+
+
+def prepare_state(state: AutocastState) -> None:
+    """Does so for code that will run in this state: an island, a graph that is not rewritten."""
+    if state.policy is not None:
+        for device_type in state.enabled:
+            prepare(state.policy, device_type)
+
+
+def prepare_op(name: str) -> None:
+    """Gives eager autocast of all devices a kernel for a registered op."""
+    with _lock:
+        for device_type in preset("torch").tables:
+            if hasattr(torch._C.DispatchKey, autocast_key(device_type)):
+                _prepare_op(name, device_type)
+
+
+def _prepare_op(name: str, device_type: str) -> None:
+    if (device_type, name) in _replaced:
+        return
+    op = _find_op(name)
+    if op is not None:
+        _replaced[device_type, name] = _replace(op, device_type)
+
+
+@functools.lru_cache(maxsize=1)
+def _adjustable_ops(names: frozenset[str]) -> tuple[str, ...]:
+    """The ops that a module's policy or a rule is asked about, PyTorch's and other libraries'."""
+    found = ((name, _find_op(name)) for name in sorted(names))
+    return tuple(name for name, op in found if op is not None and is_adjustable(op))
+
+
+def prepare_device(device_type: str) -> None:
+    """Gives eager ``torch.autocast`` of a registered device the kernels that it lacks.
+
+    PyTorch registers none for a backend outside of it, and does not let other ops pass
+    either; what the backend brings stays.
+    """
+    with _lock:
+        key = autocast_key(device_type)
+        if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
+            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+            _replaced[device_type, "every other op"] = library
+        for name in sorted(preset("torch").tables[device_type]):
+            op = _find_op(name)
+            if op is None or (device_type, name) in _replaced:
+                continue
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+                _replaced[device_type, name] = _replace(op, device_type)
+
+
+def _differences(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Where a policy treats an op otherwise than the installed torch does, wherever it runs."""
+    default = preset("torch").tables
+    changed_args = {op for override in policy.args for op in override.overloads}
+    for device_type in {*policy.tables, *default}:
+        ours, theirs = policy.tables.get(device_type, {}), default.get(device_type, {})
+        for name in sorted({*ours, *theirs, *changed_args}):
+            if ours.get(name) is not theirs.get(name) or name in changed_args:
+                yield device_type, name
+
+
+def _find_op(name: str) -> OpOverload | None:
+    """A registered functional op by its qualified overload name, or None."""
+    qualified, _, overload = name.partition(".")
+    namespace, _, packet = qualified.partition("::")
+    try:
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    except AttributeError:
+        return None
+    return None if op._schema.is_mutable else op
+
+
+def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
+    key = autocast_key(device_type)
+    before = _kernel_before(op, key)
+    if before is None:
+        added_kernels.add((device_type, str(op.name())))  # type: ignore[no-untyped-call]
+    library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+        kernel = _make_kernel(op, device_type, key, before)
+        library.impl(op, kernel, key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _kernel_before(op: OpOverload, key: str) -> Any:
+    """The kernel of an op on an autocast key, or None; it outlives its replacement."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+        return None
+    return torch.library.get_kernel(name, key)
+
+
+def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Callable[..., Any]:
+    dispatch_key = getattr(torch._C.DispatchKey, key)
+    own_key = torch._C.DispatchKeySet(dispatch_key)
+    keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
+    calls_others = op._can_decompose() or qualified_name(op) in OPAQUE_KERNELS
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        call = (op, args, kwargs)
+        policy = ambient_policy()
+        default = preset("torch").resolver.decide(call, device_type, ())
+        decision = default if policy is None else _decide(policy.resolver, call, device_type)
+        is_default = _what(decision) == _what(default)
+        if is_default and before is not None and not _has_number(op, args):
+            return before.call_boxed(keyset, *args, **kwargs)
+        if decision is None and calls_others:
+            # As if no kernel were here: the ops inside are still autocast.
+            args = tuple(_numbers_as_tensors(op, args))
+            return op.redispatch(keyset & keys_below, *args, **kwargs)
+        restored_dtype = None
+        with torch._C._ExcludeDispatchKeyGuard(own_key):
+            if decision is not None:
+                low_dtype = torch.get_autocast_dtype(device_type)
+                call, restored_dtype = decision.apply(call, device_type, low_dtype)
+            return restore_results(call[0](*call[1], **call[2]), restored_dtype)
+
+    return kernel
+
+
+def _decide(resolver: Resolver, call: Call, device_type: str) -> Decision | None:
+    stack = current_stack() if resolver.depends_on_module else ()
+    return resolver.decide(call, device_type, stack)
+
+
+def _what(decision: Decision | None) -> object:
+    """What a decision does, wherever it was laid down."""
+    return None if decision is None else (decision.policy, decision.args)
+
+
+def _has_number(op: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a number stands for a tensor, as in ``2 * x``: boxed calls do not take it."""
+    return any(a is not b for a, b in zip(args, _numbers_as_tensors(op, args), strict=True))
+
+
+def _numbers_as_tensors(op: OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        is_number = isinstance(value, (int, float, complex)) and "Tensor" in str(argument.type)
+        yield torch.tensor(value) if is_number else value

@@ -1,0 +1,264 @@
+"""Which module an op runs in: read from a graph's metadata, or from the running program."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amp_fx.policies.module_path import join_path, module_path, name_of, path_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import CodeType, FrameType
+
+    from torch import fx
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    from amp_fx.policies.module_path import ModuleStack
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileFrame:
+    """The modules around the frame that Dynamo compiles (``compile_frame``).
+
+    Attributes:
+        stack: They, outermost first.
+        own: What Dynamo calls the last one, the first argument of a method: ``L['self']``;
+            empty if the frame is of no method of a module.
+        root: The outermost one; None if there is none.
+        function: The code of the function that ``torch.compile`` was given, if this is its frame.
+        held: The modules that variables of the function hold, by name.
+    """
+
+    stack: ModuleStack = ()
+    own: str = ""
+    root: nn.Module | None = dataclasses.field(default=None, compare=False, repr=False)
+    function: CodeType | None = dataclasses.field(default=None, compare=False)
+    held: Mapping[str, nn.Module] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+
+NO_FRAME = CompileFrame()
+
+
+def module_stack(node: fx.Node, frame: CompileFrame = NO_FRAME) -> ModuleStack:
+    """The modules that a node of a captured graph stands in.
+
+    Args:
+        node: Its ``meta["nn_module_stack"]`` counts; in a backward graph that of its forward.
+        frame: Where the graph was captured.
+    """
+    entries = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return _inside(frame, entries.values())
+
+
+def _inside(frame: CompileFrame, captured: Iterable[tuple[str, Any]]) -> ModuleStack:
+    entries = [(str(name), cls) for name, cls in captured]
+    if not entries:
+        return frame.stack
+    is_own = bool(frame.own) and entries[0][0].startswith(frame.own)
+    root = frame.own if is_own else entries[0][0]
+    stack = frame.stack
+    for name, cls in entries:
+        path = module_path(name.removeprefix(root))
+        shown = join_path(name_of(frame.stack), path) if is_own else module_path(name)
+        path = join_path(path_of(frame.stack), path) if is_own else path
+        if not stack or stack[-1][:2] != (path, cls):
+            stack += ((path, cls, shown),)
+    return stack
+
+
+def variable_path(name: str, frame: CompileFrame) -> str:
+    """The path of what Dynamo calls ``name``: of a parameter, for one."""
+    if frame.own and name.startswith(frame.own):
+        return join_path(name_of(frame.stack), module_path(name.removeprefix(frame.own)))
+    return module_path(name)
+
+
+def current_stack() -> ModuleStack:
+    """Where the calling thread is, in eager code and while Dynamo captures.
+
+    It is read off Python's stack, which every call of a module leaves its frame on: hooks
+    would change what Dynamo captures, and would not be there for a module called directly.
+    """
+    running = _running_modules(sys._getframe(1))
+    translator = _translator()
+    if translator is None:
+        return running.stack()
+    captured = translator.output.current_tx.nn_module_stack
+    return _inside(_frame_of(running, translator), captured.values())
+
+
+def compile_frame() -> CompileFrame:
+    """The modules around the frame that Dynamo is compiling, asked while it does.
+
+    After a graph break Dynamo compiles the methods of inner modules by themselves; those
+    around them are still on Python's stack.
+    """
+    running = _running_modules(sys._getframe(1))
+    translator = _translator()
+    if translator is None:
+        return CompileFrame(running.stack())
+    return _frame_of(running, translator)
+
+
+def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFrame:
+    code = translator.f_code
+    first = code.co_varnames[0] if code.co_argcount else ""
+    # What Dynamo resumes a method with after a graph break has its live variables in any order.
+    name = first if isinstance(translator.f_locals.get(first), nn.Module) else "self"
+    own = translator.f_locals.get(name)
+    if not isinstance(own, nn.Module):
+        if running.modules or not _is_compiled_itself(code):
+            return CompileFrame(running.stack(), "", running.root)
+        held = _modules_in(code, translator.f_globals, translator.f_locals)
+        return CompileFrame(function=code, held=held)
+    positions = [i for i, module in enumerate(running.modules) if module is own]
+    modules = running.modules[: positions[-1] + 1] if positions else [*running.modules, own]
+    inside = _Running(modules, running.name)
+    return CompileFrame(inside.stack(), f"L['{name}']", inside.root)
+
+
+def guard_module(frame: CompileFrame) -> None:
+    """Makes Dynamo compile a method of an inner module anew for each module that has it.
+
+    What it compiles for one of several equal modules it would run for all of them, and each
+    has a path of its own. Relies on ``torch._guards.install_guard`` taking effect as long as
+    the backend is being called.
+    """
+    if not frame.own or len(frame.stack) < 2:
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import LocalSource
+
+    source = LocalSource(frame.own.removeprefix("L['").removesuffix("']"))
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _translator() -> InstructionTranslator | None:
+    """Dynamo's, if it is tracing in this thread.
+
+    Relies on ``InstructionTranslator.current_tx``, on its ``f_locals``, and on
+    ``output.current_tx``, whose ``nn_module_stack`` becomes that of the nodes.
+    """
+    if "torch._dynamo" not in sys.modules or torch._guards.TracingContext.try_get() is None:
+        return None
+    from torch._dynamo import symbolic_convert
+
+    return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """The modules that are being called.
+
+    Attributes:
+        modules: Outermost first: from a compiled one on, if any is.
+        name: How the function that calls the outermost one knows it; empty if it is compiled.
+    """
+
+    modules: list[nn.Module]
+    name: str = ""
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The outermost one; None if there is none."""
+        return self.modules[0] if self.modules else None
+
+    def stack(self) -> ModuleStack:
+        """Their paths."""
+        stack: ModuleStack = ()
+        for module in self.modules:
+            found = _name_in(self.modules[0], module)
+            path = path_of(stack) if found is None else found
+            stack += ((path, type(module), join_path(self.name, path)),)
+        return stack
+
+
+def _running_modules(frame: FrameType | None) -> _Running:
+    modules: list[nn.Module] = []
+    caller: FrameType | None = None
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = frame.f_locals["self"]
+            compiled = getattr(module, "_orig_mod", None)
+            if isinstance(compiled, nn.Module):
+                modules.append(compiled)
+                caller = None
+                break
+            modules.append(module)
+            caller = frame.f_back
+        frame = frame.f_back
+    modules.reverse()
+    if len(modules) > 1 and modules[1] is modules[0]:
+        del modules[0]  # what torch.compile made of a module calls the module itself
+    return _Running(modules, _variable_in(caller, modules[0]) if caller is not None else "")
+
+
+def _variable_in(frame: FrameType | None, module: nn.Module) -> str:
+    """The variable of a function that holds a module, as Dynamo would name it; or ``""``."""
+    while frame is not None and frame.f_code is _WRAPPED_CALL:
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    names = _variables.setdefault(module, {})
+    if frame.f_code not in names:
+        names[frame.f_code] = _find_variable(frame, module)
+    return names[frame.f_code]
+
+
+def _find_variable(frame: FrameType, module: nn.Module) -> str:
+    for name, held in _modules_in(frame.f_code, frame.f_globals, frame.f_locals).items():
+        path = _name_in(held, module)
+        if path is not None:
+            return module_path(join_path(name, path))
+    return ""
+
+
+def _modules_in(
+    code: CodeType, module_globals: Mapping[str, Any], variables: Mapping[str, Any]
+) -> dict[str, nn.Module]:
+    """The modules that the variables of a function hold, globals that it names included."""
+    used = {name: module_globals[name] for name in code.co_names if name in module_globals}
+    found = {**used, **variables}
+    return {name: value for name, value in found.items() if isinstance(value, nn.Module)}
+
+
+def _is_compiled_itself(code: CodeType) -> bool:
+    """Whether ``torch.compile`` was given the function that Dynamo is compiling.
+
+    Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame`` calling it as ``fn``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame is not None and getattr(frame.f_locals.get("fn"), "__code__", None) is code
+
+
+_variables: weakref.WeakKeyDictionary[nn.Module, dict[CodeType, str]] = weakref.WeakKeyDictionary()
+_CALL = nn.Module._call_impl.__code__
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
+_known: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+"""The path of each submodule by ``id``, by outermost module."""
+
+
+def _name_in(root: nn.Module, module: nn.Module) -> str | None:
+    """The path of a module in another one; None if it is not registered there."""
+    name = _known.get(root, {}).get(id(module))
+    if name is None or not _is_at(root, name, module):
+        _known[root] = {id(m): path for path, m in root.named_modules()}
+        name = _known[root].get(id(module))
+    return name
+
+
+def _is_at(root: nn.Module, name: str, module: nn.Module) -> bool:
+    try:
+        return root.get_submodule(name) is module
+    except AttributeError:
+        return False

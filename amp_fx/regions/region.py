@@ -1,0 +1,310 @@
+"""``amp_fx.autocast``: ``torch.autocast``, which can hold a policy of the user's own too."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from amp_fx.errors import RegionError
+from amp_fx.policies.policy import Policy, as_policy
+from amp_fx.regions.policy_codes import CARRIERS, ambient_policy, codes_of, interned, pin
+from amp_fx.regions.state import autocast_device_types
+from amp_fx.tables.presets import torch_version
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+    from types import CodeType, TracebackType
+
+    _Constants = tuple[tuple[torch.dtype, ...], torch.dtype | None]
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class AutocastRegion(Protocol):
+    """What ``autocast`` returns: a context manager that is a decorator as well."""
+
+    def __enter__(self) -> Any:
+        """Enters the region."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        """Leaves the region."""
+        ...
+
+    def __call__(self, func: F, /) -> F:
+        """The function, with every call of it inside the region."""
+        ...
+
+
+def autocast(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    enabled: bool = True,
+    cache_enabled: bool | None = None,
+    *,
+    policy: Policy | str | os.PathLike[str] | None = None,
+) -> AutocastRegion:
+    """A region of mixed precision, as ``torch.autocast`` has it, in eager and compiled code.
+
+    Without a policy it is ``torch.autocast``; its arguments mean the same, and an
+    unsupported dtype or a missing device turns it off with the same warning. It may be
+    entered again while it is active, and by several threads.
+
+    Args:
+        device_type: As in ``torch.device(...).type``.
+        dtype: What low-precision ops run in; by default what the policy says, else
+            ``torch.get_autocast_dtype``.
+        enabled: Whether autocast is on in the region.
+        cache_enabled: Whether casts of weights are shared inside the region.
+        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``). None keeps the policy of the region around this one, at
+            the outermost that of PyTorch. Regions of ``torch.autocast`` inside this one keep
+            its policy too.
+
+    Raises:
+        RegionError: There is no such device type; or, on leaving, the region is not the
+            innermost active one. The state is then that before the region.
+        PolicyError: The policy is none of these.
+    """
+    if torch.compiler.is_compiling():
+        if policy is None:
+            return torch.autocast(device_type, dtype, enabled, cache_enabled)
+        codes, low_dtype = _while_compiling(policy, device_type)
+        low_dtype = low_dtype if dtype is None else dtype
+        return _policy_region(codes, (device_type, low_dtype, enabled, cache_enabled))
+    skip_in_dynamo()
+    check_device_type(device_type)
+    if policy is None:
+        return _Region(device_type, dtype, enabled, cache_enabled)
+    found = as_policy(policy)
+    low_dtype = found.low_dtype(device_type) if dtype is None else dtype
+    return _PolicyRegion(found, (device_type, low_dtype, enabled, cache_enabled))
+
+
+def check_device_type(device_type: object) -> None:
+    """Refuses what is no device type that autocast knows.
+
+    Raises:
+        RegionError: Names those there are.
+    """
+    known = autocast_device_types()
+    if isinstance(device_type, str) and device_type in known:
+        return
+    allowed = ", ".join(map(repr, known))
+    if isinstance(device_type, str) and device_type.partition(":")[0] in known:
+        hint = "give the type alone, without an index"
+    else:
+        hint = "amp_fx.register_device adds one that torch was given a name for"
+    raise RegionError(f"device_type={device_type!r} cannot autocast; there are {allowed} ({hint})")
+
+
+class _Active(threading.local):
+    """The regions that a thread is in, innermost last, each with what undoes it."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[object, contextlib.ExitStack]] = []
+
+
+_active = _Active()
+
+
+def _enter(region: object, parts: list[torch.autocast]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for part in parts:
+        stack.enter_context(part)
+    _active.regions.append((region, stack))
+    return stack
+
+
+def _leave(region: object) -> None:
+    active = _active.regions
+    if active and active[-1][0] is region:
+        active.pop()[1].close()
+        return
+    positions = [i for i, (other, _) in enumerate(active) if other is region]
+    if not positions:
+        raise RegionError(f"{region!r} is left, but this thread is not in it")
+    inside = len(active) - 1 - positions[-1]
+    while len(active) > positions[-1]:
+        active.pop()[1].close()
+    raise RegionError(
+        f"{region!r} is left before the {inside} region(s) that were entered inside it; "
+        "all of them are left now. Leave regions in the reverse order, or use `with`"
+    )
+
+
+class _Region(torch.autocast):
+    """``torch.autocast`` that may be entered by several threads, and again while active.
+
+    Dynamo takes an instance of a subclass for the region that its attributes describe.
+    """
+
+    def __enter__(self) -> Any:
+        _enter(self, [self._one_use()])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leave(self)
+
+    def _one_use(self) -> torch.autocast:
+        """A region with these settings, without a second warning about them."""
+        part = torch.autocast.__new__(torch.autocast)
+        part.__dict__.update(self.__dict__)
+        return part
+
+    def __repr__(self) -> str:
+        return f"amp_fx.autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled})"
+
+
+class _PolicyRegion:
+    """A region that carries a policy.
+
+    It is no subclass of ``torch.autocast``: Dynamo would take it for one, and lose the policy.
+    """
+
+    def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
+        from amp_fx.regions.checkpoint import restore_policies
+        from amp_fx.regions.kernels import prepare
+
+        prepare(policy, settings[0])
+        restore_policies()
+        self._name = policy.name
+        self._policy = interned(policy)
+        self._codes = codes_of(self._policy)
+        self._region = _Region(*settings)
+        plain = self._region
+        self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
+
+    def __enter__(self) -> _PolicyRegion:
+        carriers = [
+            torch.autocast(carrier, code, enabled=False)
+            for carrier, code in zip(CARRIERS, self._codes, strict=True)
+        ]
+        _enter(self, [*carriers, self._region._one_use()])
+        for carrier in CARRIERS:
+            # Dynamo's guards compare the dtypes of enabled devices only.
+            torch.set_autocast_enabled(carrier, True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _leave(self)
+
+    def __call__(self, func: F) -> F:
+        if not callable(func):
+            raise TypeError(f"{self!r} decorates functions, not {type(func).__name__}")
+        codes, settings = self._codes, self._settings
+
+        @functools.wraps(func)
+        def in_region(*args: Any, **kwargs: Any) -> Any:
+            region = _policy_region(codes, settings) if torch.compiler.is_compiling() else self
+            with region:
+                return func(*args, **kwargs)
+
+        return in_region  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return f"{self._region!r} with policy {self._name!r}"
+
+
+@contextlib.contextmanager
+def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) -> Iterator[None]:
+    """What Dynamo captures of a region with a policy."""
+    device_type, dtype, enabled, cache_enabled = settings
+    with (
+        torch.autocast(CARRIERS[0], codes[0], False),
+        torch.autocast(CARRIERS[1], codes[1], False),
+        torch.autocast(device_type, dtype, enabled, cache_enabled),
+    ):
+        yield
+
+
+def _while_compiling(policy: Any, device_type: str) -> _Constants:
+    """Dynamo runs this while it compiles; its guard is on the identity of the policy."""
+    if _TAKES_OBJECTS or not isinstance(policy, Policy):
+        return _as_constants(policy, device_type)
+    return _constants_of_object(id(policy), device_type)
+
+
+_TAKES_OBJECTS = torch_version() >= (2, 13)
+"""Whether Dynamo hands objects, and not constants alone, to what it takes for a constant."""
+
+
+def _constants_of_object(number: int, device_type: str) -> _Constants:
+    """The same by ``id``, which is guarded too; the frame that is compiled holds the policy."""
+    return _as_constants(ctypes.cast(number, ctypes.py_object).value, device_type)
+
+
+def _as_constants(policy: Any, device_type: str) -> _Constants:
+    """The codes of a policy, and its low dtype for a device."""
+    from amp_fx.regions.kernels import prepare
+
+    found = interned(as_policy(policy))
+    prepare(found, device_type)
+    pin(found)
+    return codes_of(found), found.low_dtype(device_type)
+
+
+# As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
+_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constants_of_object._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def skip_in_dynamo() -> None:
+    """Keeps Dynamo from compiling the functions here as frames of their own.
+
+    After a graph break it tries so with every function that is called. That says nothing of
+    inlining: a region in a function that Dynamo compiles is captured. A policy that holds where
+    Dynamo compiles, with whatever backend, keeps its number.
+
+    Relies on ``torch._dynamo.eval_frame.skip_code``, ``torch._dynamo.trace_rules.add`` and
+    ``torch._dynamo.convert_frame.register_bytecode_hook``.
+    """
+    if skip_in_dynamo in _done or "torch._dynamo" not in sys.modules:
+        return
+    _done.append(skip_in_dynamo)
+    from torch._dynamo import trace_rules
+    from torch._dynamo.convert_frame import register_bytecode_hook
+    from torch._dynamo.eval_frame import skip_code
+
+    register_bytecode_hook(_pin_ambient_policy)
+    for name in SKIPPED_MODULES:
+        trace_rules.add(name)
+    functions: list[Any] = [autocast, check_device_type, autocast_device_types]
+    functions += [_enter, _leave, _Active.__init__]
+    functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
+    for function in functions:
+        skip_code(function.__code__)
+
+
+SKIPPED_MODULES = (
+    "amp_fx.policies.calls",
+    "amp_fx.policies.changes",
+    "amp_fx.policies.decide",
+    "amp_fx.policies.module_path",
+    "amp_fx.policies.policy",
+    "amp_fx.regions.kernels",
+    "amp_fx.regions.module_stack",
+    "amp_fx.regions.policy_codes",
+    "amp_fx.regions.registered_ops",
+)
+"""What the eager kernels call; no name that is not a module (``tests/regions``)."""
+_done: list[object] = []
+
+
+def _pin_ambient_policy(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
+    policy = ambient_policy()
+    if policy is not None:
+        pin(policy)

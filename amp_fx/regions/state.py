@@ -1,0 +1,219 @@
+"""The state of autocast at one place of a program, as a value.
+
+``torch.autocast`` keeps its state in thread-local flags of the dispatcher. A graph is
+rewritten long before it runs, so the passes carry that state, and the policy that holds in it, as
+an immutable value:
+``AutocastState.ambient()`` reads the flags, ``enter`` follows one ``_enter_autocast``
+node, ``applied`` sets the flags for as long as an island is evaluated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.regions.policy_codes import (
+    CARRIERS,
+    ambient_codes,
+    codes_of,
+    interned,
+    is_code,
+    policy_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.policies.policy import Policy
+
+# Highest dispatch key first: with two devices enabled, this is the order in which the
+# dispatcher reaches their autocast kernels (c10/core/DispatchKey.h).
+_PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
+
+
+def autocast_device_types() -> tuple[str, ...]:
+    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant.
+
+    Not those that carry policies (``policy_codes``): nothing runs on them.
+    """
+    names = [
+        torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
+        for name in _PRIORITY
+    ]
+    return tuple(
+        name for name in names if name not in CARRIERS and torch.amp.is_autocast_available(name)
+    )
+
+
+# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``region``.
+autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastState:
+    """Which devices autocast to which dtype at one place of a program.
+
+    Attributes:
+        low_dtypes: ``(device_type, dtype)`` for every device type that autocast knows,
+            enabled or not: the dtype that a region without ``dtype=`` takes.
+        enabled: Device types whose autocast is on, in dispatch order.
+        cache_enabled: Whether eager autocast would share casts of leaves.
+        codes: What carries the policy (``policy_codes``).
+        policy: The policy of the innermost region that names one; None if none does.
+    """
+
+    low_dtypes: tuple[tuple[str, torch.dtype], ...]
+    enabled: tuple[str, ...]
+    cache_enabled: bool
+    codes: tuple[torch.dtype, ...]
+    policy: Policy | None = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Decodes the policy, once; the state keeps it alive."""
+        object.__setattr__(self, "policy", policy_of(self.codes))
+
+    @classmethod
+    def ambient(cls) -> AutocastState:
+        """The state of the calling thread."""
+        devices = autocast_device_types()
+        return cls(
+            low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
+            enabled=tuple(filter(torch.is_autocast_enabled, devices)),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+            codes=ambient_codes(),
+        )
+
+    def low_dtype(self, device_type: str) -> torch.dtype:
+        """The dtype that ``lower_precision_fp`` ops take on a device type."""
+        return dict(self.low_dtypes)[device_type]
+
+    def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
+        carried = [
+            (carrier, code, False, self.cache_enabled)
+            for carrier, code in zip(CARRIERS, self.codes, strict=True)
+            if is_code(code)
+        ]
+        enabled = [
+            (device, self.low_dtype(device), True, self.cache_enabled)
+            for device in reversed(self.enabled)
+        ]
+        return carried + enabled
+
+    def with_policy(self, policy: Policy) -> AutocastState:
+        """This state with another policy."""
+        found = interned(policy)
+        return dataclasses.replace(self, codes=codes_of(found))
+
+    def turned(
+        self,
+        device_type: str,
+        *,
+        enabled: bool,
+        dtype: torch.dtype | None = None,
+        cache_enabled: bool | None = None,
+    ) -> AutocastState:
+        """This state with one device switched; None keeps what is."""
+        low_dtypes = tuple(
+            (device, dtype if dtype is not None and device == device_type else low)
+            for device, low in self.low_dtypes
+        )
+        others = set(self.enabled) - {device_type}
+        on = others | {device_type} if enabled else others
+        return dataclasses.replace(
+            self,
+            low_dtypes=low_dtypes,
+            enabled=tuple(device for device, _ in low_dtypes if device in on),
+            cache_enabled=self.cache_enabled if cache_enabled is None else cache_enabled,
+        )
+
+    def enter(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> AutocastState:
+        """The state inside ``torch.autocast(...)`` with these arguments.
+
+        ``torch.autocast`` itself decides what an unsupported dtype or a missing device
+        does (it warns and turns the region off), so that it is asked here.
+        """
+        # ``applied`` keeps the cache off, which is not what the region shall inherit.
+        cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
+        if device_type in CARRIERS:
+            assert dtype is not None
+            codes = {**dict(zip(CARRIERS, self.codes, strict=True)), device_type: dtype}
+            return dataclasses.replace(
+                self, codes=tuple(codes.values()), cache_enabled=cache_enabled
+            )
+        with self.applied():
+            region = torch.autocast(
+                device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+            )
+        return self.turned(
+            device_type,
+            enabled=region._enabled,
+            dtype=region.fast_dtype,
+            cache_enabled=region._cache_enabled,
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Sets the calling thread's autocast flags to this state, and back.
+
+        Unlike ``torch.autocast`` this works for a device that the machine lacks, so that
+        fake tensors of any device can be run under it. It keeps the cast cache off:
+        casts of fake tensors must not end up in it.
+        """
+        before = AutocastState.ambient()
+        try:
+            _set_flags(dataclasses.replace(self, cache_enabled=False))
+            yield
+        finally:
+            _set_flags(before)
+
+
+def _set_flags(state: AutocastState) -> None:
+    for device_type, dtype in state.low_dtypes:
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_enabled(device_type, device_type in state.enabled)
+    for carrier, code in zip(CARRIERS, state.codes, strict=True):
+        torch.set_autocast_dtype(carrier, code)
+    torch.set_autocast_cache_enabled(state.cache_enabled)
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Turns autocast off for every device, for code whose casts are already nodes.
+
+    Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys;
+    a region entered inside it is on again, so that islands still work.
+    """
+    guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return guard
+
+
+@contextlib.contextmanager
+def left_on_error() -> Iterator[None]:
+    """Leaves the regions that an exception has kept the markers of a graph from leaving.
+
+    Else the thread stays inside of a region, and casts of weights in autocast's cache for good.
+    """
+    before, depth = AutocastState.ambient(), _nesting()
+    try:
+        yield
+    except BaseException:
+        while _nesting() > depth:
+            torch.autocast_decrement_nesting()
+        if not depth:
+            torch.clear_autocast_cache()
+        _set_flags(before)
+        raise
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

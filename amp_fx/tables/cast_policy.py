@@ -1,0 +1,51 @@
+"""The cast policies of ATen's autocast, as an enum: what may happen to one op."""
+
+from __future__ import annotations
+
+import enum
+
+
+class CastPolicy(enum.Enum):
+    """What autocast does to a call of an op; the names are ATen's.
+
+    Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
+    the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP`` and
+    ``SAME_AS_INPUT`` are amp_fx's own: no table of PyTorch's has them.
+    """
+
+    LOWER_PRECISION_FP = "lower_precision_fp"
+    """Cast every eligible tensor input to the autocast dtype."""
+    FP32 = "fp32"
+    """Cast every eligible tensor input to float32."""
+    FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
+    """Set an unset ``dtype`` argument to float32 if the first argument is eligible."""
+    FP32_APPEND_DTYPE = "fp32_append_dtype"
+    """Call the overload that takes a ``dtype``, with float32."""
+    PROMOTE = "promote"
+    """Cast eligible inputs to the widest of their dtypes; float64 is ignored."""
+    BANNED = "banned"
+    """Raise: the op is unsafe under autocast."""
+    KEEP = "keep"
+    """Leave the call alone, and do not look into it."""
+    SAME_AS_INPUT = "same_as_input"
+    """Compute in float32, give back the dtype of the first floating-point input."""
+
+    def effect(self, low: str = "the autocast dtype") -> str:
+        """What happens to a call, in a few words.
+
+        Args:
+            low: What to call the low dtype.
+        """
+        return _EFFECTS[self].format(low=low)
+
+
+_EFFECTS = {
+    CastPolicy.LOWER_PRECISION_FP: "floating-point inputs go to {low}",
+    CastPolicy.FP32: "floating-point inputs go to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "an unset dtype= becomes float32; inputs stay",
+    CastPolicy.FP32_APPEND_DTYPE: "calls the overload with dtype=, with float32",
+    CastPolicy.PROMOTE: "inputs go to the widest of their dtypes",
+    CastPolicy.BANNED: "raises: unsafe under autocast",
+    CastPolicy.KEEP: "left alone, and not looked into",
+    CastPolicy.SAME_AS_INPUT: "computes in float32, gives back its first input's dtype",
+}

@@ -1,0 +1,449 @@
+"""compiled: amp_fx.compile, a module in gives a module out, all of it in one precision."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._logging._internal import set_logs
+
+import amp_fx
+from amp_fx import CastPolicy, preset
+from amp_fx.errors import AmpFxError, CompileTargetError, OptionError, PolicyError, RegionError
+from amp_fx.regions.state import AutocastState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+# torch's own, where a graph starts with an activation.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+EAGER: dict[str, Any] = {"options": {"compiler": "eager"}}
+
+
+class Breaks(nn.Module):
+    """Three graph breaks, one inside a region, one in a loop, and a disabled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        # No weight is used twice: two graphs cast it twice, where eager code shares one cast.
+        self.fourth, self.fifth = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        with torch.autocast("cpu", f16):
+            z = self.second(y)
+            torch._dynamo.graph_break()
+            z = (z @ z.t()) * self.scale
+        with torch.autocast("cpu", enabled=False):
+            y_wide = y.to(self.third.weight.dtype)
+            w = disabled(y_wide, self.fifth) + self.third(y_wide)
+        for _ in range(2):
+            w = w @ w.t()
+            torch._dynamo.graph_break()
+        return y, z, w, disabled(x, self.fourth)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def disabled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+@pytest.fixture
+def model() -> Breaks:
+    torch.manual_seed(0)
+    return Breaks()
+
+
+@pytest.fixture
+def x(rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(3, 4, generator=rng)
+
+
+def eager(call: Callable[..., Any], *args: Any, dtype: torch.dtype = bf16) -> Any:
+    with torch.autocast("cpu", dtype):
+        return call(*args)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def backward(outputs: tuple[torch.Tensor, ...]) -> None:
+    torch.autograd.backward([out.float().sum() for out in outputs])
+
+
+def test_breaks_and_disabled_functions(model: Breaks, x: torch.Tensor) -> None:
+    other = copy.deepcopy(model)
+    outputs, expected = amp_fx.compile(model, **EAGER)(x), eager(other, x)
+    assert_same(outputs, expected)
+    backward(outputs)
+    backward(expected)
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_bare_way_trains_alike(model: Breaks, x: torch.Tensor) -> None:
+    other = copy.deepcopy(model)
+    ours = amp_fx.compile(model, **EAGER)
+    bare = torch.compile(other, backend="amp_fx", **EAGER)
+    # What Dynamo skips is in a region in one way only.
+    for program, module in ((ours, model), (bare, other)):
+        backward(program(x)[:3])
+        assert module.fourth.grad is None
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        if p.grad is not None:
+            assert q.grad is not None
+            scale = q.grad.abs().max().item()
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0.03 * scale)
+
+
+def test_forced_eager(model: Breaks, x: torch.Tensor) -> None:
+    program = amp_fx.compile(model, **EAGER)
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(program(x), eager(model, x))
+
+
+def test_policy_holds_in_eager_parts(model: Breaks, x: torch.Tensor) -> None:
+    table = {**preset("torch").tables["cpu"], "aten::matmul": CastPolicy.FP32}
+    program = amp_fx.compile(model, policy=preset("torch").with_device("cpu", table), **EAGER)
+    outputs = program(x)
+    assert [out.dtype for out in outputs] == [bf16, f32, f32, f32]
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(program(x), outputs)
+
+
+def test_module_out(model: Breaks, x: torch.Tensor) -> None:
+    ours: Any = amp_fx.compile(model, **EAGER)
+    torchs: Any = torch.compile(model)
+    assert isinstance(ours, nn.Module)
+    assert isinstance(ours, type(torchs))
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in torchs.named_parameters()]
+    assert [id(p) for p in ours.parameters()] == [id(p) for p in model.parameters()]
+    assert ours.scale == 2.0
+    ours.scale = 3.0
+    assert model.scale == 3.0
+    assert ours.eval() is ours
+    assert not model.training
+    ours.train()
+    assert model.training
+    ours.to(torch.float64)
+    assert model.first.weight.dtype == torch.float64
+    assert ours(x.double())[0].dtype == torch.float64
+    assert set(dir(torchs)) <= set(dir(ours))
+
+
+def test_hooks_run_in_the_region(x: torch.Tensor) -> None:
+    model = nn.Linear(4, 4)
+    ours = amp_fx.compile(model, **EAGER)
+    seen = []
+
+    def look(_: nn.Module, __: tuple[torch.Tensor, ...]) -> None:
+        seen.append(torch.is_autocast_enabled("cpu"))
+
+    for module in (ours, model):
+        module.register_forward_pre_hook(look)
+    ours(x)
+    assert seen == [True, True]
+
+
+def test_forward_method_is_in_the_region(x: torch.Tensor) -> None:
+    assert amp_fx.compile(nn.Linear(4, 4), **EAGER).forward(x).dtype == bf16
+
+
+def test_deepcopy_and_pickle(model: Breaks, x: torch.Tensor) -> None:
+    ours = amp_fx.compile(model, dtype=f16, **EAGER)
+    expected = ours(x)
+    duplicate = copy.deepcopy(ours)
+    assert duplicate.first.weight is not ours.first.weight
+    stored = io.BytesIO()
+    torch.save(ours, stored)
+    stored.seek(0)
+    for other in (
+        duplicate,
+        pickle.loads(pickle.dumps(ours)),
+        torch.load(stored, weights_only=False),
+    ):
+        assert type(other) is type(ours)
+        assert_same(other(x), expected)
+    other = Breaks()
+    fresh = amp_fx.compile(other, dtype=f16, **EAGER)
+    fresh.load_state_dict(ours.state_dict())
+    assert_same(fresh(x), expected)
+
+
+def test_function_out(x: torch.Tensor) -> None:
+    def product(x: torch.Tensor, *, other: torch.Tensor) -> torch.Tensor:
+        """Multiplies."""
+        return x.t() @ other
+
+    ours = amp_fx.compile(product, dtype="float16", **EAGER)
+    assert (ours.__name__, ours.__doc__) == ("product", "Multiplies.")
+    assert_same(ours(x, other=x), eager(lambda: product(x, other=x), dtype=f16))
+
+
+def test_decorator(x: torch.Tensor) -> None:
+    @amp_fx.compile(dtype=f16, **EAGER)  # type: ignore[untyped-decorator]
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x.t() @ x
+
+    assert product(x).dtype == f16
+
+
+def test_inside_other_compiled_code(x: torch.Tensor) -> None:
+    module = amp_fx.compile(nn.Linear(4, 4), dtype=f16, **EAGER)
+    function: Any = amp_fx.compile(lambda x: x.t() @ x, dtype=f16, **EAGER)
+
+    def outer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return module(x), function(x), x.t() @ x
+
+    for backend in ("eager", "amp_fx"):
+        torch._dynamo.reset()
+        result = torch.compile(outer, backend=backend, fullgraph=True)(x)
+        assert [out.dtype for out in result] == [f16, f16, f32]
+
+
+def test_device_of_the_region(x: torch.Tensor) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def look(*_: Any, **__: Any) -> None:
+        seen.append(AutocastState.ambient().enabled)
+
+    amp_fx.compile(look, **EAGER)(x)
+    amp_fx.compile(look, **EAGER)()
+    amp_fx.compile(look, **EAGER)(batch={"x": [x]})
+    assert seen == [("cpu",)] * 3
+
+
+def test_inside_a_disabled_region(x: torch.Tensor) -> None:
+    ours = amp_fx.compile(nn.Linear(4, 4), **EAGER)
+    with torch.autocast("cpu", enabled=False):
+        assert ours(x).dtype == bf16
+
+
+def test_unsupported_dtype_warns_and_runs_in_full_precision(x: torch.Tensor) -> None:
+    with pytest.warns(UserWarning, match="target dtype is not supported. Disabling autocast"):
+        ours = amp_fx.compile(nn.Linear(4, 4), device_type="cpu", dtype=f32, **EAGER)
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        assert ours(x).dtype == f32
+
+
+class Recompilations(logging.Handler):
+    """Collects the reasons that Dynamo gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reasons.append(record.getMessage())
+
+
+@pytest.fixture
+def recompilations() -> Any:
+    set_logs(recompiles=True)
+    handler = Recompilations()
+    logger = logging.getLogger("torch._dynamo.guards.__recompiles")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    set_logs()
+
+
+def test_no_recompilation_when_nothing_changed(
+    model: Breaks, x: torch.Tensor, recompilations: Recompilations
+) -> None:
+    ours = amp_fx.compile(model, **EAGER)
+    for _ in range(3):
+        backward(ours(x))
+        for p in model.parameters():
+            p.data.mul_(0.5)
+    # The loop of the model resumes in one place with two shapes.
+    first = [r for r in recompilations.reasons if "torch_dynamo_resume_in_forward" not in r]
+    assert not first
+    before = len(recompilations.reasons)
+    backward(ours(x))
+    assert len(recompilations.reasons) == before
+
+
+def test_one_recompilation_when_the_dtype_changes(
+    x: torch.Tensor, recompilations: Recompilations
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    by_dtype = {d: amp_fx.compile(module, dtype=d, **EAGER) for d in (bf16, f16)}
+    for dtype in (bf16, f16, bf16, f16):
+        assert by_dtype[dtype](x).dtype == dtype
+    assert len(recompilations.reasons) == 1
+    assert "autocast(cpu)_dtype" in recompilations.reasons[0]
+
+
+def test_frame_of_its_own_inside_a_disabled_region(x: torch.Tensor) -> None:
+    """A function that breaks is captured on its own, with the region around it turned off."""
+
+    def breaks(y: torch.Tensor) -> torch.Tensor:
+        z = y.t() @ y
+        torch._dynamo.graph_break()
+        return z @ z
+
+    def outer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            inside = breaks(x)
+        return inside, x.t() @ x
+
+    inside, outside = amp_fx.compile(outer, **EAGER)(x)
+    assert torch.equal(inside, breaks(x))
+    assert torch.equal(outside, eager(lambda: x.t() @ x))
+
+
+class NoModule:
+    pass
+
+
+@pytest.mark.parametrize("target", [3, "model", NoModule(), [nn.Linear(1, 1)], nn.Linear])
+def test_neither_module_nor_function(target: Any) -> None:
+    with pytest.raises(CompileTargetError, match="Module or a function, not"):
+        amp_fx.compile(target)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
+    "device type": ({"device_type": "nowhere"}, RegionError, "cannot autocast"),
+    "device with index": ({"device_type": "cuda:1"}, RegionError, "without an index"),
+    "dtype": ({"dtype": "float99"}, OptionError, "no dtype"),
+    "policy": ({"policy": 3}, PolicyError, "neither an amp_fx.Policy"),
+    "preset": ({"policy": "nothing"}, PolicyError, "no preset"),
+    "backend": ({"backend": "inductor"}, OptionError, "torch.compile with backend='amp_fx'"),
+    "option": ({"options": {"dtpye": 1}}, OptionError, "unknown option 'dtpye'"),
+    "option twice": ({"options": {"dtype": "bfloat16"}}, OptionError, "give dtype to"),
+    "weight_cache": ({"weight_cache": 1}, OptionError, "neither True nor False"),
+    "mode": ({"mode": "fastest"}, OptionError, "mode='fastest'"),
+}
+
+
+@pytest.mark.parametrize(("kwargs", "kind", "message"), WRONG.values(), ids=WRONG)
+def test_bad_input(kwargs: dict[str, Any], kind: type[AmpFxError], message: str) -> None:
+    before = AutocastState.ambient()
+    with pytest.raises(kind, match=message):
+        amp_fx.compile(nn.Linear(1, 1), **kwargs)
+    assert AutocastState.ambient() == before
+
+
+def test_unknown_argument_is_torchs_error() -> None:
+    with pytest.raises(TypeError, match="full_graph"):
+        amp_fx.compile(nn.Linear(1, 1), full_graph=True)
+
+
+def test_error_of_the_model_leaves_no_region(x: torch.Tensor) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("of the user")
+
+    before = AutocastState.ambient()
+    with pytest.raises(KeyError, match="of the user"):
+        amp_fx.compile(fail, **EAGER)(x)
+    assert AutocastState.ambient() == before
+
+
+SWITCHED_OFF = """
+import torch, amp_fx
+model = amp_fx.compile(torch.nn.Linear(4, 4))
+x = torch.randn(2, 4)
+assert isinstance(model, torch.nn.Module)
+assert list(model.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+assert model(x).dtype == torch.bfloat16
+assert amp_fx.compile(lambda x: x @ x.t())(x).dtype == torch.bfloat16
+"""
+
+
+def test_dynamo_switched_off_by_the_environment() -> None:
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environment, check=True)
+
+
+def test_importing_amp_fx_does_not_import_dynamo() -> None:
+    code = "import sys, amp_fx; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FIRST_USE = """
+import threading
+import amp_fx
+from torch import nn
+
+barrier, done = threading.Barrier(8), []
+
+def run():
+    barrier.wait()
+    done.append(amp_fx.compile(nn.Linear(2, 2)))
+
+threads = [threading.Thread(target=run) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(done) == 8, done
+"""
+
+
+def test_first_use_in_eight_threads() -> None:
+    """In a process where nothing was compiled: torch looks the backend up by its name."""
+    command = [sys.executable, "-c", FIRST_USE]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_eight_threads() -> None:
+    """Each with its own model, region and dtype, compiling and running at once."""
+    num_threads = 8
+    barrier = threading.Barrier(num_threads)
+    failures: list[BaseException] = []
+    table = {**preset("torch").tables["cpu"], "aten::linear": CastPolicy.FP32}
+    wide = preset("torch").with_device("cpu", table)
+
+    def run(index: int) -> None:
+        dtype = (bf16, f16)[index % 2]
+        policy = wide if index % 4 >= 2 else None
+        expected = f32 if policy is not None else dtype
+        size = 3 + index
+
+        def body(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+            y: torch.Tensor = linear(x) + index
+            torch._dynamo.graph_break()
+            result: torch.Tensor = linear(y)
+            return result
+
+        linear = nn.Linear(size, size)
+        x = torch.randn(2, size)
+        program = amp_fx.compile(body, dtype=dtype, policy=policy, **EAGER)
+        try:
+            with amp_fx.autocast("cpu", dtype, policy=policy):
+                want = body(x, linear)
+            barrier.wait()
+            for _ in range(5):
+                got = program(x, linear)
+                assert got.dtype == expected, (index, got.dtype)
+                assert torch.equal(got, want), index
+                torch.autograd.backward(got.float().sum())
+            assert not torch.is_autocast_enabled("cpu")
+        except BaseException as error:  # noqa: BLE001, shown by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]

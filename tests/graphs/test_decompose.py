@@ -1,0 +1,163 @@
+"""capture: one node becomes the ops that autocast would see, or says why it cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import fx
+
+from amp_fx.graphs.decompose import Decomposer, NotPlainError
+from amp_fx.graphs.values import remember_captured, set_value
+from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.tables.cast_policy import CastPolicy
+from tests.programs import site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_fx.policies.policy import Policy
+
+linear = torch.nn.functional.linear
+
+
+def node_of(target: Callable[..., object], *values: object, **kwargs: object) -> fx.Node:
+    """A node that calls a function on real tensors and constants."""
+    graph = fx.Graph()
+    args = []
+    for i, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            node = graph.placeholder(f"x{i}")
+            set_value(node, value)
+            args.append(node)
+        else:
+            args.append(value)  # type: ignore[arg-type]
+    node = graph.call_function(target, tuple(args), kwargs)  # type: ignore[arg-type]
+    remember_captured(graph)
+    return node
+
+
+def targets(graph: fx.Graph | None) -> list[str]:
+    assert graph is not None
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture
+def decomposer(policy: Policy) -> Decomposer:
+    return Decomposer(policy, None)
+
+
+def ones(*sizes: int) -> torch.Tensor:
+    return torch.ones(*sizes)
+
+
+def test_op_with_a_policy_stays_whole(decomposer: Decomposer) -> None:
+    decomposed, inputs = decomposer.open(node_of(linear, ones(2, 2), ones(2, 2)), site())
+    assert targets(decomposed.graph) == [*["aten._to_copy.default"] * 2, "aten.linear.default"]
+    assert [(d.op, d.policy) for d in decomposed.decisions] == [
+        ("aten::linear", CastPolicy.LOWER_PRECISION_FP)
+    ]
+    assert len(inputs) == 2
+
+
+def test_unlisted_composite_is_looked_into(decomposer: Decomposer) -> None:
+    decomposed, _ = decomposer.open(node_of(torch.tensordot, ones(2, 2), ones(2, 2), 1), site())
+    assert "aten.mm.default" in targets(decomposed.graph)
+    assert "aten.tensordot.default" not in targets(decomposed.graph)
+
+
+def test_composite_without_casts_inside_leaves_nothing(decomposer: Decomposer) -> None:
+    decomposed, _ = decomposer.open(node_of(torch.flatten, ones(2, 2)), site())
+    assert decomposed.graph is None
+    assert not decomposed.decisions
+
+
+def test_decisions_are_known_where_no_cast_is_needed(decomposer: Decomposer) -> None:
+    low = ones(2, 2).bfloat16()
+    decomposed, _ = decomposer.open(node_of(linear, low, low), site())
+    assert decomposed.graph is None
+    assert [d.op for d in decomposed.decisions] == ["aten::linear"]
+
+
+def test_repeated_input_is_one_placeholder(decomposer: Decomposer) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_value(x, ones(2, 2))
+    node = graph.call_function(torch.mm, (x, x))
+    decomposed, inputs = decomposer.open(node, site())
+    assert inputs == [x]
+    assert decomposed.graph is not None
+    assert len(decomposed.graph.find_nodes(op="placeholder")) == 1
+
+
+def test_equal_calls_are_traced_once(decomposer: Decomposer) -> None:
+    first = node_of(linear, ones(2, 2), ones(2, 2))
+    again = node_of(linear, ones(2, 2), ones(2, 2))
+    assert decomposer.open(first, site())[0] is decomposer.open(again, site())[0]
+    assert decomposer.num_traced == 1
+
+
+DIFFERENT = {
+    "dtype": lambda: (node_of(torch.mm, ones(2, 2).half(), ones(2, 2)), site()),
+    "size": lambda: (node_of(torch.mm, ones(3, 2), ones(2, 2)), site()),
+    "gradient": lambda: (node_of(torch.mm, ones(2, 2).requires_grad_(), ones(2, 2)), site()),
+    "function": lambda: (node_of(torch.matmul, ones(2, 2), ones(2, 2)), site()),
+    "low dtype": lambda: (node_of(torch.mm, ones(2, 2), ones(2, 2)), site(torch.float16)),
+    "grad mode": lambda: (
+        node_of(torch.mm, ones(2, 2), ones(2, 2)),
+        site(is_grad_enabled=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_calls_are_traced_apart(decomposer: Decomposer, name: str) -> None:
+    decomposer.open(node_of(torch.mm, ones(2, 2), ones(2, 2)), site())
+    node, where = DIFFERENT[name]()
+    decomposer.open(node, where)
+    assert decomposer.num_traced == 2
+
+
+def test_constants_are_part_of_the_call(decomposer: Decomposer) -> None:
+    for dim in (0, 1):
+        decomposer.open(node_of(torch.cumsum, ones(2, 2), dim), site())
+    assert decomposer.num_traced == 2
+
+
+def test_what_cannot_be_traced_is_not_plain_and_remembered(decomposer: Decomposer) -> None:
+    for _ in range(2):
+        node = node_of(refuse, ones(1, 1))
+        with pytest.raises(NotPlainError, match="RuntimeError: refused"):
+            decomposer.open(node, site())
+    assert decomposer.num_traced == 1
+
+
+def refuse(_: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("refused")
+
+
+def test_baked_tensor_is_not_plain(decomposer: Decomposer) -> None:
+    """A trace would hold the tensor of its own run for ever."""
+    constant = ones(2, 2)
+    node = node_of(lambda x: torch.mm(x, constant), ones(2, 2))
+    with pytest.raises(NotPlainError, match="bake in"):
+        decomposer.open(node, site())
+
+
+def test_kernels_on_autocast_keys_are_seen() -> None:
+    """Relies on dispatch keys being named ``Autocast`` plus the device's name."""
+    op = torch.ops.aten.mm.default
+    assert has_autocast_kernel(op, "cpu")
+    assert has_autocast_kernel(op, "cuda")
+    assert not has_autocast_kernel(torch.ops.aten.relu.default, "cpu")
+
+
+def test_library_with_its_own_kernel_is_left_whole(decomposer: Decomposer) -> None:
+    with torch.library._scoped_library("amp_fx_tests", "FRAGMENT") as library:
+        library.define("own(Tensor x) -> Tensor")
+        library.impl("own", lambda x: x * 2, "CompositeExplicitAutograd")
+        library.impl("own", lambda x: x.bfloat16(), "AutocastCPU")
+        node = node_of(torch.ops.amp_fx_tests.own.default, ones(2))
+        with pytest.raises(NotPlainError, match="brings its own autocast kernel"):
+            decomposer.open(node, site())

@@ -1,0 +1,113 @@
+"""What a trace cannot see: autograd functions, checkpoints, transforms, control flow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, torch's own spelling
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.cases import case, leaf, mlp
+from tests.parity.oracle import Subject
+
+if TYPE_CHECKING:
+    from tests.parity.oracle import Program
+
+
+class NotItsDerivative(torch.autograd.Function):
+    """A function whose backward is deliberately not its forward's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight).relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.full_like(x, 3.0) * grad.float().sum(), torch.sign(weight) * 0.25
+
+
+@case()
+def autograd_function() -> Subject:
+    model = mlp()
+
+    def forward(x: Tensor, weight: Tensor) -> Any:
+        return NotItsDerivative.apply(model(x), weight).sin()  # type: ignore[no-untyped-call]
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)), module=model)
+
+
+@case()
+def activation_checkpoint() -> Subject:
+    first, second = mlp(), mlp()
+
+    def forward(x: Tensor) -> Any:
+        y = checkpoint(first, x, use_reentrant=False)
+        y = checkpoint(lambda z: F.dropout(second(z), 0.3).softmax(-1), y, use_reentrant=False)
+        return y @ y.mT
+
+    return Subject(forward, (leaf(4, 16),), module=nn.ModuleList([first, second]))
+
+
+@case()
+def checkpoint_shares_a_weight_with_its_surroundings() -> Subject:
+    model = mlp()
+
+    def forward(x: Tensor) -> Any:
+        return model(checkpoint(model, model(x), use_reentrant=False))
+
+    return Subject(forward, (leaf(4, 16),), module=model)
+
+
+@case()
+def autograd_function_shares_a_weight_with_its_surroundings() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        y = NotItsDerivative.apply(x @ w, w)  # type: ignore[no-untyped-call]
+        return y @ w
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def vmap_of_shared_weight_only() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        return torch.vmap(lambda row: torch.relu(row @ w) @ w)(x)
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def vmap() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        return torch.vmap(lambda row: torch.mv(w, torch.relu(w @ row)))(x), torch.mm(x, w)
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def func_grad() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        inner = torch.func.grad(lambda z: F.mse_loss(torch.mm(z, w), torch.zeros_like(z)))(x)
+        return torch.mm(inner, w)
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def cond() -> Subject:
+    model = mlp()
+
+    def forward(x: Tensor) -> Any:
+        y = model(x)
+        return torch.cond(
+            x.sum() > 0, lambda z: torch.mm(z, z.t()), lambda z: torch.mm(z * 2, z.t()), (y,)
+        )
+
+    def drive(program: Program, x: Tensor) -> Any:
+        with torch.no_grad():
+            return [program(x), program(-x)]
+
+    return Subject(forward, (torch.randn(4, 16),), module=model, drive=drive)

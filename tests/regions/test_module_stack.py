@@ -1,0 +1,195 @@
+"""module_path: the module around an op, in eager code, after graph breaks and in islands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from amp_fx import Policy
+from amp_fx.policies.module_path import module_path
+from tests.programs import compiled
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"  # Dynamo instantiates Functions
+)
+bf16, f32 = torch.bfloat16, torch.float32
+
+
+class Product(torch.autograd.Function):
+    """An island: its gradient is of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        [weight] = ctx.saved_tensors
+        return grads[0].to(weight.dtype) @ weight.t() * 3, None
+
+
+class Custom(nn.Module):
+    """Calls the island."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Layer(nn.Module):
+    """An island, a break in the graph, and a plain layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom = Custom()
+        self.plain = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        first = self.custom(x)
+        torch._dynamo.graph_break()
+        return [first, self.plain(x)]
+
+
+class Net(nn.Module):
+    """Equal layers, which Dynamo compiles one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [out for layer in self.layers for out in layer(x)]
+
+
+class EachAlone(nn.ModuleList):
+    """Gives the same input to each of its modules."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [module(x) for module in self]
+
+
+def dtypes(outputs: list[torch.Tensor]) -> list[torch.dtype]:
+    return [out.dtype for out in outputs]
+
+
+POLICIES = {
+    "layers.1": [bf16, bf16, f32, f32, bf16, bf16],
+    "layers.*.custom": [f32, bf16] * 3,
+    "layers.2.plain": [bf16] * 5 + [f32],
+}
+
+
+@pytest.mark.parametrize("pattern", POLICIES)
+@pytest.mark.parametrize("by_rule", [False, True])
+@torch.no_grad()  # Dynamo reads the .grad of what it resumes with
+def test_equal_modules_are_told_apart(pattern: str, by_rule: bool) -> None:
+    """After a graph break each is compiled alone; eager code and islands know as well."""
+    override = Policy.default().with_modules({pattern: "fp32"}).modules[0]
+
+    def rule(_: str, path: str, *__: Any) -> str | None:
+        parts = path.split(".")
+        around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        return "fp32" if any(override.fits_module(p, nn.Module) for p in around) else None
+
+    policy = Policy.default()
+    policy = policy.with_rule(rule) if by_rule else policy.with_modules({pattern: "fp32"})
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(4, 4)
+    with amp_fx.autocast("cpu", policy=policy):
+        expected = net(x)
+    assert dtypes(expected) == POLICIES[pattern]
+    bare = compiled(net, policy=policy, output_dtype="autocast")
+    around = amp_fx.compile(net, policy=policy, options={"compiler": "eager"})
+    for call in (bare, around):
+        torch._dynamo.reset()
+        for _ in range(2):
+            torch.testing.assert_close(call(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_rule", [False, True])
+def test_islands_run_by_the_policy_of_their_module(by_rule: bool) -> None:
+    """In one graph, where no module is on the stack; the function keeps its own gradient."""
+    net, x = EachAlone(Custom() for _ in range(3)), torch.randn(4, 4)
+    policy = Policy.default().with_modules({"1": "fp32"})
+    if by_rule:
+        policy = Policy.default().with_rule(lambda _, path, *__: "fp32" if path == "1" else None)
+
+    for compiler in ("eager", "aot_eager"):
+        torch._dynamo.reset()
+        x = x.detach().requires_grad_()
+        call = compiled(net, compiler=compiler, policy=policy, output_dtype="autocast")
+        outputs = call(x)
+        assert dtypes(outputs) == [bf16, f32, bf16]
+        [grad] = torch.autograd.grad(outputs[1].sum(), x)
+        weight = net.get_parameter("1.weight")
+        expected = torch.ones(4, 4) @ weight.t() * 3
+        torch.testing.assert_close(grad, expected)
+
+
+def test_disabled_functions_know_their_module() -> None:
+    class Skipped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = skipped(x, x)
+            return result
+
+    skipped: Any = torch.compiler.disable(torch.matmul)  # type: ignore[no-untyped-call]
+
+    net: Any = nn.Sequential(Skipped(), Skipped())
+    policy = Policy.default().with_modules({"1": "fp32"})
+
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        return [net[0](x), net(x)]
+
+    first, last = amp_fx.compile(program, policy=policy)(torch.randn(4, 4))
+    assert (first.dtype, last.dtype) == (bf16, f32)
+
+
+def test_paths_begin_at_the_compiled_module() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    policy = Policy.default().with_modules({"0.0": "fp32"})
+    x = torch.randn(4, 4)
+    fast: Any = compiled(net, policy=policy, output_dtype="autocast")
+    outer = nn.Sequential(nn.Identity(), fast)
+    assert outer(x).dtype == f32
+    with amp_fx.autocast("cpu", policy=policy):
+        assert net[0](x).dtype == bf16, "called alone it is the outermost module"
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_modules_given_to_a_function(argument: int) -> None:
+    def program(*args: Any) -> torch.Tensor:
+        net, x = args if argument == 0 else args[::-1]
+        result: torch.Tensor = net(x)
+        return result
+
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    policy = Policy.default().with_modules({"1": "fp32"})
+    call = compiled(program, policy=policy, output_dtype="autocast")
+    args = (net, x) if argument == 0 else (x, net)
+    assert call(*args).dtype == f32
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("L['self']._modules['layers']._modules['0']", "layers.0"),
+        ("L['self'].layers.0.norm", "layers.0.norm"),
+        ("L['model']._modules['head']", "model.head"),
+        ("G['net'][0]", "net.0"),
+        ("L['self']", ""),
+        ("L['self'].blocks._modules['a[0]']._parameters['weight']", "blocks.a[0].weight"),
+        ("L['self']._modules[\"it's\"]", "it's"),
+        ("L['inner'].__closure__[0].cell_contents.0", "inner.0"),
+    ],
+)
+def test_dynamos_names(name: str, path: str) -> None:
+    assert module_path(name) == path

@@ -1,0 +1,377 @@
+"""autocast_region, and the policies' state and kernels: regions in eager and compiled code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import amp_fx
+from amp_fx import CastPolicy, Policy, preset
+from amp_fx.errors import BannedOpError, PolicyError, RegionError
+from amp_fx.regions.policy_codes import ambient_policy, codes_of, interned
+from amp_fx.regions.region import SKIPPED_MODULES, skip_in_dynamo
+from amp_fx.regions.state import AutocastState
+from amp_fx.tables.presets import torch_version
+from tests.programs import assert_same_bits, compiled, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def with_ops(device_type: str = "cpu", **ops: CastPolicy | None) -> Policy:
+    """The default policy with other treatment of ATen ops; None takes an op out."""
+    table = dict(preset("torch").tables[device_type])
+    for name, rule in ops.items():
+        qualified = f"aten::{name.replace('__', '.')}"
+        if rule is None:
+            del table[qualified]
+        else:
+            table[qualified] = rule
+    return preset("torch").with_device(device_type, table)
+
+
+@pytest.fixture
+def mine() -> Policy:
+    return with_ops(
+        linear=CastPolicy.FP32,
+        softmax__int=CastPolicy.LOWER_PRECISION_FP,
+        mul__Tensor=CastPolicy.LOWER_PRECISION_FP,
+        matmul=None,
+        mm=None,
+    )
+
+
+@pytest.fixture
+def args(rng: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Input, weight."""
+    made = [torch.randn(4, 4, generator=rng) for _ in range(2)]
+    return tuple(t.requires_grad_() for t in made)
+
+
+def program(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = nn.functional.linear(x, weight)
+    return y, y.softmax(-1), x * weight, x @ weight, torch.einsum("ij,jk->ik", x, weight)
+
+
+def dtypes(outputs: Any) -> list[torch.dtype]:
+    return [output.dtype for output in outputs]
+
+
+MINE = [f32, bf16, bf16, f32, bf16]  # inside of einsum, bmm is low
+TORCH = [bf16, bf16, f32, bf16, bf16]
+
+
+# Without a policy.
+
+
+def test_same_as_torch_autocast(args: tuple[torch.Tensor, ...]) -> None:
+    with torch.autocast("cpu", f16, cache_enabled=False):
+        expected, state = program(*args), AutocastState.ambient()
+    with amp_fx.autocast("cpu", f16, cache_enabled=False):
+        actual = program(*args)
+        assert AutocastState.ambient() == state
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_nesting() -> None:
+    before = AutocastState.ambient()
+    with amp_fx.autocast("cpu", f16):
+        outer = AutocastState.ambient()
+        with amp_fx.autocast("cpu", enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", bf16):
+                assert torch.get_autocast_dtype("cpu") == bf16
+        assert AutocastState.ambient() == outer
+    assert AutocastState.ambient() == before
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_entered_again_while_active(has_policy: bool, mine: Policy) -> None:
+    before = AutocastState.ambient()
+    region = amp_fx.autocast("cpu", policy=mine if has_policy else None)
+    with region, region:
+        assert torch.is_autocast_enabled("cpu")
+    assert AutocastState.ambient() == before
+
+    @region
+    def recursive(depth: int) -> bool:
+        return recursive(depth - 1) if depth else torch.is_autocast_enabled("cpu")
+
+    assert recursive(3)
+    assert AutocastState.ambient() == before
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_state_is_restored_after_an_exception(has_policy: bool, mine: Policy) -> None:
+    before = AutocastState.ambient()
+    with (
+        pytest.raises(KeyError, match="of the user"),
+        amp_fx.autocast("cpu", policy=mine if has_policy else None),
+    ):
+        raise KeyError("of the user")
+    assert AutocastState.ambient() == before
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_left_out_of_order(has_policy: bool, mine: Policy) -> None:
+    before = AutocastState.ambient()
+    policy = mine if has_policy else None
+    outer, inner = amp_fx.autocast("cpu", f16, policy=policy), amp_fx.autocast("cpu", bf16)
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RegionError, match="before the 1 region"):
+        outer.__exit__(None, None, None)
+    assert AutocastState.ambient() == before
+    with pytest.raises(RegionError, match="not in it"):
+        inner.__exit__(None, None, None)
+    assert AutocastState.ambient() == before
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_left_in_another_thread() -> None:
+    region = amp_fx.autocast("cpu")
+    errors: list[Exception] = []
+
+    def leave() -> None:
+        try:
+            region.__exit__(None, None, None)
+        except RegionError as error:
+            errors.append(error)
+
+    with region:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("device_type", ["nowhere", "cpu:0", "", None, 3, "ipu", "meta"])
+def test_device_type_that_cannot_autocast(device_type: Any) -> None:
+    before = AutocastState.ambient()
+    with pytest.raises(RegionError, match=r"cannot autocast; there are .*'cpu'"):
+        amp_fx.autocast(device_type)
+    assert AutocastState.ambient() == before
+
+
+def test_unsupported_dtype_warns_and_disables_as_torch_does() -> None:
+    with pytest.warns(UserWarning, match="not supported") as theirs:
+        torch.autocast("cpu", f32)
+    with pytest.warns(UserWarning, match="not supported") as ours:
+        region = amp_fx.autocast("cpu", f32)
+    assert [str(w.message) for w in ours] == [str(w.message) for w in theirs]
+    with region:
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("policy", [3, {"aten::mm": CastPolicy.FP32}, "no preset"])
+def test_policy_of_the_wrong_type(policy: Any) -> None:
+    with pytest.raises(PolicyError, match="preset"):
+        amp_fx.autocast("cpu", policy=policy)
+
+
+def test_decorating_no_function(mine: Policy) -> None:
+    """Without a policy it is torch's to refuse, which it does since 2.13."""
+    for policy in (None, mine) if torch_version() >= (2, 13) else (mine,):
+        with pytest.raises(TypeError, match=r"callable|functions"):
+            amp_fx.autocast("cpu", policy=policy)(3)  # type: ignore[type-var]
+
+
+# With a policy, in eager code.
+
+
+def test_policy_in_eager_code(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    with amp_fx.autocast("cpu", policy=mine):
+        assert ambient_policy() == mine
+        assert dtypes(program(*args)) == MINE
+    assert ambient_policy() is None
+    with torch.autocast("cpu"):
+        assert dtypes(program(*args)) == TORCH
+    assert dtypes(program(*args)) == [f32] * 5
+
+
+def test_regions_inside_one_with_a_policy(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    with amp_fx.autocast("cpu", policy=mine):
+        with torch.autocast("cpu", f16):
+            assert dtypes(program(*args)) == [f32, f16, f16, f32, f16]
+        with amp_fx.autocast("cpu"):
+            assert dtypes(program(*args)) == MINE
+        with torch.autocast("cpu", enabled=False):
+            assert dtypes(program(*args)) == [f32] * 5
+        with amp_fx.autocast("cpu", policy="torch"):
+            assert dtypes(program(*args)) == TORCH
+        assert dtypes(program(*args)) == MINE
+
+
+def test_policy_of_another_device_changes_nothing(args: tuple[torch.Tensor, ...]) -> None:
+    policy = with_ops("cuda", linear=CastPolicy.FP32)
+    with amp_fx.autocast("cpu", policy=policy):
+        assert dtypes(program(*args)) == TORCH
+
+
+def test_equal_policies_share_a_code(mine: Policy) -> None:
+    assert interned(mine) is interned(Policy("copy", mine.tables))
+    assert codes_of(interned(mine)) != codes_of(interned(preset("torch")))
+
+
+def test_gradients_in_eager_code(args: tuple[torch.Tensor, ...]) -> None:
+    """The replaced kernels against native ones: a policy that does by others what torch does."""
+    policy = with_ops(add__Tensor=CastPolicy.FP32, linear=CastPolicy.LOWER_PRECISION_FP)
+
+    def wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, weight) + nn.functional.linear(weight, x)
+
+    def by_hand(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        one = nn.functional.linear(x, weight)
+        return one.float() + nn.functional.linear(weight, x).float()
+
+    ours = amp_fx.autocast("cpu", policy=policy)(wide)
+    assert_same_bits(run_program(ours, args), run_program(by_hand, args, bf16))
+
+
+def test_banned_op_can_be_allowed() -> None:
+    policy = with_ops("cuda", binary_cross_entropy=CastPolicy.FP32)
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    def loss(region: contextlib.AbstractContextManager[Any]) -> torch.Tensor:
+        with FakeTensorMode(), region:
+            torch.set_autocast_enabled("cuda", True)
+            p = torch.empty(3, device="cuda", dtype=f16)
+            return nn.functional.binary_cross_entropy(p, torch.empty(3, device="cuda"))
+
+    try:
+        assert loss(amp_fx.autocast("cpu", enabled=False, policy=policy)).dtype == f32
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            loss(contextlib.nullcontext())
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+def test_banned_by_policy(args: tuple[torch.Tensor, ...]) -> None:
+    policy = with_ops(tanh=CastPolicy.BANNED)
+    with pytest.raises(BannedOpError), amp_fx.autocast("cpu", policy=policy):
+        args[0].tanh()
+    with torch.autocast("cpu"):
+        args[0].tanh()
+
+
+def test_policy_is_that_of_the_thread(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    found: list[list[torch.dtype]] = []
+
+    def run() -> None:
+        with torch.autocast("cpu"):
+            found.append(dtypes(program(*args)))
+
+    with amp_fx.autocast("cpu", policy=mine):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert found == [TORCH]
+
+
+# Compiled.
+
+
+def constructed(policy: Policy | None) -> Callable[..., Any]:
+    def call(*args: torch.Tensor) -> Any:
+        with amp_fx.autocast("cpu", bf16, policy=policy):
+            return program(*args)
+
+    return call
+
+
+def decorated(policy: Policy | None) -> Callable[..., Any]:
+    return amp_fx.autocast("cpu", bf16, policy=policy)(program)
+
+
+@pytest.mark.parametrize("way", [constructed, decorated])
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_region_in_one_graph(
+    way: Callable[..., Any], has_policy: bool, args: tuple[torch.Tensor, ...], mine: Policy
+) -> None:
+    call = way(mine if has_policy else None)
+    whole = torch.compile(call, backend="amp_fx", options={"compiler": "eager"}, fullgraph=True)
+    ours = run_program(whole, args)
+    assert dtypes(ours.outputs) == (MINE if has_policy else TORCH)
+    assert_same_bits(ours, run_program(call, args))
+
+
+def test_region_made_outside_of_the_graph(args: tuple[torch.Tensor, ...]) -> None:
+    region = amp_fx.autocast("cpu", bf16)
+
+    def call(*args: torch.Tensor) -> Any:
+        with region:
+            return program(*args)
+
+    assert dtypes(torch.compile(call, backend="amp_fx", fullgraph=True)(*args)) == TORCH
+
+
+def test_policy_region_with_a_break_inside(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    region = amp_fx.autocast("cpu", policy=mine)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        with region:
+            first = program(x, weight)
+            torch._dynamo.graph_break()
+            return first + program(weight, x)
+
+    ours = run_program(compiled(call), args)
+    assert dtypes(ours.outputs) == MINE * 2
+    assert_same_bits(ours, run_program(call, args))
+
+
+def test_policy_around_the_call_recompiles_once(
+    args: tuple[torch.Tensor, ...], mine: Policy
+) -> None:
+    graphs = []
+
+    def count(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    call = torch.compile(program, backend=count)
+    for _ in range(2):
+        for policy in (mine, None):
+            with amp_fx.autocast("cpu", policy=policy):
+                call(*args)
+    assert len(graphs) == 2
+
+
+def test_policy_around_the_call(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    call = compiled(program)
+    for policy, expected in ((mine, MINE), (None, TORCH), (mine, MINE)):
+        with amp_fx.autocast("cpu", policy=policy):
+            assert dtypes(call(*args)) == expected
+
+
+def test_island_in_a_region_with_a_policy(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+    """A vmap stays as it is and runs under native autocast, by the region's policy."""
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", bf16, policy=mine):
+            result: torch.Tensor = torch.vmap(lambda row: row * weight[0])(x)
+            return result
+
+    ours = compiled(call)(*args)
+    assert ours.dtype == bf16
+    assert torch.equal(ours, call(*args))
+
+
+@pytest.mark.parametrize("name", SKIPPED_MODULES)
+def test_modules_that_dynamo_skips_are_there(name: str) -> None:
+    """They are named by strings: one that is moved would be compiled, without a word."""
+    from torch._dynamo import trace_rules
+
+    skip_in_dynamo()
+    module = importlib.import_module(name)
+    assert trace_rules.check_file(module.__file__).skipped

@@ -1,0 +1,227 @@
+"""added_passes: passes of a user's own, and passes that are switched off."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+
+import amp_fx
+from amp_fx import added_passes, stats
+from amp_fx.errors import OptionError, PassError
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.options import DISABLE_ENVIRONMENT, Options
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.wrap_islands import WrapIslands
+from tests.programs import compiled, site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import fx
+
+    from tests.programs import Captured
+
+
+@dataclasses.dataclass(frozen=True)
+class SinToCos:
+    """Makes every sine a cosine, so that it shows."""
+
+    name: ClassVar[str] = "sin_to_cos"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        nodes = gm.graph.find_nodes(op="call_method", target="sin")
+        for node in nodes:
+            node.target = "cos"
+        return PassResult(Counter(sines=len(nodes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Keyed(SinToCos):
+    """The same, with a key."""
+
+    cache_key: str = "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Other(SinToCos):
+    """The same under another name."""
+
+    name: ClassVar[str] = "other"
+
+
+@pytest.fixture(autouse=True)
+def _none_registered() -> Iterator[None]:
+    yield
+    added_passes._registered.clear()
+
+
+def program(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOp(SinToCos):
+    """The same under one more name."""
+
+    name: ClassVar[str] = "no_op"
+
+
+X = torch.randn(3)
+
+
+def test_a_pass_given_as_an_option_runs() -> None:
+    torch.testing.assert_close(compiled(program, passes=[SinToCos()])(X), X.cos())
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled(program)(X), X.sin())
+
+
+def test_a_registered_pass_runs_until_it_is_taken_out() -> None:
+    handle = amp_fx.register_pass(SinToCos(), after="insert_casts")
+    torch.testing.assert_close(compiled(program)(X), X.cos())
+    torch._dynamo.reset()
+    handle.remove()
+    torch.testing.assert_close(compiled(program)(X), X.sin())
+
+
+def test_it_shows_up_in_logs_counts_and_explain(caplog: pytest.LogCaptureFixture) -> None:
+    stats.reset()
+    with caplog.at_level(logging.INFO, "amp_fx.passes"):
+        compiled(program, passes=[SinToCos()])(X)
+    assert any("sin_to_cos: 1 sines" in record.getMessage() for record in caplog.records)
+    assert stats.snapshot()["sines"] == 1
+    amp_fx.register_pass(SinToCos())
+    [graph] = amp_fx.explain(program)(X).graphs
+    assert dict(graph.counts) == {"sines": 1}
+    assert [node.op for node in graph.nodes if node.kind == "op"] == [".cos"]
+
+
+def names(**options: Any) -> list[str]:
+    parsed = Options.parse(options)
+    built_in = (MarkRegions(site()), FoldCasts(), WrapIslands())
+    return [p.name for p in added_passes.with_added(built_in, parsed.passes, parsed.disable_passes)]
+
+
+def test_order() -> None:
+    amp_fx.register_pass(SinToCos(), after="mark_regions")
+    assert names() == ["mark_regions", "sin_to_cos", "fold_casts", "wrap_islands"]
+    amp_fx.register_pass(SinToCos(), after="keep_weight_casts")  # which does not run
+    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "wrap_islands"]
+    amp_fx.register_pass(Other(), after="sin_to_cos")
+    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "other", "wrap_islands"]
+    amp_fx.register_pass(SinToCos())
+    assert names(passes=[NoOp()])[1:5] == ["fold_casts", "sin_to_cos", "other", "no_op"]
+
+
+def test_disabled_passes_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    amp_fx.register_pass(SinToCos())
+    assert names(disable_passes=["fold_casts"]) == ["mark_regions", "sin_to_cos", "wrap_islands"]
+    monkeypatch.setenv(DISABLE_ENVIRONMENT, "fold_casts,sin_to_cos")
+    assert names() == ["mark_regions", "wrap_islands"]
+    torch.testing.assert_close(compiled(program)(X), X.sin())
+
+
+def test_a_weight_cast_that_is_not_kept() -> None:
+    linear = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    for disabled, kept in (([], 2), (["keep_weight_casts"], 0)):
+        torch._dynamo.reset()
+        stats.reset()
+        with torch.no_grad():
+            compiled(linear, disable_passes=disabled)(x)
+        assert stats.snapshot()["weight_casts_kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disable_passes": ["fold_cast"]}, "did you mean 'fold_casts'"),
+        ({"disable_passes": ["insert_casts"]}, "would be wrong without the pass 'insert_casts'"),
+        ({"disable_passes": ["wrap_islands"]}, "would be wrong without"),
+        ({"disable_passes": "fold_casts"}, "no list of names"),
+        ({"passes": SinToCos()}, "no list of passes"),
+        ({"passes": [SinToCos]}, "is no pass"),
+        ({"passes": [FoldCasts()]}, "is the name of a pass of amp_fx"),
+    ],
+)
+def test_mistakes_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Options.parse(options)
+
+
+def test_mistakes_in_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DISABLE_ENVIRONMENT, "mark_regions")
+    with pytest.raises(OptionError, match=DISABLE_ENVIRONMENT):
+        Options.parse({})
+
+
+def test_mistakes_in_registering_are_told() -> None:
+    with pytest.raises(OptionError, match="there is no pass 'nothing'"):
+        amp_fx.register_pass(SinToCos(), after="nothing")
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("added", "tag", "is_cached"),
+    [([], "", True), ([Keyed()], "sin_to_cos=1", True), ([SinToCos()], "sin_to_cos=", False)],
+)
+def test_cache_keys_have_the_pass(
+    added: list[Any], tag: str, is_cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pass that gives no key keeps its graphs out, backward graphs too."""
+    seen: list[tuple[str, bool]] = []
+    forward_is_cached: list[bool] = []
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append((torch.compiler.config.cache_key_tag, inductor_config.fx_graph_cache))
+        forward_is_cached.append(functorch_config.enable_autograd_cache)
+        return compile_fx_inner(*args, **kwargs)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", spy)
+    x = X.clone().requires_grad_()
+    call: Callable[..., Any] = compiled(program, compiler="inductor", passes=added)
+    call(x).sum().backward()
+    assert tag in seen[0][0]
+    assert [in_cache for _, in_cache in seen] == [is_cached] * 2, "forward and backward"
+    assert forward_is_cached[0] == is_cached
+
+
+def test_a_pass_that_needs_what_is_not_there(captured_relu: Captured) -> None:
+    from amp_fx.pipeline import run_passes
+
+    with pytest.raises(PassError, match=r"'fold_casts' failed after nothing: .*requires that"):
+        run_passes(captured_relu.gm, [FoldCasts()])
+
+
+def test_a_pass_that_breaks_what_it_ensures(captured_relu: Captured) -> None:
+    from amp_fx.graphs.conditions import SITES_KNOWN
+    from amp_fx.pipeline import run_passes
+
+    @dataclasses.dataclass(frozen=True)
+    class AddsNode:
+        name: ClassVar[str] = "adds_node"
+        ensures: ClassVar[Any] = (SITES_KNOWN,)
+
+        def call(self, gm: fx.GraphModule) -> PassResult:
+            with gm.graph.inserting_before(gm.graph.output_node()):
+                gm.graph.call_function(torch.ones, (1,))
+            return PassResult(Counter(added=1))
+
+    with pytest.raises(PassError, match=r"after mark_regions: .*ensures that every node knows"):
+        run_passes(captured_relu.gm, [MarkRegions(site()), AddsNode()])
+
+
+@pytest.fixture
+def captured_relu(capture: Callable[..., Captured]) -> Captured:
+    return capture(lambda x: x.relu(), X)

@@ -1,0 +1,102 @@
+"""The layout: no folder imports one above it, at run time, lazily or for types."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1] / "amp_fx"
+
+ORDER = (
+    ("errors", "dtypes"),
+    ("tables",),
+    ("policies",),
+    ("regions",),
+    ("graphs",),
+    ("weights",),
+    ("passes",),
+    (
+        *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
+        *("stats", "weight_cache"),
+    ),
+    ("front", "grad_scaler"),
+    ("explanation",),
+    ("drawing", "drift", "demo"),
+    ("bench",),
+    ("commands",),
+    ("cli", "__main__"),
+)
+"""Folders, and files at the top, by layer: each may import its own layer and those before it."""
+
+LAYER = {name: layer for layer, names in enumerate(ORDER) for name in names}
+
+
+def modules() -> list[Path]:
+    folders = (path for path in sorted(ROOT.iterdir()) if path.is_dir() and path.name[0] != "_")
+    files = [path for path in ROOT.glob("*.py") if path.name != "__init__.py"]
+    return files + [path for folder in folders for path in folder.rglob("*.py")]
+
+
+def room(module: str) -> str:
+    """``graphs`` for ``amp_fx.graphs.values``; ``""`` for ``amp_fx`` itself."""
+    return [*module.split("."), ""][1]
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Lines and modules of amp_fx that a text imports, wherever the statement stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"amp_fx.{alias.name}" for alias in node.names]
+            yield from (
+                (node.lineno, m)
+                for m in (names if node.module == "amp_fx" else [node.module or ""])
+            )
+
+
+def wrong_edges(where: str, source: str) -> list[str]:
+    """Imports of a layer above, or of another folder of the same layer."""
+    found = []
+    for line, module in imported(source):
+        if module.split(".")[0] != "amp_fx":
+            continue
+        target = room(module)
+        is_same_layer = LAYER.get(target) == LAYER[where]
+        is_between_folders = is_same_layer and where != target and (ROOT / target).is_dir()
+        if LAYER.get(target, len(ORDER)) > LAYER[where] or is_between_folders:
+            found.append(f"line {line}: {where} imports {module}")
+    return found
+
+
+def test_every_file_has_a_layer() -> None:
+    names = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in modules()}
+    assert names == set(LAYER)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_a_layer_above(path: Path) -> None:
+    where = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert wrong_edges(where, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from amp_fx.passes.base import Pass",
+        "import amp_fx.passes.base",
+        "from amp_fx import pipeline",
+        "import amp_fx",
+        "if TYPE_CHECKING:\n    from amp_fx.weights.cast_plan import Plan",
+        "def f():\n    from amp_fx.backend import amp_fx",
+    ],
+)
+def test_an_import_of_a_layer_above_is_found(text: str) -> None:
+    assert len(wrong_edges("graphs", text)) == 1
+    assert wrong_edges("graphs", "from amp_fx.regions.state import AutocastState") == []
