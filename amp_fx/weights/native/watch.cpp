@@ -67,8 +67,6 @@ std::unordered_map<StorageImpl*, RecordRef>& records() {
 
 std::atomic<uint64_t> next_thread{1};
 thread_local const uint64_t this_thread = next_thread++;
-std::atomic<uint64_t> first_thread{0};
-std::atomic<bool> has_many_threads{false}; // calls or writes came from more than one
 std::atomic<int64_t> num_in_flight{0}; // calls that hold copies
 
 // The calls that this thread is inside of. In one that is pure (it writes no weight), asking
@@ -85,10 +83,20 @@ int64_t now() {
   return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+// The threads that called or wrote, as long as they live.
+std::atomic<int64_t> num_threads{0};
+struct Participation {
+  bool is_counted = false;
+  ~Participation() {
+    num_threads -= is_counted ? 1 : 0;
+  }
+};
+thread_local Participation participation;
+
 void note_thread() {
-  uint64_t none = 0;
-  if (!first_thread.compare_exchange_strong(none, this_thread) && none != this_thread) {
-    has_many_threads = true;
+  if (!participation.is_counted) {
+    participation.is_counted = true;
+    num_threads++;
   }
 }
 
@@ -607,8 +615,8 @@ PyObject* look_leave(PyObject* self, PyObject*) {
   if (calls.depth == 0 && !calls.asked.empty()) {
     for (const RecordRef& record : calls.asked) {
       auto storage = record->storage.lock();
-      // While it was unwatched another thread may have written: with several, it counts as one.
-      if (storage && (has_many_threads || !arm(storage.get()))) {
+      // While it was unwatched another thread may have written: with others, it counts as one.
+      if (storage && (num_threads > 1 || !arm(storage.get()))) {
         note_write(*record);
       }
     }
@@ -1038,7 +1046,7 @@ void list_kernel(
   }
   mark_written(written);
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  if (has_many_threads) { // one may have looked meanwhile
+  if (num_threads > 1) { // one may have looked meanwhile
     mark_written(written);
   }
 }
