@@ -44,6 +44,7 @@ PASSES: tuple[type[Pass], ...] = (
     HoistCasts,
     FoldCasts,
     KeepWeightCasts,
+    AliasWeightReads,
     ShareRegionCasts,
     WrapIslands,
 )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"(?ms)^```python\n(.*?)^```", TEXT)
@@ -67,3 +69,13 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", TEXT))
 def test_links_lead_somewhere(link: str) -> None:
     assert (README.parent / link).exists()
+
+
+def test_the_table_of_signals_is_that_of_the_code() -> None:
+    table = TEXT.split("| a write by |", 1)[1]
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n", 1)[0].splitlines()]
+    shown = {kind: dict(zip(DEVICES, cells, strict=True)) for kind, *cells in lines[2:]}
+    assert shown == {
+        kind: {device: ", ".join(signals) for device, signals in caught.items()}
+        for kind, caught in CAUGHT_BY.items()
+    }
