@@ -36,7 +36,8 @@ def load() -> Any:
 
     The first call on a machine compiles it, some 20 seconds.
     """
-    if os.environ.get(SWITCH) == "0":
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()  # which orders what it does
+    if os.environ.get(SWITCH) == "0" or not has_gil:
         return None
     try:
         module = _import(_built())

@@ -305,9 +305,9 @@ void bind(Copy* copy, const at::Tensor& source) {
 
 bool lies_where(const Copy* copy, const at::Tensor& source) {
   const auto* impl = source.unsafeGetTensorImpl();
-  const StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   return copy->low != nullptr && storage == copy->storage &&
-      static_cast<const char*>(storage->data_ptr().get()) +
+      static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get()) + // asks nothing
           impl->storage_offset() * impl->itemsize() ==
       copy->source_data &&
       source.scalar_type() == copy->source_type && source.sizes() == *copy->sizes &&
@@ -354,6 +354,7 @@ bool agrees_at(const Copy* copy, int64_t index) {
 }
 
 PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
   PyObject *low = nullptr, *source = nullptr;
   int is_alias = 0;
   if (!PyArg_ParseTuple(args, "OOp", &low, &source, &is_alias)) {
@@ -370,6 +371,7 @@ PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
   copy->is_alias = static_cast<char>(is_alias);
   bind(copy, THPVariable_Unpack(source));
   return reinterpret_cast<PyObject*>(copy);
+  END_HANDLE_TH_ERRORS
 }
 
 void copy_dealloc(PyObject* self) {
@@ -384,13 +386,17 @@ void copy_dealloc(PyObject* self) {
 }
 
 PyObject* copy_drop(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   Py_CLEAR(reinterpret_cast<Copy*>(self)->low);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* copy_invalidate(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   reinterpret_cast<Copy*>(self)->seen = 0;
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* copy_distrust(PyObject* self, PyObject*) {
@@ -399,17 +405,23 @@ PyObject* copy_distrust(PyObject* self, PyObject*) {
 }
 
 PyObject* copy_bind(PyObject* self, PyObject* source) {
+  HANDLE_TH_ERRORS
   bind(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source));
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* copy_lies_where(PyObject* self, PyObject* source) {
+  HANDLE_TH_ERRORS
   return PyBool_FromLong(
       lies_where(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source)));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* copy_is_fresh(PyObject* self, PyObject* source) {
+  HANDLE_TH_ERRORS
   return PyBool_FromLong(is_fresh(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source)));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* copy_get_low(PyObject* self, void*) {
@@ -456,6 +468,21 @@ PyType_Spec copy_spec = {"amp_fx_watch.Copy", sizeof(Copy), 0, Py_TPFLAGS_DEFAUL
 
 struct Place {
   std::vector<Copy*> copies; // owned
+};
+
+struct HeldPlace {
+  explicit HeldPlace(const Place& other) : place(other) {
+    for (Copy* copy : place.copies) {
+      Py_INCREF(copy);
+    }
+  }
+  ~HeldPlace() {
+    for (Copy* copy : place.copies) {
+      Py_DECREF(copy);
+    }
+  }
+  HeldPlace(const HeldPlace&) = delete;
+  Place place;
 };
 
 struct Look {
@@ -581,6 +608,7 @@ void begin_call(const Look* look) {
 }
 
 PyObject* look_enter(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
   auto* look = reinterpret_cast<Look*>(self);
   look->found_mismatch = 0;
   Place* place = find_place(look, args);
@@ -600,6 +628,7 @@ PyObject* look_enter(PyObject* self, PyObject* args) {
     begin_call(look);
   }
   return inputs;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* look_begin(PyObject* self, PyObject*) {
@@ -608,6 +637,7 @@ PyObject* look_begin(PyObject* self, PyObject*) {
 }
 
 PyObject* look_leave(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
   auto* look = reinterpret_cast<Look*>(self);
   num_in_flight--;
   calls.depth--;
@@ -623,6 +653,7 @@ PyObject* look_leave(PyObject* self, PyObject*) {
     calls.asked.clear();
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 struct Stale {
@@ -678,7 +709,9 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
 }
 
 PyObject* look_knows(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
   return PyBool_FromLong(find_place(reinterpret_cast<Look*>(self), args) != nullptr);
+  END_HANDLE_TH_ERRORS
 }
 
 void watch_again(const Place& place) {
@@ -708,6 +741,7 @@ void give_memory_back(Copy* copy) {
 // update is followed by one call, and would only take memory until the next.
 constexpr int max_unused = 2;
 PyObject* look_start(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
   PyObject *args = nullptr, *inside = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &args, &PyTuple_Type, &inside)) {
     return nullptr;
@@ -752,10 +786,12 @@ PyObject* look_start(PyObject* self, PyObject* arguments) {
   }
   PyObject* inputs = inputs_of(look, *place, args, &is_inside);
   return Py_BuildValue("NN", inputs, ticket);
+  END_HANDLE_TH_ERRORS
 }
 
 // adopt(ticket, lows): the casts that such a call made are the copies from here on.
 PyObject* look_adopt(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
   PyObject *ticket = nullptr, *lows = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &ticket, &PyTuple_Type, &lows)) {
     return nullptr;
@@ -776,10 +812,12 @@ PyObject* look_adopt(PyObject*, PyObject* arguments) {
     note_made(copy, writes, version);
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // refresh(args, may_arm, makes_new) -> (inputs, number made) | None where the place is not known.
 PyObject* look_refresh(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
   PyObject* args = nullptr;
   int may_arm = 1, makes_new = 0;
   if (!PyArg_ParseTuple(arguments, "O!pp", &PyTuple_Type, &args, &may_arm, &makes_new)) {
@@ -790,46 +828,33 @@ PyObject* look_refresh(PyObject* self, PyObject* arguments) {
   if (found == nullptr) {
     Py_RETURN_NONE;
   }
-  Place place = *found; // the other may move while the GIL is released
-  for (Copy* copy : place.copies) {
-    Py_INCREF(copy);
+  const HeldPlace held(*found); // the other may move while the GIL is released
+  const Place& place = held.place;
+  if (may_arm) {
+    watch_again(place);
   }
-  PyObject* result = nullptr;
-  try {
-    if (may_arm) {
-      watch_again(place);
+  std::vector<Stale> stale;
+  std::unordered_set<Copy*> listed;
+  for (size_t i = 0; i < place.copies.size(); ++i) {
+    Copy* copy = place.copies[i];
+    const at::Tensor& source = source_at(look, args, i);
+    if (is_fresh(copy, source)) {
+      copy->hits++;
+    } else if (copy->is_alias) {
+      copy->seen = (*copy->record)->writes;
+    } else if (listed.insert(copy).second) {
+      stale.push_back({copy, source, (*copy->record)->writes, version_of(source)});
     }
-    std::vector<Stale> stale;
-    std::unordered_set<Copy*> listed;
-    for (size_t i = 0; i < place.copies.size(); ++i) {
-      Copy* copy = place.copies[i];
-      const at::Tensor& source = source_at(look, args, i);
-      if (is_fresh(copy, source)) {
-        copy->hits++;
-      } else if (copy->is_alias) {
-        copy->seen = (*copy->record)->writes;
-      } else if (listed.insert(copy).second) {
-        stale.push_back({copy, source, (*copy->record)->writes, version_of(source)});
-      }
-    }
-    if (!stale.empty()) {
-      make_again(stale, makes_new);
-    }
-    PyObject* inputs = inputs_of(look, place, args);
-    if (inputs != nullptr) {
-      result = Py_BuildValue("Nn", inputs, static_cast<Py_ssize_t>(stale.size()));
-    }
-  } catch (...) {
-    for (Copy* copy : place.copies) {
-      Py_DECREF(copy);
-    }
-    torch::translate_exception_to_python(std::current_exception());
+  }
+  if (!stale.empty()) {
+    make_again(stale, makes_new);
+  }
+  PyObject* inputs = inputs_of(look, place, args);
+  if (inputs == nullptr) {
     return nullptr;
   }
-  for (Copy* copy : place.copies) {
-    Py_DECREF(copy);
-  }
-  return result;
+  return Py_BuildValue("Nn", inputs, static_cast<Py_ssize_t>(stale.size()));
+  END_HANDLE_TH_ERRORS
 }
 
 bool is_dead(const Place& place) {
@@ -850,6 +875,7 @@ void release(std::vector<Place> places) {
 }
 
 PyObject* look_remember(PyObject* self, PyObject* copies) {
+  HANDLE_TH_ERRORS
   auto* look = reinterpret_cast<Look*>(self);
   Place place;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(copies); ++i) {
@@ -865,6 +891,7 @@ PyObject* look_remember(PyObject* self, PyObject* copies) {
   *look->places = std::move(kept);
   release(std::move(gone));
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* look_forget(PyObject* self, PyObject*) {
@@ -884,6 +911,7 @@ std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
 }
 
 PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
   PyObject *sources = nullptr, *passed = nullptr;
   int is_pure = 0, samples = 0;
   if (!PyArg_ParseTuple(
@@ -901,6 +929,7 @@ PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
   look->samples = static_cast<char>(samples);
   look->random = static_cast<uint64_t>(now()) | 1;
   return reinterpret_cast<PyObject*>(look);
+  END_HANDLE_TH_ERRORS
 }
 
 void look_dealloc(PyObject* self) {
@@ -945,6 +974,7 @@ PyType_Spec look_spec = {"amp_fx_watch.Look", sizeof(Look), 0, Py_TPFLAGS_DEFAUL
 // ------------------------------------------------------------------------ functions on tensors
 
 PyObject* watch(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(object);
   const auto storage = tensor.storage().getWeakStorageImpl().lock();
   if (!is_own(*storage)) {
@@ -956,18 +986,23 @@ PyObject* watch(PyObject*, PyObject* object) {
     note_write(*record);
   }
   return PyBool_FromLong(arm(storage.get()));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* unwatch(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
   StorageImpl* storage = THPVariable_Unpack(object).storage().unsafeGetStorageImpl();
   if (is_armed(storage)) {
     disarm(storage);
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* watched(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
   return PyBool_FromLong(is_armed(THPVariable_Unpack(object).storage().unsafeGetStorageImpl()));
+  END_HANDLE_TH_ERRORS
 }
 
 void mark_written(const std::vector<at::Tensor>& tensors) {
@@ -984,6 +1019,7 @@ void mark_written(const std::vector<at::Tensor>& tensors) {
 }
 
 PyObject* mark(PyObject*, PyObject* list) {
+  HANDLE_TH_ERRORS
   std::vector<at::Tensor> tensors;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* item = PyList_GET_ITEM(list, i);
@@ -993,11 +1029,13 @@ PyObject* mark(PyObject*, PyObject* list) {
   }
   mark_written(tensors);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // The same bytes as a weight's in a storage of its own: who asks it for a pointer does not ask
 // the weight's. It keeps the weight's storage alive and has the weight's version.
 PyObject* alias(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
   const at::Tensor& source = THPVariable_Unpack(object);
   const auto owner = source.storage().getWeakStorageImpl().lock();
   using Owner = c10::intrusive_ptr<StorageImpl>;
@@ -1018,6 +1056,7 @@ PyObject* alias(PyObject*, PyObject* object) {
         result, torch::autograd::impl::version_counter(source));
   }
   return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
 }
 
 // ------------------------------------------------------------ kernels on ops that write lists
@@ -1053,6 +1092,7 @@ void list_kernel(
 
 // Names all ops that write lists of tensors, and puts a kernel in front of each.
 PyObject* watch_list_ops(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
   static torch::Library* library = nullptr;
   if (library != nullptr) {
     Py_RETURN_NONE;
@@ -1083,6 +1123,7 @@ PyObject* watch_list_ops(PyObject*, PyObject*) {
         torch::CppFunction::makeFromBoxedFunction<&list_kernel>());
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* watched_list_ops(PyObject*, PyObject*) {
@@ -1112,6 +1153,11 @@ void before_fork() {
 void after_fork() {
   records_mutex().unlock();
 }
+void after_fork_in_child() {
+  num_in_flight = calls.depth; // other threads are not there
+  num_threads = participation.is_counted ? 1 : 0;
+  records_mutex().unlock();
+}
 #endif
 
 PyModuleDef definition = {
@@ -1132,7 +1178,7 @@ PyMODINIT_FUNC PyInit_amp_fx_watch() {
   }
   PyModule_AddIntConstant(module, "has_hook", HAS_HOOK);
 #ifndef _WIN32
-  pthread_atfork(before_fork, after_fork, after_fork);
+  pthread_atfork(before_fork, after_fork, after_fork_in_child);
 #endif
   return module;
 }
