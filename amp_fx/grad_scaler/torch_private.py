@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.optim.optimizer as optimizer_module
 
+from amp_fx.weights.write_signals import after_step
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -72,6 +74,9 @@ def group_by_device_and_dtype(
 def runs_only_own_code(optimizer: Any) -> bool:
     """Whether a step runs nothing but torch's own code: one of its optimizers, with no hooks.
 
+    Apart from the one by which kept casts of weights learn of steps: a compiled step need not
+    run it, as its kernels ask for the pointers that they write through.
+
     Nor has anything taken the place of its `step`, apart from the wrapper that learning-rate
     schedulers put there to learn of steps.
     """
@@ -84,7 +89,7 @@ def runs_only_own_code(optimizer: Any) -> bool:
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or optimizer_module._global_optimizer_pre_hooks
-        or optimizer_module._global_optimizer_post_hooks
+        or set(optimizer_module._global_optimizer_post_hooks.values()) - {after_step}
     )
 
 

@@ -96,7 +96,7 @@ DEVICES = ("cpu", "cuda", "xpu")
 
 @functools.cache
 def _watch_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def install(device: torch.device) -> None:
@@ -114,7 +114,8 @@ def install(device: torch.device) -> None:
 _install_lock = threading.Lock()
 
 
-def _after_step(optimizer: Any, *_: Any) -> None:
+def after_step(optimizer: Any, *_: Any) -> None:
+    """Takes all weights of an optimizer for written."""
     if torch.compiler.is_compiling():
         return  # a compiled step writes through pointers that its kernels ask for
     weights = [p for group in optimizer.param_groups for p in group["params"]]

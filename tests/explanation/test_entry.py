@@ -58,10 +58,15 @@ def compiled_casts(
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "compile_inner", compile_inner)
+        # The variant that takes all that is kept.
+        patch.setattr("amp_fx.weights.kept_inputs.slots_inside", lambda _: ())
         torch.compile(model, backend="amp_fx", options={"compiler": "aot_eager"})(*args)
     modules = [m for gm in graphs for m in gm.modules() if isinstance(m, fx.GraphModule)]
     nodes = [node for module in modules for node in module.graph.nodes]
-    kept = [n for gm in graphs for n in gm.graph.nodes if "kept_input" in n.meta]
+    slots = [
+        n.meta["kept_input"] for gm in graphs for n in gm.graph.nodes if "kept_input" in n.meta
+    ]
+    kept = [slot for slot in slots if not slot.is_alias]
     return sum(node.target is _TO_COPY for node in nodes), len(kept)
 
 

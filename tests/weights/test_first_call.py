@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -111,6 +112,7 @@ def test_the_other_variant_is_compiled_when_a_call_finds_weights_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compilations = count_compilations(monkeypatch)
+    monkeypatch.setattr("amp_fx.weights.cast_plan.is_alone", lambda: True)
     net = make_net()
     compiled = compile_amp_fx(net, compiler="aot_eager")
     for _ in range(3):
@@ -146,6 +148,21 @@ def test_an_evaluation_between_updates_sees_each(num_calls: int) -> None:
         optimizer.step()
         twin.load_state_dict(net.state_dict())
         EVAL.check(evaluated, net, twin)
+
+
+def test_next_to_other_threads_it_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses a thread that calls anything compiled while another traces."""
+    compilations = count_compilations(monkeypatch)
+    net = make_net()
+    compiled = compile_amp_fx(net, compiler="aot_eager")
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    outs = [compiled(inputs()) for _ in range(4)]
+    stop.set()
+    thread.join()
+    assert_same(outs, [outs[0]] * 4)
+    assert compilations == [4]
 
 
 def test_a_graph_of_symbolic_shapes_has_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:
