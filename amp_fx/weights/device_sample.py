@@ -124,7 +124,7 @@ class DeviceSample:
         self.slots = tuple(slots)
         self.device = Device() if device is None else device
         self.has_kernel = has_kernel
-        self.kernel = _kernel
+        self.kernel: Callable[[], Callable[..., None] | None] = _kernel
         self.tables: dict[int, Table] = {}
         self._epoch = -1
         self._under_way: tuple[Table, list[Any]] | None = None
@@ -172,9 +172,10 @@ class DeviceSample:
 
     def _start(self, sources: Tensors, lows: Tensors) -> None:
         key = (*map(id, sources), *map(id, lows))
-        CACHE.streams.hold(sources)  # the check may be all that reads them on this stream
         with torch._C._profiler._RecordFunctionFast("amp_fx::sample"), making_copies():
             table = self._table(key, sources, lows)
+            if CACHE.streams.are_several(part.device for part in table.parts):
+                CACHE.streams.hold(sources)  # perhaps nothing else here reads them on this stream
             events = [self._check(part, sources, lows) for part in table.parts]
         if events:
             self._under_way = table, events

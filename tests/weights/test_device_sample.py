@@ -208,7 +208,7 @@ def test_tables_hold_no_tensor() -> None:
     assert [sys.getrefcount(t) for t in (kept.sources[0], kept.lows[0])] == references
     other = torch.ones(4)
     CACHE.drop((id(kept.sources[0]), torch.bfloat16, False))
-    torch.utils.swap_tensors(kept.sources[0], other)
+    torch.utils.swap_tensors(kept.sources[0], other)  # type: ignore[no-untyped-call]
     kept.device.finish()
     assert kept.sample.read() is None
 
