@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -66,6 +67,8 @@ class WeightCache:
         self.limit: int | None = None
         self.num_bytes = 0
         self.copies: dict[Key, KeptCopy] = {}
+        self.epoch = 0
+        self._epochs = itertools.count(1)
         self._refused_at: tuple[int, int] | None = None
         self._lock = threading.RLock()
         self._depth = 0
@@ -82,6 +85,19 @@ class WeightCache:
                 self._depth -= 1
                 if self._depth == 0:
                     self._bury()
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Where copies come, go or move: what was known of addresses holds no longer.
+
+        ``epoch`` is raised when that begins and when it has ended: who looks in between, from
+        another thread, knows things that hold for no longer than that.
+        """
+        self.epoch = next(self._epochs)
+        try:
+            yield
+        finally:
+            self.epoch = next(self._epochs)
 
     def copy_of(self, slot: Slot, source: torch.Tensor, owner: str) -> Any:
         """The engine's copy for a slot, bound to where its weight lies; None for none."""

@@ -17,7 +17,8 @@ step
     An optimizer's ``step`` ended (``register_optimizer_step_post_hook``): any of its weights
     may have been written, by kernels of its own too.
 sample
-    An element differs from the copy's, or from what it was: ``options={"verify": ...}``.
+    An element differs from the copy's, or from what it was: ``options={"verify": ...}``. On
+    accelerators the answer is read at a later call (``device_sample``).
 place
     The weight lies elsewhere: another storage, offset, shape or layout.
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
+from amp_fx.weights import device_sample
+from tests.weights.alarms import alarms
 from tests.weights.nets import Net, assert_same, make_net, random
 
 pytestmark = [
@@ -120,3 +123,47 @@ def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
         out = compiled(x)
     torch.cuda.synchronize()
     assert_same(out, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_write_through_an_old_alias_is_noticed(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call starts a sample, the next ones read it; the alias has a storage of its own."""
+    if not has_kernel:
+        monkeypatch.setattr(device_sample, "_kernel", lambda: None)
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    alias = from_dlpack(net.a.weight.detach())
+    x = batch()
+    for _ in range(3):
+        assert_same(compiled(x), autocast(twin, x))
+    with alarms() as messages:
+        for model_weight in (alias, twin.a.weight):
+            model_weight.mul_(2.0)
+        for _ in range(20):
+            compiled(x)
+            torch.cuda.synchronize()
+        for _ in range(3):
+            assert_same(compiled(x), autocast(twin, x))
+            alias[0, 1].mul_(3.0)
+            twin.a.weight[0, 1].mul_(3.0)
+    assert len(messages) == 1
+    assert "a.weight" in messages[0]
+
+
+@torch.no_grad()
+def test_samples_wait_for_nothing() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    x = batch()
+    for _ in range(20):  # tables are sent, kernels compiled
+        compiled(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            out = compiled(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(out, autocast(twin, x))
