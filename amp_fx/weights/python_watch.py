@@ -220,10 +220,10 @@ class Look:
     def _fresh_inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self.found_mismatch = False
         copies = self._find(args)
-        if copies is None or not self._all_fresh(copies, args):
+        if copies is None:
             return None
-        if self.samples and not self._samples_agree(copies, args):
-            self.found_mismatch = self._all_fresh(copies, args)
+        self.found_mismatch = self.samples and not self._samples_agree(copies, args)
+        if self.found_mismatch or not self._all_fresh(copies, args):
             return None
         inputs = self._inputs(copies, args)
         if any(low is None for low in inputs[len(self.passed) :]):
@@ -294,12 +294,13 @@ class Look:
         return all(c.is_fresh(args[i]) for c, i in zip(copies, self.sources, strict=True))
 
     def _samples_agree(self, copies: Sequence[Copy], args: Sequence[Any]) -> bool:
-        agree = not [copy for copy in copies if not copy.agrees()]
-        chosen = random.randrange(len(copies))
-        if agree:
-            source = args[self.sources[chosen]]
-            copies[chosen].choose_canary(source)
-            agree = copies[chosen].agrees_somewhere(source)
+        pairs = zip(copies, [args[i] for i in self.sources], strict=True)
+        fresh = [(copy, source) for copy, source in pairs if copy.is_fresh(source)]
+        agree = not [copy for copy, _ in fresh if not copy.agrees()]
+        if agree and fresh:
+            copy, source = random.choice(fresh)
+            copy.choose_canary(source)
+            agree = copy.agrees_somewhere(source)
         return agree
 
     def _inputs(self, copies: Sequence[Copy], args: Sequence[Any]) -> tuple[Any, ...]:

@@ -121,6 +121,23 @@ def test_sampling_is_the_default() -> None:
     assert_names_the_encoder(messages)
 
 
+def test_another_weight_is_still_looked_at() -> None:
+    """A weight that is cast on every call hides no other one."""
+    compiled, model, twin, scale = prepared()
+    array = model.decoder.weight.detach().numpy()
+    EVAL.check(compiled, model, twin)
+    scale(2.0)
+    with alarms():
+        EVAL.check(compiled, model, twin)
+    EVAL.check(compiled, model, twin)
+    np.multiply(array, 2.0, out=array)
+    twin.decoder.weight.data.mul_(2.0)
+    with alarms() as messages:
+        EVAL.check(compiled, model, twin)
+    assert len(messages) == 1
+    assert "decoder" in messages[0]
+
+
 @pytest.mark.parametrize("alias", ALIASES)
 def test_right_and_silent_ever_after(alias: str) -> None:
     """The weight is cast on every call from then on, so that no sample need hit."""

@@ -536,15 +536,15 @@ bool all_fresh(const Look* look, const Place& place, PyObject* args) {
 }
 
 // Compares an element or two of every copy on the CPU with its weight: one place chosen anew,
-// rounded, and the place of the last time, whose bits are remembered.
-bool samples_agree(Look* look, Place& place) {
+// rounded, and the place of the last time, whose bits are remembered. Stale copies are left out.
+bool samples_agree(Look* look, Place& place, PyObject* args) {
   RECORD_FUNCTION("amp_fx::sample", c10::ArrayRef<const c10::IValue>{});
   const size_t count = place.copies.size();
-  static thread_local std::vector<int64_t> chosen;
-  chosen.resize(count);
+  static thread_local std::vector<int64_t> chosen; // -1: left out
+  chosen.assign(count, -1);
   for (size_t i = 0; i < count; ++i) {
     const Copy* copy = place.copies[i];
-    if (!copy->is_sampled) {
+    if (!copy->is_sampled || !is_fresh(copy, source_at(look, args, i))) {
       continue;
     }
     chosen[i] = static_cast<int64_t>(
@@ -556,7 +556,7 @@ bool samples_agree(Look* look, Place& place) {
   bool agree = true;
   for (size_t i = 0; i < count; ++i) {
     Copy* copy = place.copies[i];
-    if (!copy->is_sampled) {
+    if (chosen[i] < 0) {
       continue;
     }
     const size_t size = copy->source_size;
@@ -612,12 +612,12 @@ PyObject* look_enter(PyObject* self, PyObject* args) {
   auto* look = reinterpret_cast<Look*>(self);
   look->found_mismatch = 0;
   Place* place = find_place(look, args);
-  if (place == nullptr || !all_fresh(look, *place, args)) {
+  if (place == nullptr) {
     Py_RETURN_NONE;
   }
-  // A thread that wrote after the look above raised `writes` before it wrote.
-  if (look->samples && !samples_agree(look, *place)) {
-    look->found_mismatch = all_fresh(look, *place, args);
+  look->found_mismatch = look->samples && !samples_agree(look, *place, args);
+  // After the samples: a thread that wrote meanwhile raised `writes` before it wrote.
+  if (look->found_mismatch || !all_fresh(look, *place, args)) {
     Py_RETURN_NONE;
   }
   PyObject* inputs = inputs_of(look, *place, args);
