@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+log = logging.getLogger(__name__)
 
 
 def lay_out_kept_copies(gm: fx.GraphModule, config: Mapping[str, Any]) -> int:
@@ -127,7 +131,7 @@ def _teach_inductor() -> None:
     """
     from torch._inductor.lowering import register_lowering
 
-    @register_lowering(laid_out_as_before, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(laid_out_as_before, type_promotion_kind=None)
     def lower(low: Any) -> Any:
         return low
 
@@ -143,7 +147,8 @@ def _runs_channels_last(graph: fx.Graph, config: Mapping[str, Any]) -> bool:
 
 def convolutions(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """The arguments of every ``aten::convolution`` that a graph will make, tensors fake."""
-    with analysis(detect_fake_mode(graph), is_grad_enabled=False), _Recorder() as recorder:
+    recorder = _Recorder()
+    with analysis(detect_fake_mode(graph), is_grad_enabled=False), recorder:
         for node in graph.nodes:
             if is_convolution(node):
                 args, kwargs = argument_values(node)
@@ -151,9 +156,9 @@ def convolutions(graph: fx.Graph) -> list[tuple[Any, ...]]:
     return recorder.found
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(
@@ -186,13 +191,15 @@ def prefers_channels_last(
     from torch._inductor import config as inductor_config
     from torch._inductor.graph import GraphLowering
 
-    decide = getattr(GraphLowering, "decide_layout_opt", None)
-    if decide is None or not found:
-        return False
     with inductor_config.patch(dict(config)):
-        if inductor_config.freezing:  # it has a layout pass of its own
+        if not found or inductor_config.freezing:  # which has a layout pass of its own
             return False
-        return bool(decide(_stand_in(found, num_nodes), is_inference=is_inference))
+        stand_in = _stand_in(found, num_nodes)
+        try:
+            return bool(GraphLowering.decide_layout_opt(stand_in, is_inference=is_inference))
+        except (AttributeError, TypeError):
+            log.debug("inductor cannot be asked for layouts", exc_info=True)
+            return False
 
 
 def _stand_in(found: Sequence[tuple[Any, ...]], num_nodes: int) -> fx.GraphModule:
