@@ -17,7 +17,7 @@ from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
-from amp_fx.inner import compile_inner
+from amp_fx.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
@@ -35,6 +35,7 @@ from amp_fx.weights.kept_inputs import (
     keepable_weights,
     plan_kept_casts,
 )
+from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def amp_fx(
     with no_autocast(), in_cache_keys(found.passes):
         root = found.frame.root
         name = None if root is None else type(root).__name__
+        if uses_inductor(example_inputs, parsed):
+            lay_out_kept_copies(rewritten, inductor_config(parsed))
         plan = plan_kept_casts(rewritten, verify=parsed.verify, root=name)
         if plan is not None:
             added = example_copies(rewritten, example_inputs)

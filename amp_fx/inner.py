@@ -30,19 +30,32 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     """Compiles a rewritten graph; call it with autocast off."""
     if options.compiler == "eager":
         return gm.forward
-    if options.compiler == "aot_eager" or not _can_use_inductor(example_inputs):
+    if not uses_inductor(example_inputs, options):
         return _aot_eager(gm, example_inputs)
     return _inductor(gm, example_inputs, options)
+
+
+def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
+    """Whether a graph with such inputs is compiled by inductor."""
+    return options.compiler == "inductor" and _can_use_inductor(example_inputs)
+
+
+def inductor_config(options: Options) -> dict[str, Any]:
+    """The settings of inductor that graphs are compiled with."""
+    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    return dict(wrapper.config)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     from torch._inductor.compile_fx import compile_fx
 
-    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     compile_graph = _backward_or_eager if options.fallback else _compile_graph
     with _region_markers_cacheable(gm), repaired():
         return compile_fx(  # type: ignore[return-value]
-            gm, example_inputs, inner_compile=compile_graph, config_patches=wrapper.config
+            gm,
+            example_inputs,
+            inner_compile=compile_graph,
+            config_patches=inductor_config(options),
         )
 
 

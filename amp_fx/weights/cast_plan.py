@@ -283,7 +283,7 @@ class Plan:
 def _cast_of(slot: Slot, source: torch.Tensor) -> torch.Tensor:
     if slot.is_alias:
         return source.detach()
-    return source.detach().to(slot.dtype, copy=True)
+    return source.detach().to(slot.dtype, copy=True, memory_format=slot.memory_format)
 
 
 def _is_equal(slot: Slot, source: torch.Tensor, low: torch.Tensor) -> bool:

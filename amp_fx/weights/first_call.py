@@ -21,13 +21,15 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, value_of
-from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.kept_cast import kept_cast, laid_out_as_before
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import fx
+
+    from amp_fx.weights.kept_cast import Slot
 
     Compiled = Callable[..., Any]
 
@@ -54,7 +56,9 @@ def _is_dynamic(value: Any) -> bool:
 def _is_trained(node: fx.Node, placeholders: Sequence[fx.Node]) -> bool:
     slot = KEPT_INPUT.of(node)
     weight = value_of(placeholders[slot.source_index])
-    has_gradient = any(user.target is kept_cast for user in node.users)
+    laid_out = [user for user in node.users if user.target is laid_out_as_before]
+    readers = [reader for read in (node, *laid_out) for reader in read.users]
+    has_gradient = any(reader.target is kept_cast for reader in readers)
     return bool(weight.requires_grad and has_gradient and not slot.is_alias)
 
 
@@ -93,7 +97,7 @@ def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -
     set_value(detached, value_of(weight).detach())
     with graph.inserting_after(detached):
         cast = graph.call_function(
-            torch.ops.aten._to_copy.default, (detached,), {"dtype": slot.dtype}
+            torch.ops.aten._to_copy.default, (detached,), _like_the_copy(slot)
         )
     set_value(cast, value_of(kept))
     for node in (detached, cast):
@@ -101,6 +105,12 @@ def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -
     kept.replace_all_uses_with(cast)
     graph.erase_node(kept)
     return cast
+
+
+def _like_the_copy(slot: Slot) -> dict[str, Any]:
+    if slot.memory_format is torch.preserve_format:
+        return {"dtype": slot.dtype}
+    return {"dtype": slot.dtype, "memory_format": slot.memory_format}
 
 
 def compile_lock() -> AbstractContextManager[Any]:

@@ -24,12 +24,29 @@ class Slot:
         name: What the user's program calls the weight.
         is_alias: Whether the input is no copy but the weight's own bytes, in a storage that
             may be asked for pointers without anybody taking that for a write.
+        memory_format: How the copy is laid out; by default as its weight is.
     """
 
     source_index: int
     dtype: torch.dtype
     name: str = "a weight"
     is_alias: bool = False
+    memory_format: torch.memory_format = torch.preserve_format
+
+    def empty_for(self, weight: torch.Tensor, device: Any = None) -> torch.Tensor:
+        """Memory for the copy of a weight; of an alias it has the dtype only.
+
+        Args:
+            weight: The weight.
+            device: Another device than the weight's.
+        """
+        return torch.empty_like(
+            weight,
+            dtype=self.dtype,
+            device=device,
+            requires_grad=False,
+            memory_format=self.memory_format,
+        )
 
 
 _library = torch.library.Library("amp_fx", "DEF")  # type: ignore[no-untyped-call]
@@ -60,3 +77,15 @@ _library.impl("kept_cast", _autograd, "Autograd")  # type: ignore[no-untyped-cal
 _library.impl("kept_cast", _no_autograd, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 kept_cast = torch.ops.amp_fx.kept_cast.default
+
+_library.define("laid_out_as_before(Tensor low) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+def _contiguous(low: torch.Tensor) -> torch.Tensor:
+    return low.clone(memory_format=torch.contiguous_format)
+
+
+_library.impl("laid_out_as_before", _contiguous, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+laid_out_as_before = torch.ops.amp_fx.laid_out_as_before.default
+"""A kept copy in the layout that its weight has (``amp_fx.weights.layouts``)."""

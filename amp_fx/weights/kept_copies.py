@@ -1,4 +1,4 @@
-"""One low-precision copy per (weight, dtype), for the whole process.
+"""One low-precision copy per (weight, dtype, memory format), for the whole process.
 
 A copy is made again, together with all other stale ones of a call, before the first call
 after a write to its weight; how writes are noticed is told in ``amp_fx.weights.write_signals``.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from amp_fx.weights.kept_cast import Slot
 
-    Key = tuple[int, torch.dtype, bool]
+    Key = tuple[int, torch.dtype, bool, torch.memory_format]
 
 
 class KeptCopy:
@@ -103,7 +103,7 @@ class WeightCache:
         """The engine's copy for a slot, bound to where its weight lies; None for none."""
         if not is_watchable(source):
             return None
-        key = (id(source), slot.dtype, slot.is_alias)
+        key = _key(slot, source)
         kept = self.copies.get(key)
         if kept is not None and kept.source() is source and _fits(kept.copy, slot, source):
             if not kept.copy.lies_where(source):
@@ -115,7 +115,7 @@ class WeightCache:
 
     def described(self, slot: Slot, source: torch.Tensor) -> str:
         """A weight as the graph that asked first for its copy calls it."""
-        kept = self.copies[id(source), slot.dtype, slot.is_alias]
+        kept = self.copies[_key(slot, source)]
         return f"{kept.name} of {kept.owner}, shape {tuple(source.shape)},"
 
     def _new_copy(self, key: Key, slot: Slot, source: torch.Tensor, owner: str) -> Any:
@@ -126,7 +126,7 @@ class WeightCache:
             return None
         install(source.device)
         _watch_swaps()
-        low = _alias(source) if slot.is_alias else _empty(source, slot.dtype)
+        low = _alias(source) if slot.is_alias else slot.empty_for(source)
         copy = engine().Copy(low, source, slot.is_alias)
         kept = KeptCopy(source, copy, slot, owner, num_bytes)
         self.copies[key] = kept
@@ -186,8 +186,8 @@ def _watch(source: torch.Tensor) -> bool:
     return may_watch() and bool(engine().watch(source))
 
 
-def _empty(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_like(source, dtype=dtype, requires_grad=False)
+def _key(slot: Slot, source: torch.Tensor) -> Key:
+    return id(source), slot.dtype, slot.is_alias, slot.memory_format
 
 
 def _alias(source: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _fits(copy: Any, slot: Slot, source: torch.Tensor) -> bool:
     return bool(
         low.device == source.device
         and low.size() == source.size()
-        and low.stride() == torch.empty_like(source, device="meta").stride()
+        and low.stride() == slot.empty_for(source, device="meta").stride()
     )
 
 

@@ -166,7 +166,8 @@ def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[to
 def _example_copy(
     weight: torch.Tensor, slot: Slot, fake_mode: FakeTensorMode | None
 ) -> torch.Tensor:
-    like = torch.empty_like(weight, device="meta", requires_grad=False)
-    stride = weight.stride() if slot.is_alias else like.stride()
+    like = weight if slot.is_alias else slot.empty_for(weight, device="meta")
     with fake_mode or contextlib.nullcontext():
-        return torch.empty_strided(weight.size(), stride, dtype=slot.dtype, device=weight.device)
+        return torch.empty_strided(
+            weight.size(), like.stride(), dtype=slot.dtype, device=weight.device
+        )

@@ -17,15 +17,6 @@ REST = (
     *("bad_input", "bodies", "cuda_like", "gradients", "optimizers", "outputs"),
     *("random_sequences", "sharing"),
 )
-    "bad_input",
-    "bodies",
-    "cuda_like",
-    "gradients",
-    "optimizers",
-    "outputs",
-    "random_sequences",
-    "sharing",
-)
 
 
 def run_tests(*names: str) -> None:

@@ -245,6 +245,7 @@ struct Copy {
   const char* source_data;
   at::DimVector* sizes;
   at::DimVector* strides;
+  at::DimVector* low_strides;
   uint64_t seen; // the record's writes when it was made; 0: make it again
   int64_t version;
   char is_alias; // the weight's own bytes, in a storage of its own
@@ -288,6 +289,7 @@ void bind(Copy* copy, const at::Tensor& source) {
   copy->source_data = static_cast<const char*>(source.const_data_ptr());
   *copy->sizes = at::DimVector(source.sizes());
   *copy->strides = at::DimVector(source.strides());
+  *copy->low_strides = at::DimVector(low_of(copy).strides());
   copy->seen = 0;
   copy->source_type = source.scalar_type();
   copy->low_type = low_of(copy).scalar_type();
@@ -299,7 +301,8 @@ void bind(Copy* copy, const at::Tensor& source) {
     return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
   };
   copy->is_sampled = !copy->is_alias && source.is_cpu() && copy->numel > 0 &&
-      source.is_non_overlapping_and_dense() && low_of(copy).strides() == source.strides() &&
+      source.is_non_overlapping_and_dense() &&
+      (*copy->low_strides == *copy->strides || source.is_contiguous()) &&
       is_known(copy->source_type) && is_known(copy->low_type);
 }
 
@@ -341,11 +344,24 @@ float rounded(float value, at::ScalarType type) {
   }
 }
 
+// Where a copy has the element that the weight has at an index. Only a contiguous weight may have
+// a copy that is laid out in another way.
+int64_t low_index(const Copy* copy, int64_t index) {
+  if (*copy->low_strides == *copy->strides) {
+    return index;
+  }
+  int64_t found = 0;
+  for (size_t i = copy->sizes->size(); i-- > 0; index /= (*copy->sizes)[i]) {
+    found += index % (*copy->sizes)[i] * (*copy->low_strides)[i];
+  }
+  return found;
+}
+
 // Whether one element of a copy is the weight's, rounded. NaNs are alike; numbers below the
 // low dtype's normal range are not looked at, as processors may flush them.
 bool agrees_at(const Copy* copy, int64_t index) {
   const float value = as_float(copy->source_data, index, copy->source_type);
-  const float kept = as_float(copy->low_data, index, copy->low_type);
+  const float kept = as_float(copy->low_data, low_index(copy, index), copy->low_type);
   const float tiny = copy->low_type == at::kHalf ? 6.2e-5f : 1.2e-38f;
   if (std::isnan(value) || std::abs(value) < tiny) {
     return std::isnan(value) ? std::isnan(kept) : std::abs(kept) <= tiny;
@@ -368,6 +384,7 @@ PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
   copy->record = new RecordRef();
   copy->sizes = new at::DimVector();
   copy->strides = new at::DimVector();
+  copy->low_strides = new at::DimVector();
   copy->is_alias = static_cast<char>(is_alias);
   bind(copy, THPVariable_Unpack(source));
   return reinterpret_cast<PyObject*>(copy);
@@ -381,6 +398,7 @@ void copy_dealloc(PyObject* self) {
   delete copy->record;
   delete copy->sizes;
   delete copy->strides;
+  delete copy->low_strides;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -550,7 +568,7 @@ bool samples_agree(Look* look, Place& place, PyObject* args) {
     chosen[i] = static_cast<int64_t>(
         (static_cast<unsigned __int128>(next_random(look)) * copy->numel) >> 64);
     __builtin_prefetch(copy->source_data + chosen[i] * copy->source_size);
-    __builtin_prefetch(copy->low_data + chosen[i] * copy->low_size);
+    __builtin_prefetch(copy->low_data + low_index(copy, chosen[i]) * copy->low_size);
     __builtin_prefetch(copy->source_data + std::max<int64_t>(copy->canary_at, 0) * copy->source_size);
   }
   bool agree = true;
@@ -682,6 +700,22 @@ void note_made(Copy* copy, uint64_t writes, int64_t version) {
   copy->seen = is_watched ? writes : 0;
 }
 
+// A list in which one pair differs in strides would be copied tensor by tensor.
+void copy_all(const std::vector<at::Tensor>& lows, const std::vector<at::Tensor>& sources) {
+  std::vector<at::Tensor> alike_lows, alike_sources;
+  for (size_t i = 0; i < lows.size(); ++i) {
+    if (lows[i].strides() == sources[i].strides()) {
+      alike_lows.push_back(lows[i]);
+      alike_sources.push_back(sources[i]);
+    } else {
+      lows[i].copy_(sources[i]);
+    }
+  }
+  if (!alike_lows.empty()) {
+    at::_foreach_copy_(alike_lows, alike_sources, /*non_blocking=*/false);
+  }
+}
+
 void make_again(std::vector<Stale>& stale, bool makes_new) {
   RECORD_FUNCTION("amp_fx::refresh", c10::ArrayRef<const c10::IValue>{});
   std::vector<at::Tensor> lows, sources;
@@ -694,7 +728,7 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
   {
     pybind11::gil_scoped_release no_gil;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    at::_foreach_copy_(lows, sources, /*non_blocking=*/false);
+    copy_all(lows, sources);
   }
   for (size_t i = 0; i < stale.size(); ++i) {
     Copy* copy = stale[i].copy;
