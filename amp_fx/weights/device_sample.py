@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.weights.kept_copies import CACHE, making_copies
+from amp_fx.weights.kept_copies import CACHE, key_of, making_copies
 from amp_fx.weights.storage_watch import storage_address_of
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class DeviceSample:
         return all(part.stream == self.device.stream(part.device) for part in table.parts)
 
     def _kept(self, sources: Tensors) -> list[weakref.ref[KeptCopy] | None]:
-        keys = [(id(t), s.dtype, s.is_alias) for s, t in zip(self.slots, sources, strict=True)]
+        keys = [key_of(s, t) for s, t in zip(self.slots, sources, strict=True)]
         return [weakref.ref(CACHE.copies[k]) if k in CACHE.copies else None for k in keys]
 
     def _parts(self, sources: Tensors, lows: Tensors) -> list[Part]:

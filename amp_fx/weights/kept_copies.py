@@ -103,7 +103,7 @@ class WeightCache:
         """The engine's copy for a slot, bound to where its weight lies; None for none."""
         if not is_watchable(source):
             return None
-        key = _key(slot, source)
+        key = key_of(slot, source)
         kept = self.copies.get(key)
         if kept is not None and kept.source() is source and _fits(kept.copy, slot, source):
             if not kept.copy.lies_where(source):
@@ -115,7 +115,7 @@ class WeightCache:
 
     def described(self, slot: Slot, source: torch.Tensor) -> str:
         """A weight as the graph that asked first for its copy calls it."""
-        kept = self.copies[_key(slot, source)]
+        kept = self.copies[key_of(slot, source)]
         return f"{kept.name} of {kept.owner}, shape {tuple(source.shape)},"
 
     def _new_copy(self, key: Key, slot: Slot, source: torch.Tensor, owner: str) -> Any:
@@ -186,7 +186,8 @@ def _watch(source: torch.Tensor) -> bool:
     return may_watch() and bool(engine().watch(source))
 
 
-def _key(slot: Slot, source: torch.Tensor) -> Key:
+def key_of(slot: Slot, source: torch.Tensor) -> Key:
+    """Under what the cache knows a copy."""
     return id(source), slot.dtype, slot.is_alias, slot.memory_format
 
 

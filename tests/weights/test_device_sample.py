@@ -19,7 +19,7 @@ from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.device_sample import Device, DeviceSample
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
-from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights.kept_copies import CACHE, key_of
 from tests.weights import sample_program
 from tests.weights.alarms import alarms
 
@@ -207,7 +207,7 @@ def test_tables_hold_no_tensor() -> None:
     kept.start()
     assert [sys.getrefcount(t) for t in (kept.sources[0], kept.lows[0])] == references
     other = torch.ones(4)
-    CACHE.drop((id(kept.sources[0]), torch.bfloat16, False))
+    CACHE.drop(key_of(kept.slots[0], kept.sources[0]))
     torch.utils.swap_tensors(kept.sources[0], other)  # type: ignore[no-untyped-call]
     kept.device.finish()
     assert kept.sample.read() is None
