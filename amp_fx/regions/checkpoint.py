@@ -24,11 +24,15 @@ def restore_policies() -> None:
     """Changes what checkpoints record from here on, for the whole process.
 
     Relies on ``checkpoint.CheckpointFunction.forward`` and
-    ``checkpoint._checkpoint_without_reentrant_generator`` getting the function as argument
-    1 and 0, and on ``checkpoint.checkpoint`` looking both up when it is called.
+    ``checkpoint._checkpoint_without_reentrant_generator`` (``..._impl`` since torch 2.14 or
+    2.15) getting the function as argument 1 and 0, and on ``checkpoint.checkpoint`` looking
+    both up when it is called.
     """
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, f"{name}_impl"):
+        name = f"{name}_impl"
     reentrant = checkpoint.CheckpointFunction.forward
-    other = checkpoint._checkpoint_without_reentrant_generator
+    other = getattr(checkpoint, name)
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -39,7 +43,7 @@ def restore_policies() -> None:
         return other(_with_policy_of_now(function), *args, **kwargs)
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
-    checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    setattr(checkpoint, name, generator)
 
 
 def _with_policy_of_now(function: Callable[..., Any]) -> Callable[..., Any]:

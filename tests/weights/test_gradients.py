@@ -236,7 +236,7 @@ def test_clearing_the_cache_does_not_touch_a_pending_backward() -> None:
     assert_same(gradients(out, net), gradients(autocast(twin, inputs()), twin))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_by_inputs() -> None:
     forward_ad: Any = torch.autograd.forward_ad
     net, twin = make_net(), make_net()
