@@ -61,6 +61,7 @@ class Plan:
         self.verify = verify
         self.on_accelerator = on_accelerator
         self.inside = tuple(inside)
+        self.devices: tuple[torch.device, ...] = ()
         self.look = self._new_look(self.slots, self.passed)
         self.device_sample: DeviceSample | None = None
         if on_accelerator and verify == "sample":
@@ -161,11 +162,13 @@ class Plan:
 
         def call(*args: Any) -> Any:
             sources = [args[i] for i in indices]
-            if is_capturing(sources):
+            # Dynamo guards them: they are those of the first call.
+            self.devices = devices = self.devices or accelerator_devices(sources)
+            if is_capturing(devices):
                 with making_copies():
                     inputs = self._cast(args)
                 return compiled(*inputs)
-            CACHE.streams.wait(accelerator_devices(sources))
+            CACHE.streams.wait(devices)
             self._read_sample()
             found = enter(args)
             inputs = prepare(args) if found is None else found
@@ -219,7 +222,7 @@ class Plan:
         return copies
 
     def _refresh(self, look: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        devices = accelerator_devices(args[s.source_index] for s in self.slots)
+        devices = self.devices
         found = look.refresh(args, may_watch(), CACHE.streams.are_several(devices))
         if found is None:
             return None

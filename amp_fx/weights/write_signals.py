@@ -121,7 +121,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
         return  # a compiled step writes through pointers that its kernels ask for
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     engine().mark(weights)
-    if is_capturing(weights):
+    if is_capturing({weight.device for weight in weights}):
         for weight in weights:
             _written_by_replays.add(weight.untyped_storage()._cdata)
 
@@ -135,12 +135,13 @@ def is_written_by_replays(weight: torch.Tensor) -> bool:
     return bool(_written_by_replays) and weight.untyped_storage()._cdata in _written_by_replays
 
 
-def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether what is done to CUDA tensors now is recorded in a CUDA graph, not done.
+def is_capturing(devices: Iterable[torch.device]) -> bool:
+    """Whether what is done on CUDA devices now is recorded in a CUDA graph, not done.
 
     Builds without CUDA raise when asked, which they are not.
     """
-    return any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+    has_cuda = any(device.type == "cuda" for device in devices)
+    return has_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_watchable(weight: Any) -> bool:

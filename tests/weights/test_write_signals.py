@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_watchable
+from amp_fx.weights.write_signals import (
+    CAUGHT_BY,
+    DEVICES,
+    install,
+    is_capturing,
+    is_watchable,
+)
 from tests.weights.cuda_like import cuda_like, list_writes
 
 if TYPE_CHECKING:
@@ -163,3 +169,8 @@ def test_every_op_that_writes_a_list_has_a_kernel_in_front() -> None:
     assert set(list_writes()) <= found
     assert "aten::_fused_adamw_" in found
     assert "aten::_foreach_copy_" in found
+
+
+def test_captures_are_asked_of_cuda_only() -> None:
+    """Builds without CUDA raise when asked, as other accelerators' users would find."""
+    assert not is_capturing([torch.device("xpu:0"), torch.device("privateuseone:0")])
