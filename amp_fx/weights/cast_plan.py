@@ -102,7 +102,7 @@ class Plan:
             inputs, ticket = enter(args), None
             if inputs is None:
                 inputs, ticket = prepare_first(args)
-            elif not compiled.is_ready and not is_alone():
+            if ticket is None and not compiled.is_ready and not is_alone():
                 inputs, ticket = self._without_inside(inputs), ()  # compiling would disturb them
             try:
                 outputs = compiled(*inputs) if ticket is None else first(*inputs)
@@ -124,8 +124,8 @@ class Plan:
 
     def _prepare_first(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The inputs of a call, and what makes it a first one; it begins with that."""
-        with CACHE.exclusive() as is_alone, making_copies():
-            started = self._start(args) if is_alone else None
+        with CACHE.exclusive() as is_first, making_copies():
+            started = self._start(args) if is_first else None
             if started is not None:
                 self.look.begin()
                 return started  # type: ignore[no-any-return]

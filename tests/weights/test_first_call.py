@@ -159,9 +159,11 @@ def test_next_to_other_threads_it_is_not_compiled(monkeypatch: pytest.MonkeyPatc
     thread = threading.Thread(target=stop.wait)
     thread.start()
     outs = [compiled(inputs()) for _ in range(4)]
+    net.b.weight.data.mul_(2)  # one alone is stale
+    outs.append(compiled(inputs()) / 2)
     stop.set()
     thread.join()
-    assert_same(outs, [outs[0]] * 4)
+    assert_same(outs, [outs[0]] * 5)
     assert compilations == [4]
 
 
