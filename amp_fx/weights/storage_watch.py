@@ -1,10 +1,10 @@
-"""Notices every write that goes through PyTorch, without touching a byte.
+"""Notices writes to storages without C++: they are made copy-on-write.
 
-A version counter misses ``fused=True`` optimizers and writes to ``.data``. A storage that
-was made copy-on-write does not: anything that asks for a mutable pointer to it clears its
-copy-on-write state, while reads leave it. So a storage is *armed* (lazily cloned, and the
-clone dropped: no copy is made and the data does not move), and as long as it is armed its
-bytes are those that were there when it was armed.
+Of use where ``native/watch.cpp`` cannot be built. Anything that asks such a storage for a
+mutable pointer clears its copy-on-write state, while reads leave it. So a storage is *armed*
+(lazily cloned, and the clone dropped: no copy is made and the data does not move), and as long
+as it is armed its bytes are those that were there when it was armed; but for kernels that write
+through pointers that they call constant (``write_signals``). Not safe next to other threads.
 
 The state belongs to the storage and whoever arms it again consumes it, so that all users
 of this module share one generation number per storage, raised when a write is noticed.
