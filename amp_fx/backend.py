@@ -14,6 +14,8 @@ from torch.amp.autocast_mode import _enter_autocast
 from amp_fx.added_passes import cache_options, in_cache_keys, with_added
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
+from amp_fx.freezing import Frozen, compile_freezing, frozen_weights, is_wanted
+from amp_fx.graphs.attributes import with_attributes_as_inputs
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
@@ -33,7 +35,9 @@ from amp_fx.weights.kept_inputs import (
     has_aliases,
     keep_passed_inputs,
     keepable_weights,
+    owner_of,
     plan_kept_casts,
+    verify_level,
 )
 from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
@@ -47,6 +51,8 @@ if TYPE_CHECKING:
     from amp_fx.passes.base import Observer, Pass, PassReport
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.weights.cast_plan import Plan
+
+    Compiled = Callable[..., Any]
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +82,8 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     parsed = Options.parse(options, mode)
+    gm, attributes = with_attributes_as_inputs(gm)
+    example_inputs = [*example_inputs, *attributes]
     found = rewrite(
         gm,
         example_inputs,
@@ -85,19 +93,11 @@ def amp_fx(
     )
     rewritten = found.gm
     parsed = parsed.with_inductor(cache_options(found.passes))
-    with no_autocast(), in_cache_keys(found.passes):
-        root = found.frame.root
-        name = None if root is None else type(root).__name__
-        if uses_inductor(example_inputs, parsed):
-            lay_out_kept_copies(rewritten, inductor_config(parsed))
-        plan = plan_kept_casts(rewritten, verify=parsed.verify, root=name)
-        if plan is not None:
-            added = example_copies(rewritten, example_inputs)
-            keep_passed_inputs(rewritten, plan)
-            example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
-            compiled = _compile_with_plan(rewritten, example_inputs, plan, parsed, found.passes)
-        else:
-            compiled = _compile_or_run_eagerly(rewritten, example_inputs, parsed)
+    compiled = _compile_frozen(gm, found, example_inputs, parsed)
+    if compiled is None:
+        compiled = _compile(found, example_inputs, parsed)
+    if attributes:
+        compiled = _called_with(attributes, compiled)
     if rewritten.graph.find_nodes(op="call_function", target=_enter_autocast):
         compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
@@ -120,6 +120,11 @@ class Rewritten:
     state: AutocastState
     frame: CompileFrame
     passes: tuple[Pass, ...]
+
+    @property
+    def root(self) -> str | None:
+        """The class of the outermost module that is compiled, if it is one."""
+        return None if self.frame.root is None else type(self.frame.root).__name__
 
 
 def rewrite(
@@ -243,6 +248,65 @@ class _Reporting:
         record_graph(reports)
 
 
+def _compile(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """Compiles a rewritten graph, which keeps casts of weights if it has any."""
+    gm = found.gm
+    with no_autocast(), in_cache_keys(found.passes):
+        if uses_inductor(example_inputs, options):
+            lay_out_kept_copies(gm, inductor_config(options))
+        plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+        if plan is None:
+            return _compile_or_run_eagerly(gm, example_inputs, options)
+        added = example_copies(gm, example_inputs)
+        keep_passed_inputs(gm, plan)
+        example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
+        return _compile_with_plan(gm, example_inputs, plan, options, found.passes)
+
+
+def _compile_frozen(
+    captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
+) -> Compiled | None:
+    """Compiles a rewritten graph with frozen weights; None where that is not to be done."""
+    if not is_wanted(options, example_inputs) or not uses_inductor(example_inputs, options):
+        return None
+    weights = frozen_weights(captured, found.gm, example_inputs)
+    if not weights:
+        return None
+    try:
+        with no_autocast(), in_cache_keys(found.passes):
+            frozen = compile_freezing(
+                found.gm,
+                example_inputs,
+                weights,
+                options,
+                owner=owner_of(found.gm, found.root),
+                verify=verify_level(options.verify),
+            )
+    except (RestartAnalysis, SkipFrame):
+        raise
+    except Exception:  # whatever it is, the other way has its own fallback
+        log.debug("not frozen", exc_info=True)
+        return None
+    return Frozen(frozen, _compiled_later(found, options))
+
+
+def _compiled_later(found: Rewritten, options: Options) -> Compiled:
+    """A rewritten graph that keeps casts, to be compiled when it is first called."""
+    gm = found.gm
+    lay_out_kept_copies(gm, inductor_config(options))
+    plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+
+    def compile_later(inputs: Sequence[Any]) -> Compiled:
+        with no_autocast(), in_cache_keys(found.passes):
+            return _compile_or_run_eagerly(gm, inputs, options)
+
+    compiled = CompiledLater(compile_later)
+    if plan is None:
+        return compiled
+    keep_passed_inputs(gm, plan)
+    return plan.wrap(compiled)
+
+
 def _compile_or_run_eagerly(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
@@ -280,6 +344,14 @@ def _compile_with_plan(
             return _compile_or_run_eagerly(gm, inputs, options)
 
     return plan.wrap_two(CompiledLater(compile_later), first)
+
+
+def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:
+    @functools.wraps(compiled)
+    def call(*args: Any) -> Any:
+        return compiled(*args, *more)
+
+    return call
 
 
 def called_in(

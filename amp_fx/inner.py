@@ -47,19 +47,38 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    compile_inside = _backward_or_eager if options.fallback else compile_graph
+    return compile_with_inductor(gm, example_inputs, options, compile_inside)
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_inside: Callable[..., Any],
+) -> Compiled:
+    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
+
+    Args:
+        gm: The graph.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        compile_inside: Compiles a graph of AOTAutograd, as ``compile_graph`` does.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    compile_graph = _backward_or_eager if options.fallback else _compile_graph
-    with _region_markers_cacheable(gm), repaired():
+    # Inductor's own freezing would take kept copies for constant, and weights.
+    with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False):
         return compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
-            inner_compile=compile_graph,
+            inner_compile=compile_inside,
             config_patches=inductor_config(options),
         )
 
 
-def _compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -74,10 +93,10 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
     fails in a forward is left to the caller, who has the graph before differentiation.
     """
     if not kwargs.get("is_backward"):
-        return _compile_graph(gm, example_inputs, **kwargs)
+        return compile_graph(gm, example_inputs, **kwargs)
     ours = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
     try:
-        return _compile_graph(gm, example_inputs, **kwargs)
+        return compile_graph(gm, example_inputs, **kwargs)
     except Exception as error:
         log.debug("falling back", exc_info=True)
         warn_eager(error, "inductor", ours.graph, "backward graph")

@@ -38,6 +38,11 @@ class Options:
         verify: How much of the kept casts each call compares with the weights: ``"sample"``, an
             element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
+        freezing: Whether what is computed from weights alone (casts, packed and laid out weights)
+            is kept across calls in graphs without gradients, and made again after writes, as
+            ``amp_fx.freezing`` says; None: on the CPU, if ``weight_cache`` is on.
+        fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
+            roundings.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
@@ -60,6 +65,8 @@ class Options:
     output_dtype: str = "original"
     weight_cache: bool = True
     verify: str = "sample"
+    freezing: bool | None = None
+    fold_batch_norm: bool = False
     range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
@@ -196,6 +203,8 @@ _CONVERT = {
     "output_dtype": _to_choice,
     "weight_cache": _to_bool,
     "verify": _to_verify,
+    "freezing": _to_bool,
+    "fold_batch_norm": _to_bool,
     "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,

@@ -34,6 +34,8 @@ def test_every_field_can_be_given() -> None:
         "output_dtype": "autocast",
         "weight_cache": False,
         "verify": "full",
+        "freezing": False,
+        "fold_batch_norm": True,
         "range_guard": False,
         "bare_region": False,
         "fallback": False,

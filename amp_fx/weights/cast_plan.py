@@ -265,7 +265,7 @@ class Plan:
                     continue
                 if copy.is_suspect or not _is_equal(slot, source, copy.low):
                     copy.distrust()
-                    _warn_of(CACHE.described(slot, source))
+                    warn_of_unseen_write(CACHE.described(slot, source))
 
     def _verify(self, args: tuple[Any, ...]) -> None:
         with CACHE.exclusive() as is_first, making_copies():
@@ -293,7 +293,8 @@ def _is_equal(slot: Slot, source: torch.Tensor, low: torch.Tensor) -> bool:
     return same_bits(source.detach().to(slot.dtype), low)
 
 
-def _warn_of(weight: str) -> None:
+def warn_of_unseen_write(weight: str) -> None:
+    """Says that a weight was written where nothing sees it, and what that means."""
     log.warning(
         "%s was written where PyTorch cannot see it: through a NumPy array, a "
         "DLPack alias or a pointer that was taken before the latest call. From now on it is cast "

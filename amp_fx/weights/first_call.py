@@ -42,14 +42,15 @@ def slots_inside(gm: fx.GraphModule) -> tuple[int, ...]:
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
-    if any(_is_dynamic(value_of(node)) for node in placeholders):
+    if any(is_dynamic(value_of(node)) for node in placeholders):
         return ()
     if any(value_of(node).device.type != "cpu" for node in kept):
         return ()
     return tuple(i for i, node in enumerate(kept) if _is_trained(node, placeholders))
 
 
-def _is_dynamic(value: Any) -> bool:
+def is_dynamic(value: Any) -> bool:
+    """Whether an input is a number, or a tensor whose shape is symbolic."""
     return not isinstance(value, torch.Tensor) or bool(free_symbols(value))
 
 
@@ -86,6 +87,25 @@ def with_casts_inside(
     assert isinstance(outputs, (tuple, list))
     output.args = ((*outputs, *casts),)
     graph.lint()
+    gm.recompile()
+    return gm
+
+
+def without_kept_inputs(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that casts all weights itself, and takes Dynamo's inputs alone."""
+    gm = copy_graph_module(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = dict(enumerate(placeholders))
+    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
+    with analysis(detect_fake_mode(gm.graph), is_grad_enabled=False):
+        for node in kept:
+            if KEPT_INPUT.of(node).is_alias:
+                node.replace_all_uses_with(given[KEPT_INPUT.of(node).source_index])
+                gm.graph.erase_node(node)
+                continue
+            with gm.graph.inserting_after(placeholders[-len(kept) - 1]):
+                _cast_inside(gm.graph, node, given)
+    gm.graph.lint()
     gm.recompile()
     return gm
 

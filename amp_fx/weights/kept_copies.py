@@ -26,9 +26,10 @@ from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from amp_fx.weights.kept_cast import Slot
+    from amp_fx.weights.kept_values import Values
 
     Key = tuple[int, torch.dtype, bool, torch.memory_format]
 
@@ -65,14 +66,20 @@ class WeightCache:
     def __init__(self) -> None:
         self.streams = StreamOrder()
         self.limit: int | None = None
-        self.num_bytes = 0
+        self._num_copied = 0
         self.copies: dict[Key, KeptCopy] = {}
         self.epoch = 0
         self._epochs = itertools.count(1)
         self._refused_at: tuple[int, int] | None = None
         self._lock = threading.RLock()
         self._depth = 0
-        self._dead: deque[tuple[Key, weakref.ref[KeptCopy]]] = deque()
+        self.values: weakref.WeakSet[Values] = weakref.WeakSet()
+        self._postponed: deque[Callable[[], None]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is kept."""
+        return self._num_copied + sum(values.num_bytes for values in list(self.values))
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -84,7 +91,7 @@ class WeightCache:
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    self._bury()
+                    self._catch_up()
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -107,7 +114,7 @@ class WeightCache:
         kept = self.copies.get(key)
         if kept is not None and kept.source() is source and _fits(kept.copy, slot, source):
             if not kept.copy.lies_where(source):
-                if not _watch(source):
+                if not watch(source):
                     return None
                 kept.copy.bind(source)
             return kept.copy
@@ -122,7 +129,7 @@ class WeightCache:
         if key in self.copies:
             self.drop(key)
         num_bytes = 0 if slot.is_alias else source.numel() * slot.dtype.itemsize
-        if not self._make_room(num_bytes) or not _watch(source):
+        if not self.make_room(num_bytes) or not watch(source):
             return None
         install(source.device)
         _watch_swaps()
@@ -130,37 +137,41 @@ class WeightCache:
         copy = engine().Copy(low, source, slot.is_alias)
         kept = KeptCopy(source, copy, slot, owner, num_bytes)
         self.copies[key] = kept
-        self.num_bytes += num_bytes
-        kept.finalizer = weakref.finalize(source, self._mourn, key, weakref.ref(kept))
+        self._num_copied += num_bytes
+        bury = functools.partial(self._bury, key, weakref.ref(kept))
+        kept.finalizer = weakref.finalize(source, self.when_quiet, bury)
         kept.finalizer.atexit = False
         return kept.copy
 
     def drop(self, key: Key) -> None:
         """Forgets a copy and frees it, wherever it is known."""
         kept = self.copies.pop(key)
-        self.num_bytes -= kept.num_bytes
+        self._num_copied -= kept.num_bytes
         kept.copy.drop()
         if kept.finalizer is not None:
             kept.finalizer.detach()
 
-    def _mourn(self, key: Key, ref: weakref.ref[KeptCopy]) -> None:
-        """Drops the copy of a dead weight: now, or once nobody is at work on the copies."""
-        self._dead.append((key, ref))
+    def when_quiet(self, action: Callable[[], None]) -> None:
+        """Does something to the copies: now, or once nobody is at work on them."""
+        self._postponed.append(action)
         if self._lock.acquire(blocking=False):
             try:
                 if self._depth == 0:
-                    self._bury()
+                    self._catch_up()
             finally:
                 self._lock.release()
 
-    def _bury(self) -> None:
-        while self._dead:
-            key, ref = self._dead.popleft()
-            kept = ref()
-            if kept is not None and self.copies.get(key) is kept:
-                self.drop(key)
+    def _catch_up(self) -> None:
+        while self._postponed:
+            self._postponed.popleft()()
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _bury(self, key: Key, ref: weakref.ref[KeptCopy]) -> None:
+        """Drops the copy of a dead weight."""
+        kept = ref()
+        if kept is not None and self.copies.get(key) is kept:
+            self.drop(key)
+
+    def make_room(self, num_bytes: int) -> bool:
         """Drops copies that were never hit until so many bytes fit; False if they cannot."""
         if self.limit is None or self.num_bytes + num_bytes <= self.limit:
             return True
@@ -174,6 +185,9 @@ class WeightCache:
 
     def shrink(self, num_bytes: int, *, is_unused_only: bool = False) -> None:
         """Drops the least used copies until the rest take no more than so many bytes."""
+        for values in sorted(self.values, key=lambda values: values.hits):
+            if self.num_bytes > num_bytes and not (is_unused_only and values.hits > 0):
+                values.drop()
         by_use = sorted(self.copies.items(), key=lambda item: item[1].copy.hits)
         for key, kept in by_use:
             if self.num_bytes <= num_bytes or (is_unused_only and kept.copy.hits > 0):
@@ -182,7 +196,8 @@ class WeightCache:
                 self.drop(key)
 
 
-def _watch(source: torch.Tensor) -> bool:
+def watch(source: torch.Tensor) -> bool:
+    """Has the writes to a tensor noticed; False where that is impossible."""
     return may_watch() and bool(engine().watch(source))
 
 

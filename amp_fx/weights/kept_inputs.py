@@ -90,10 +90,10 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None)
         return None
     return Plan(
         [KEPT_INPUT.of(node) for node in kept],
-        owner=_owner(gm, root),
+        owner=owner_of(gm, root),
         passed=_passed_inputs(placeholders),
-        is_pure=_is_pure(gm.graph),
-        verify=_VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), verify),
+        is_pure=is_pure(gm.graph),
+        verify=verify_level(verify),
         on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
         inside=slots_inside(gm) if has_aliases() else (),
     )
@@ -105,10 +105,17 @@ def has_aliases() -> bool:
 
 
 VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+
+
+def verify_level(option: str) -> str:
+    """``Options.verify``, unless the environment says otherwise."""
+    return _VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), option)
+
+
 _VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
 
 
-def _is_pure(graph: fx.Graph) -> bool:
+def is_pure(graph: fx.Graph) -> bool:
     """Whether nothing in a graph can write to a weight: no write to an input, nothing opaque."""
     return not any(
         is_written(node) if node.op == "placeholder" else ISLAND.is_on(node) for node in graph.nodes
@@ -134,7 +141,7 @@ def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
     gm.recompile()
 
 
-def _owner(gm: fx.GraphModule, root: str | None) -> str:
+def owner_of(gm: fx.GraphModule, root: str | None) -> str:
     """Whose graph it is: the class of the outermost module, or the function, and its file."""
     for node in gm.graph.nodes:
         frame = _OUTERMOST_FRAME.search(node.meta.get("stack_trace") or "")

@@ -192,7 +192,7 @@ def prefers_channels_last(
     from torch._inductor.graph import GraphLowering
 
     with inductor_config.patch(dict(config)):
-        if not found or inductor_config.freezing:  # which has a layout pass of its own
+        if not found:
             return False
         stand_in = _stand_in(found, num_nodes)
         try:

@@ -369,6 +369,26 @@ bool agrees_at(const Copy* copy, int64_t index) {
   return rounded(value, copy->low_type) == kept;
 }
 
+// Notes that a copy is what its weight was when it had been written so often.
+void note_made(Copy* copy, uint64_t writes, int64_t version) {
+  copy->version = version;
+  copy->canary_at = -1;
+  copy->is_suspect = 0;
+  copy->refreshes++;
+  // Watched from before it was read; unless a write may still have been under way then.
+  const bool is_watched = is_armed(copy->storage) && !is_settling(**copy->record);
+  copy->seen = is_watched ? writes : 0;
+}
+
+void watch_again(Copy* copy) {
+  if (!is_armed(copy->storage)) {
+    if (!HAS_HOOK || copy->seen == (*copy->record)->writes) {
+      note_write(**copy->record);
+    }
+    arm(copy->storage);
+  }
+}
+
 PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *low = nullptr, *source = nullptr;
@@ -442,6 +462,33 @@ PyObject* copy_is_fresh(PyObject* self, PyObject* source) {
   END_HANDLE_TH_ERRORS
 }
 
+// start(source) -> (writes, version) before something is made of a weight, and finish(writes,
+// version) afterwards: what refresh does for a copy, for what Python makes.
+PyObject* copy_start(PyObject* self, PyObject* source) {
+  HANDLE_TH_ERRORS
+  auto* copy = reinterpret_cast<Copy*>(self);
+  watch_again(copy);
+  const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
+  const auto version = static_cast<long long>(version_of(THPVariable_Unpack(source)));
+  return Py_BuildValue("KL", writes, version);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* copy_finish(PyObject* self, PyObject* ticket) {
+  HANDLE_TH_ERRORS
+  unsigned long long writes = 0;
+  long long version = 0;
+  if (!PyArg_ParseTuple(ticket, "KL", &writes, &version)) {
+    return nullptr;
+  }
+  auto* copy = reinterpret_cast<Copy*>(self);
+  if (copy->low != nullptr) {
+    note_made(copy, writes, version);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* copy_get_low(PyObject* self, void*) {
   PyObject* low = reinterpret_cast<Copy*>(self)->low;
   return Py_NewRef(low == nullptr ? Py_None : low);
@@ -463,6 +510,8 @@ PyMethodDef copy_methods[] = {
     {"distrust", copy_distrust, METH_NOARGS, "Has it made again before every use."},
     {"bind", copy_bind, METH_O, "Says where the weight lies now; implies invalidate."},
     {"lies_where", copy_lies_where, METH_O, "Whether a weight is where the copy's was."},
+    {"start", copy_start, METH_O, "What finish takes, before something is made of a weight."},
+    {"finish", copy_finish, METH_O, "Notes that it is made of the weight as start found it."},
     {"is_fresh", copy_is_fresh, METH_O, "Whether no signal tells of a write."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -689,17 +738,6 @@ bool is_in_use(const Copy* copy) {
       low.storage().use_count() > 1;
 }
 
-// Notes that a copy is what its weight was when it had been written so often.
-void note_made(Copy* copy, uint64_t writes, int64_t version) {
-  copy->version = version;
-  copy->canary_at = -1;
-  copy->is_suspect = 0;
-  copy->refreshes++;
-  // Watched from before it was read; unless a write may still have been under way then.
-  const bool is_watched = is_armed(copy->storage) && !is_settling(**copy->record);
-  copy->seen = is_watched ? writes : 0;
-}
-
 // A list in which one pair differs in strides would be copied tensor by tensor.
 void copy_all(const std::vector<at::Tensor>& lows, const std::vector<at::Tensor>& sources) {
   std::vector<at::Tensor> alike_lows, alike_sources;
@@ -750,12 +788,7 @@ PyObject* look_knows(PyObject* self, PyObject* args) {
 
 void watch_again(const Place& place) {
   for (Copy* copy : place.copies) {
-    if (!is_armed(copy->storage)) {
-      if (!HAS_HOOK || copy->seen == (*copy->record)->writes) {
-        note_write(**copy->record);
-      }
-      arm(copy->storage);
-    }
+    watch_again(copy);
   }
 }
 

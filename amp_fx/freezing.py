@@ -1,0 +1,168 @@
+"""Freezes graphs without gradients: all that is computed from weights alone is kept.
+
+``torch._inductor.config.freezing`` does that too, and goes on with the old numbers after a
+weight was written. Here every value has a recipe, and is made again before the first call
+after a write (``amp_fx.weights.frozen_call``). Next to the frozen graph stands the one that
+keeps casts: it is compiled and called where weights turn out to change on every call.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.values import is_written, value_of
+from amp_fx.inner import compile_graph, compile_with_inductor
+from amp_fx.passes.keep_weight_casts import weight_name
+from amp_fx.weights.engine import engine
+from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
+from amp_fx.weights.freeze import CannotFreezeError, compile_frozen
+from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
+from amp_fx.weights.kept_copies import making_copies
+from amp_fx.weights.kept_inputs import has_aliases, is_pure, keepable_weights
+from amp_fx.weights.write_signals import is_watchable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+log = logging.getLogger(__name__)
+
+
+def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph with such inputs is to be frozen.
+
+    Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off.
+    """
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    is_off = options.freezing is False or not options.weight_cache
+    return not (is_off or has_gradients) and is_on_cpu and has_aliases() and engine().has_hook
+
+
+class Frozen:
+    """A frozen graph, or the other one once it gave up.
+
+    Args:
+        frozen: Raises ``GaveUpError`` to have the other called.
+        other: The other.
+    """
+
+    def __init__(self, frozen: Compiled, other: Compiled) -> None:
+        self._frozen: Compiled | None = frozen
+        self._other = other
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the graph."""
+        frozen = self._frozen
+        if frozen is None:
+            return self._other(*args)
+        try:
+            return frozen(*args)
+        except GaveUpError:
+            log.debug("no longer frozen", exc_info=True)
+            self._frozen = None
+        return self._other(*args)
+
+
+def compile_freezing(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    weights: Mapping[int, str],
+    options: Options,
+    *,
+    owner: str,
+    verify: str,
+) -> Compiled:
+    """Compiles a rewritten graph with its weights frozen.
+
+    Args:
+        gm: The graph, with or without inputs for kept casts.
+        example_inputs: What Dynamo gave.
+        weights: Names of the inputs that are frozen, by position.
+        options: The options of the backend.
+        owner: The name under which ``stats`` counts what is kept.
+        verify: How much of it each call compares with the weights.
+
+    Raises:
+        CannotFreezeError: There is nothing to gain, or no way to do it.
+    """
+    gm = without_kept_inputs(gm)
+    with making_copies():
+        aliases = {i: engine().alias(example_inputs[i].detach()) for i in weights}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    settings: dict[str, Any] = {
+        "owner": owner,
+        "is_pure": is_pure(gm.graph),
+        "verify": verify,
+        "may_give_up": not any(is_dynamic(value_of(n)) for n in placeholders),
+    }
+
+    def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        _check_alike(graph, aliases, len(example_inputs))
+        frozen = compile_frozen(
+            graph,
+            inputs,
+            aliases,
+            compile_graph,
+            folds_batch_norm=options.fold_batch_norm,
+            **kwargs,
+        )
+        return FrozenCall(frozen, weights, **settings)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip freezing
+        return compile_with_inductor(gm, example_inputs, options, compile_inside)
+
+
+def _check_alike(
+    graph: fx.GraphModule, weights: Mapping[int, torch.Tensor], num_inputs: int
+) -> None:
+    """Checks that a graph of AOTAutograd has the inputs of ours, in their order.
+
+    Raises:
+        CannotFreezeError: It has others, as with subclasses or states of random numbers.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    if len(placeholders) != num_inputs:
+        raise CannotFreezeError("AOTAutograd changed the inputs")
+    for i, weight in weights.items():
+        value = placeholders[i].meta["val"]
+        if (value.dtype, tuple(value.shape)) != (weight.dtype, tuple(weight.shape)):
+            raise CannotFreezeError("AOTAutograd moved the inputs")
+
+
+def frozen_weights(
+    captured: fx.GraphModule, rewritten: fx.GraphModule, example_inputs: Sequence[Any]
+) -> dict[int, str]:
+    """The inputs that can be frozen, with their names: weights that the graph does not write.
+
+    Args:
+        captured: The graph that Dynamo captured.
+        rewritten: What became of it.
+        example_inputs: What Dynamo gave.
+    """
+    placeholders = rewritten.graph.find_nodes(op="placeholder")[: len(example_inputs)]
+    written = {node.name for node in placeholders if is_written(node)}
+    position = {node.name: i for i, node in enumerate(placeholders)}
+    found = {}
+    for name, sharing in keepable_weights(captured, example_inputs):
+        i = position[name]
+        others = [example_inputs[position[other]] for other in sharing if other != name]
+        is_alone = not any(_are_one(example_inputs[i], other) for other in others)
+        is_kept = is_alone and written.isdisjoint(sharing) and is_watchable(example_inputs[i])
+        if is_kept and not is_dynamic(value_of(placeholders[i])):
+            found[i] = weight_name(placeholders[i])
+    return found
+
+
+def _are_one(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors begin with the same bytes: inductor may take them for one constant."""
+    return left.data_ptr() == right.data_ptr()

@@ -1,0 +1,209 @@
+"""Freezes a graph of AOTAutograd with inductor's passes, and keeps a recipe of every constant.
+
+The passes are those of ``torch._inductor.freezing``: weights become constants, what depends on
+them alone is folded, products with packed weights take the place of plain ones. They are run
+here, on the graph that ``compile_fx`` hands to its inner compiler, because inductor's own
+``freeze`` takes every parameter and buffer for constant, and forgets what it folded.
+
+Batch norms are folded into convolutions only when asked: that changes roundings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import AmpFxError
+from amp_fx.weights.recipes import Recipe, Recipes, Weight, sources_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import CodeType
+
+    from torch import fx
+
+
+class CannotFreezeError(AmpFxError):
+    """A graph is left as it is; the message says why. Never reaches a user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenGraph:
+    """A compiled graph whose constants can be given anew.
+
+    Attributes:
+        taken: Positions of the inputs that it still takes.
+        recipes: Of each constant, by the name that its code has for it.
+        code: What runs, to be called with a list of the inputs taken; its constants are
+            among the names it finds in its module.
+    """
+
+    taken: tuple[int, ...]
+    recipes: Mapping[str, Recipe]
+    code: FunctionType | MethodType
+
+    def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+        """What runs, with these constants and those of no other call."""
+        function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
+        assert isinstance(function, FunctionType)
+        names = {**function.__globals__, **constants}
+        bound = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        return MethodType(bound, self.code.__self__) if isinstance(self.code, MethodType) else bound
+
+
+def compile_frozen(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    weights: Mapping[int, torch.Tensor],
+    compile_graph: Callable[..., Any],
+    *,
+    folds_batch_norm: bool = False,
+    **kwargs: Any,
+) -> FrozenGraph:
+    """Freezes and compiles a graph.
+
+    Args:
+        gm: A graph without gradients, as ``compile_fx`` hands it to its inner compiler.
+        example_inputs: Its inputs, fake.
+        weights: The inputs that are weights, by position: what is folded is computed from
+            these tensors.
+        compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
+        folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
+        **kwargs: What else the inner compiler was given.
+
+    Raises:
+        CannotFreezeError: The graph holds nothing that could be frozen, or inductor made
+            something of it whose constants cannot be given anew.
+    """
+    from torch._inductor import config
+
+    with config.patch(always_keep_tensor_constants=True):  # small ones become literals otherwise
+        recipes, taken, layout_opt = _freeze(gm, example_inputs, weights, folds_batch_norm)
+        inputs = [example_inputs[i] for i in taken]
+        kwargs["static_input_idxs"] = _renumbered(kwargs.get("static_input_idxs") or (), taken)
+        with _real_constants(example_inputs):
+            compiled = compile_graph(gm, inputs, **{**kwargs, "layout_opt": layout_opt})
+    return _checked(gm, compiled, recipes, taken)
+
+
+def _freeze(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    weights: Mapping[int, torch.Tensor],
+    folds_batch_norm: bool,
+) -> tuple[Recipes, tuple[int, ...], bool]:
+    """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``."""
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch._inductor import constant_folding, freezing
+    from torch._inductor.freezing_utils import enter_freezing, record_has_frozen_params
+    from torch._inductor.fx_passes.freezing_patterns import freezing_passes
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    taken = tuple(i for i in range(len(placeholders)) if i not in weights)
+    layout_opt = bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
+    if layout_opt:
+        freezing.convert_conv_weights_to_channels_last(gm)
+    recipes = Recipes()
+    with enter_freezing():
+        view_to_reshape(gm)  # type: ignore[no-untyped-call]
+        for position, weight in weights.items():
+            recipes.put(gm, placeholders[position], weight, Weight(position))
+        gm.graph = fx_graph_cse(gm.graph)
+        gm.recompile()
+        with recipes.following(gm), _batch_norm_folding(folds_batch_norm):
+            freezing_passes(gm, [example_inputs[i] for i in taken])
+            constant_folding.constant_fold(gm)
+        record_has_frozen_params(gm)
+    _own_outputs(gm)
+    return recipes, taken, layout_opt
+
+
+def _own_outputs(gm: fx.GraphModule) -> None:
+    """Hands out copies of constants: a caller may write to an output."""
+    output = gm.graph.output_node()
+    for node in {n for n in output.all_input_nodes if n.op == "get_attr"}:
+        with gm.graph.inserting_before(output):
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta.update(node.meta)
+        output.replace_input_with(node, copy)
+    gm.recompile()
+
+
+@contextlib.contextmanager
+def _batch_norm_folding(is_on: bool) -> Iterator[None]:
+    """Has the passes fold arithmetic behind a convolution or a product into its weights, or not.
+
+    Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
+    """
+    from torch._inductor.fx_passes import freezing_patterns
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    freezing_patterns.lazy_init()  # which fills the pass
+    folding = freezing_patterns.binary_folding_pass
+    freezing_patterns.binary_folding_pass = folding if is_on else PatternMatcherPass()
+    try:
+        yield
+    finally:
+        freezing_patterns.binary_folding_pass = folding
+
+
+def _renumbered(positions: Sequence[int], taken: Sequence[int]) -> list[int]:
+    new = {old: i for i, old in enumerate(taken)}
+    return [new[position] for position in positions if position in new]
+
+
+@contextlib.contextmanager
+def _real_constants(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Lets fake tensors meet the constants of a graph, which are real."""
+    from torch._guards import detect_fake_mode
+
+    fake_mode = detect_fake_mode(example_inputs)
+    if fake_mode is None:
+        yield
+        return
+    allowed = fake_mode.allow_non_fake_inputs
+    fake_mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        fake_mode.allow_non_fake_inputs = allowed
+
+
+def _checked(
+    gm: fx.GraphModule, compiled: Any, recipes: Recipes, taken: tuple[int, ...]
+) -> FrozenGraph:
+    """The compiled graph, if each of its constants is known and can be given anew.
+
+    Relies on ``CompiledFxGraph.constants``, ``frozen_param_names`` (by the names in the code,
+    those of the graph's attributes) and ``current_callable``.
+    """
+    names = dict(getattr(compiled, "frozen_param_names", {}))
+    if not names or not all(attribute in recipes for attribute in names.values()):
+        raise CannotFreezeError("nothing in it depends on weights alone")
+    own = [*vars(gm).values(), *gm._buffers.values(), *gm._parameters.values()]
+    for name, constant in compiled.constants.items():
+        if not any(constant is value for value in own):
+            raise CannotFreezeError(f"inductor made {name} of weights while it generated code")
+    code = compiled.current_callable
+    function = getattr(code, "__func__", code)
+    if not isinstance(code, (FunctionType, MethodType)) or not isinstance(function, FunctionType):
+        raise CannotFreezeError("its code is not a function of a Python module")
+    known = _names_in(function.__code__)
+    if not known.issuperset(names):
+        raise CannotFreezeError("its code is in several functions")
+    by_name = {name: recipes[attribute] for name, attribute in names.items()}
+    changing = {name: recipe for name, recipe in by_name.items() if sources_of(recipe)}
+    for name in changing:  # the module lives as long as the process
+        function.__globals__[name] = None
+    return FrozenGraph(taken, changing, code)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [const for const in code.co_consts if hasattr(const, "co_names")]
+    return set(code.co_names).union(*[_names_in(const) for const in inner])

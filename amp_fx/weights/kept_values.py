@@ -1,0 +1,147 @@
+"""What a frozen graph keeps of one set of weights: values computed from them alone.
+
+Each weight has a witness, the engine's ``Copy`` over an alias of the weight's own bytes: it
+tells whether any signal of ``write_signals`` told of a write since the values were made.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_copies import CACHE, same_bits, watch
+from amp_fx.weights.recipes import make, sources_of
+from amp_fx.weights.write_signals import install, is_watchable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from amp_fx.weights.freeze import FrozenGraph
+
+    Weights = Mapping[int, torch.Tensor]
+
+
+class Values:
+    """What a frozen graph keeps for one set of weights.
+
+    Args:
+        graph: The frozen graph.
+        weights: By position among the inputs of the graph.
+        owner: The name under which ``stats`` counts them.
+    """
+
+    def __init__(self, graph: FrozenGraph, weights: Weights, owner: str) -> None:
+        self.graph = graph
+        self.owner = owner
+        self.sources = {i: weakref.ref(weight) for i, weight in weights.items()}
+        self.aliases: dict[int, torch.Tensor] = {}
+        self.witnesses: dict[int, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.num_bytes = 0
+        self.num_made = 0
+        self.num_unused = 0
+        self.run: Callable[[list[Any]], Any] | None = None
+        self._hits = -1
+        drop = functools.partial(_drop, weakref.ref(self))
+        self._finalizers = [
+            weakref.finalize(weight, CACHE.when_quiet, drop) for weight in weights.values()
+        ]
+        for finalizer in self._finalizers:
+            finalizer.atexit = False
+
+    @property
+    def hits(self) -> int:
+        """Calls that found all of them fresh."""
+        return max((witness.hits for witness in self.witnesses.values()), default=0)
+
+    def is_of(self, weights: Weights) -> bool:
+        """Whether they are made of these weights, wherever those lie now."""
+        return all(self.sources[i]() is weight for i, weight in weights.items())
+
+    def refresh(self, weights: Weights) -> bool:
+        """Makes again what is not fresh; False if that holds for this call alone.
+
+        So it is where a weight cannot be watched.
+        """
+        stale = {i for i, weight in weights.items() if not self.is_fresh(i, weight)}
+        is_watched = [self._bind(i, weights[i]) for i in sorted(stale)]
+        tickets = {i: self.witnesses[i].start(weights[i]) for i in stale}
+        with torch.profiler.record_function("amp_fx::refresh"):
+            made = self._made_of(stale)
+        self._note_use()
+        self.constants = {**self.constants, **made}
+        for i, ticket in tickets.items():
+            self.witnesses[i].finish(ticket)
+        self.num_made += len(made)
+        self.run = self.graph.with_constants(self.constants)
+        self._count_bytes()
+        return all(is_watched)
+
+    def _made_of(self, stale: set[int]) -> dict[str, torch.Tensor]:
+        recipes = self.graph.recipes.items()
+        return {name: make(r, self.aliases) for name, r in recipes if stale & sources_of(r)}
+
+    def _note_use(self) -> None:
+        """Counts how often in a row they were made again and no call took them."""
+        is_unused = self.hits == self._hits
+        self.num_unused = self.num_unused + 1 if is_unused else 0
+        self._hits = self.hits
+
+    def is_fresh(self, position: int, weight: torch.Tensor) -> bool:
+        """Whether a weight lies where it did, and no signal told of a write."""
+        witness = self.witnesses.get(position)
+        return witness is not None and witness.lies_where(weight) and witness.is_fresh(weight)
+
+    def _bind(self, position: int, weight: torch.Tensor) -> bool:
+        """Has a weight watched where it lies now; False if it cannot be."""
+        witness = self.witnesses.get(position)
+        if witness is not None and witness.lies_where(weight):
+            return True
+        is_watched = is_watchable(weight) and watch(weight)
+        if is_watched:
+            install(weight.device)
+        self.aliases[position] = engine().alias(weight.detach())
+        self.witnesses[position] = engine().Copy(self.aliases[position], weight, False)
+        return is_watched
+
+    def unlike(self) -> Iterable[str]:
+        """Names of the constants that would be others if they were made now."""
+        for name, kept in self.constants.items():
+            if not _is_same(make(self.graph.recipes[name], self.aliases), kept):
+                yield name
+
+    def _count_bytes(self) -> None:
+        shared = {alias.untyped_storage().data_ptr() for alias in self.aliases.values()}
+        self.num_bytes = sum(_num_bytes(value, shared) for value in self.constants.values())
+
+    def drop(self) -> None:
+        """Frees all; no look finds them again."""
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        for witness in self.witnesses.values():
+            witness.drop()
+        self.aliases, self.constants, self.run, self.num_bytes = {}, {}, None, 0
+
+
+def _drop(ref: weakref.ref[Values]) -> None:
+    values = ref()
+    if values is not None and values.run is not None:
+        values.drop()
+
+
+def _num_bytes(value: torch.Tensor, shared: set[int]) -> int:
+    """Bytes that a value takes, those of weights left out; packed ones are not told exactly."""
+    if value.layout is not torch.strided:
+        return value.numel() * value.element_size()
+    storage = value.untyped_storage()
+    return 0 if storage.data_ptr() in shared else storage.nbytes()
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.layout is not torch.strided:
+        left, right = left.to_dense(), right.to_dense()
+    return same_bits(left.contiguous(), right.contiguous())
