@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
-    ("errors", "dtypes"),
+    ("errors", "dtypes", "native"),
     ("tables",),
     ("policies",),
     ("regions",),
@@ -23,7 +23,7 @@ ORDER = (
     ("passes",),
     (
         *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
-        *("stats", "weight_cache"),
+        *("freezing", "stats", "weight_cache"),
     ),
     ("front", "grad_scaler"),
     ("explanation",),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Run = Callable[[], None]
 
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
+NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
 SEED = 0
 LEARNING_RATE = 1e-5
 MICRO_BATCHES = (1, 4, 16)
@@ -66,7 +67,8 @@ class Contender:
         is_stored_low: Whether its weights and inputs are stored in the low dtype.
         is_frozen: Whether inductor takes its weights for constants (inference only).
         is_amp_fx: Whether amp_fx compiles it.
-        is_uncached: Whether amp_fx casts its weights in every call, instead of keeping casts.
+        options: What amp_fx is told besides, by name.
+        is_for_inference: Whether there is no backward of it.
     """
 
     name: str
@@ -76,7 +78,8 @@ class Contender:
     is_stored_low: bool = False
     is_frozen: bool = False
     is_amp_fx: bool = False
-    is_uncached: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    is_for_inference: bool = False
 
     @property
     def is_low(self) -> bool:
@@ -89,21 +92,46 @@ CONTENDERS = (
     Contender("autocast", "eager torch.autocast", is_autocast=True),
     Contender(NATIVE, "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
     Contender(
-        "native-freezing",
-        "native, with inductor's freezing of weights (inference only)",
+        NATIVE_FROZEN,
+        "native, with inductor's freezing of weights, which sees no write to them",
         is_compiled=True,
         is_autocast=True,
         is_frozen=True,
+        is_for_inference=True,
     ),
     Contender(AMP_FX, 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
+    Contender(
+        "amp_fx-folding",
+        "amp_fx, with batch norms folded into convolutions",
+        is_compiled=True,
+        is_amp_fx=True,
+        options=(("fold_batch_norm", True),),
+        is_for_inference=True,
+    ),
+    Contender(
+        "amp_fx-unfrozen",
+        "amp_fx that keeps casts alone",
+        is_compiled=True,
+        is_amp_fx=True,
+        options=(("freezing", False),),
+        is_for_inference=True,
+    ),
     Contender(
         UNCACHED,
         "amp_fx with weight_cache off",
         is_compiled=True,
         is_amp_fx=True,
-        is_uncached=True,
+        options=(("weight_cache", False),),
     ),
     Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
+    Contender(
+        LIMIT_FROZEN,
+        "limit, with inductor's freezing",
+        is_compiled=True,
+        is_stored_low=True,
+        is_frozen=True,
+        is_for_inference=True,
+    ),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
 BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
@@ -111,11 +139,11 @@ BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
     """Who takes part: freezing is inductor's and knows no backward."""
-    can_freeze = workload.micro_batches == 0 and settings.compiler == "inductor"
+    is_inference = workload.micro_batches == 0 and settings.compiler == "inductor"
     return [
         contender
         for contender in CONTENDERS
-        if settings.takes_part(contender.name) and (can_freeze or not contender.is_frozen)
+        if settings.takes_part(contender.name) and (is_inference or not contender.is_for_inference)
     ]
 
 
@@ -169,7 +197,7 @@ def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Call
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "compiler": settings.compiler,
-        "weight_cache": not contender.is_uncached,
+        **dict(contender.options),
     }
     return torch.compile(model, backend="amp_fx", options=options)
 

@@ -55,15 +55,24 @@ def _kept_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
-    # By storage: views share one. Reading its address would count as a write to weights.
-    return sum({t.untyped_storage()._cdata: _num_bytes(t) for t in alive if _is_plain(t)}.values())
+    return sum({_begin(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+def _begin(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage begins: views share one, and so do aliases.
+
+    Relies on ``torch._C._data_address``, which unlike ``data_ptr`` does not count as a write.
+    """
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return address - int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage; of an opaque one (packed for oneDNN) without its padding."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.itemsize
     return int(tensor.untyped_storage().nbytes())
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.bench.compare import Comparison, Figure
-from amp_fx.bench.contenders import LIMIT, NATIVE
+from amp_fx.bench.contenders import LIMIT, LIMIT_FROZEN, NATIVE, NATIVE_FROZEN
 from amp_fx.bench.memory import how_measured
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
@@ -107,7 +107,11 @@ def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> 
 
 def print_footer(console: Console, report: Report) -> None:
     """What the columns mean, and what has no figures."""
-    console.print("Speed-up: native's median by the contender's. To limit: its median by limit's.")
+    console.print(
+        "Speed-up: native's median by the contender's. To frozen, to limit: its median by that "
+        "of native-freezing, and of limit-freezing, or of limit where there is none.",
+        soft_wrap=True,
+    )
     if any(m.peak_bytes is not None for _, c in report.comparisons for m in c.measured):
         how = how_measured(report.settings.device)
         console.print(f"Memory: {how}.", soft_wrap=True)
@@ -119,7 +123,7 @@ def comparison_table(case: str, comparison: Comparison) -> Table:
     """A row for each contender."""
     table = Table(title=f"{case}: {comparison.workload}", title_justify="left")
     table.add_column("contender")
-    for column in ("median", "IQR", "speed-up", "to limit", "memory"):
+    for column in ("median", "IQR", "speed-up", "to frozen", "to limit", "memory"):
         table.add_column(column, justify="right")
     for measured in comparison.measured:
         inverse = comparison.ratio(NATIVE, measured.name)
@@ -128,10 +132,16 @@ def comparison_table(case: str, comparison: Comparison) -> Table:
             _seconds(measured.timing.median),
             _seconds(measured.timing.iqr),
             _ratio(inverse),
-            _ratio(comparison.ratio(measured.name, LIMIT)),
+            _ratio(comparison.ratio(measured.name, NATIVE_FROZEN)),
+            _ratio(_to_limit(comparison, measured)),
             _bytes(measured.peak_bytes),
         )
     return table
+
+
+def _to_limit(comparison: Comparison, measured: Measured) -> float | None:
+    frozen = comparison.ratio(measured.name, LIMIT_FROZEN)
+    return comparison.ratio(measured.name, LIMIT) if frozen is None else frozen
 
 
 def _ratio(ratio: float | None) -> str:
@@ -202,7 +212,8 @@ def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, A
         "seconds": timing.seconds,
         "steps": timing.steps,
         "speedup_over_native": comparison.ratio(NATIVE, measured.name),
-        "time_to_limit": comparison.ratio(measured.name, LIMIT),
+        "time_to_native_freezing": comparison.ratio(measured.name, NATIVE_FROZEN),
+        "time_to_limit": _to_limit(comparison, measured),
         "peak_bytes": measured.peak_bytes,
         "first_call": measured.first_call,
         "graphs": measured.num_graphs,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.native import load_kernels
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.decide import is_adjustable
 from amp_fx.policies.policy import preset
@@ -180,12 +181,44 @@ def _replace(op: OpOverload, device_type: str) -> torch.library.Library:
     return library
 
 
-def _kernel_before(op: OpOverload, key: str) -> Any:
-    """The kernel of an op on an autocast key, or None; it outlives its replacement."""
+def _kernel_before(op: OpOverload, key: str) -> Callable[..., Any] | None:
+    """Calls the kernel of an op on an autocast key, which outlives its replacement, if any.
+
+    The kernel may wait for the mutex of the cache of casts, whose holder may wait for the GIL:
+    other threads need it let go of (``native/kernels.cpp``).
+    """
     name: str = op.name()  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
         return None
-    return torch.library.get_kernel(name, key)
+    return _without_gil(op, key) or torch.library.get_kernel(name, key).call_boxed
+
+
+def _without_gil(op: OpOverload, key: str) -> Callable[..., Any] | None:
+    """Calls the kernel of an op on an autocast key, which is still to be replaced."""
+    standby, kernels = _STANDBY.get(key), load_kernels()
+    if standby is None or kernels is None:
+        return None
+    autocast_key, standby_key = (getattr(torch._C.DispatchKey, each) for each in (key, standby))
+    schema = op._schema
+    kernels.keep(schema.name, schema.overload_name, int(autocast_key), int(standby_key))
+    keys = torch._C.DispatchKeySet(standby_key)
+
+    def call(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keys, *args, **kwargs)
+
+    return call
+
+
+_STANDBY = {
+    "AutocastCPU": "AutogradIPU",
+    "AutocastCUDA": "SparseIPU",
+    "AutocastXPU": "QuantizedIPU",
+    "AutocastMPS": "IPU",
+    "AutocastHPU": "NestedTensorIPU",
+    "AutocastPrivateUse1": "SparseCsrIPU",
+}
+"""Dispatch keys of a device that no package has ever offered: kernels that were replaced wait
+there to be called."""
 
 
 def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Callable[..., Any]:
@@ -201,7 +234,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
         decision = default if policy is None else _decide(policy.resolver, call, device_type)
         is_default = _what(decision) == _what(default)
         if is_default and before is not None and not _has_number(op, args):
-            return before.call_boxed(keyset, *args, **kwargs)
+            return before(keyset, *args, **kwargs)
         if decision is None and calls_others:
             # As if no kernel were here: the ops inside are still autocast.
             args = tuple(_numbers_as_tensors(op, args))

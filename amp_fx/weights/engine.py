@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from amp_fx.weights import native, python_watch
+from amp_fx import native
+from amp_fx.weights import python_watch
 
 
 @functools.cache

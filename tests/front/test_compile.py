@@ -408,7 +408,7 @@ def test_first_use_in_eight_threads() -> None:
 def test_eight_threads() -> None:
     """Each with its own model, region and dtype, compiling and running at once."""
     num_threads = 8
-    barrier = threading.Barrier(num_threads)
+    barrier = threading.Barrier(num_threads, timeout=120)
     failures: list[BaseException] = []
     table = {**preset("torch").tables["cpu"], "aten::linear": CastPolicy.FP32}
     wide = preset("torch").with_device("cpu", table)

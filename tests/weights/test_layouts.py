@@ -307,7 +307,7 @@ CONVOLUTION = re.compile(r"extern_kernels\.convolution\(\w+, (\w+),")
 @pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_call_lays_a_kept_copy_out_again(is_trained: bool) -> None:
     net = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).train(is_trained)
-    compiled = compile_amp_fx(net, compiler="inductor", fallback=False)
+    compiled = compile_amp_fx(net, compiler="inductor", fallback=False, freezing=False)
 
     def call() -> None:
         with torch.set_grad_enabled(is_trained):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from amp_fx.weights import native
+from amp_fx import native
 from tests.weights.nets import compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from amp_fx.weights import native, python_watch
+from amp_fx import native
+from amp_fx.weights import python_watch
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("writes", "verify", "threads", "lifetime", "unseen_writes")
