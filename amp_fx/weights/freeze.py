@@ -40,11 +40,13 @@ class FrozenGraph:
         recipes: Of each constant, by the name that its code has for it.
         code: What runs, to be called with a list of the inputs taken; its constants are
             among the names it finds in its module.
+        handed_out: Positions of the outputs that are constants: callers may write to them.
     """
 
     taken: tuple[int, ...]
     recipes: Mapping[str, Recipe]
     code: FunctionType | MethodType
+    handed_out: tuple[int, ...]
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
         """What runs, with these constants and those of no other call."""
@@ -83,11 +85,13 @@ def compile_frozen(
 
     with config.patch(always_keep_tensor_constants=True):  # small ones become literals otherwise
         recipes, taken, layout_opt = _freeze(gm, example_inputs, weights, folds_batch_norm)
+        handed_out = _constant_outputs(gm)
         inputs = [example_inputs[i] for i in taken]
         kwargs["static_input_idxs"] = _renumbered(kwargs.get("static_input_idxs") or (), taken)
         with _real_constants(example_inputs):
             compiled = compile_graph(gm, inputs, **{**kwargs, "layout_opt": layout_opt})
-    return _checked(gm, compiled, recipes, taken)
+    code, changing = _checked(gm, compiled, recipes)
+    return FrozenGraph(taken, changing, code, handed_out)
 
 
 def _freeze(
@@ -120,19 +124,15 @@ def _freeze(
             freezing_passes(gm, [example_inputs[i] for i in taken])
             constant_folding.constant_fold(gm)
         record_has_frozen_params(gm)
-    _own_outputs(gm)
     return recipes, taken, layout_opt
 
 
-def _own_outputs(gm: fx.GraphModule) -> None:
-    """Hands out copies of constants: a caller may write to an output."""
-    output = gm.graph.output_node()
-    for node in {n for n in output.all_input_nodes if n.op == "get_attr"}:
-        with gm.graph.inserting_before(output):
-            copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta.update(node.meta)
-        output.replace_input_with(node, copy)
-    gm.recompile()
+def _constant_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the outputs that the passes turned into constants."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    is_constant = [isinstance(n, torch.fx.Node) and n.op == "get_attr" for n in outputs]
+    return tuple(i for i, known in enumerate(is_constant) if known)
 
 
 @contextlib.contextmanager
@@ -176,9 +176,9 @@ def _real_constants(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _checked(
-    gm: fx.GraphModule, compiled: Any, recipes: Recipes, taken: tuple[int, ...]
-) -> FrozenGraph:
-    """The compiled graph, if each of its constants is known and can be given anew.
+    gm: fx.GraphModule, compiled: Any, recipes: Recipes
+) -> tuple[FunctionType | MethodType, dict[str, Recipe]]:
+    """The code of a compiled graph, and its constants, if all are known and can be given anew.
 
     Relies on ``CompiledFxGraph.constants``, ``frozen_param_names`` (by the names in the code,
     those of the graph's attributes) and ``current_callable``.
@@ -201,7 +201,7 @@ def _checked(
     changing = {name: recipe for name, recipe in by_name.items() if sources_of(recipe)}
     for name in changing:  # the module lives as long as the process
         function.__globals__[name] = None
-    return FrozenGraph(taken, changing, code)
+    return code, changing
 
 
 def _names_in(code: CodeType) -> set[str]:

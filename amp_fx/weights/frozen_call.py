@@ -93,9 +93,18 @@ class FrozenCall:
         if run is None:
             run, inputs = self._prepare(args)
         try:
-            return run(list(inputs[: self._num_taken]))
+            return self._owned(run(list(inputs[: self._num_taken])))
         finally:
             self._look.leave()
+
+    def _owned(self, outputs: Any) -> Any:
+        """Outputs that a caller may write to."""
+        if not self.graph.handed_out:
+            return outputs
+        owned = list(outputs)
+        for i in self.graph.handed_out:
+            owned[i] = owned[i].clone()
+        return owned
 
     def _run_of(self, inputs: tuple[Any, ...]) -> Any:
         values = self._values.get(id(inputs[self._num_taken]))

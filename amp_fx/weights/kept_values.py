@@ -37,6 +37,7 @@ class Values:
     def __init__(self, graph: FrozenGraph, weights: Weights, owner: str) -> None:
         self.graph = graph
         self.owner = owner
+        self._sources = {recipe: sources_of(recipe) for recipe in graph.recipes.values()}
         self.sources = {i: weakref.ref(weight) for i, weight in weights.items()}
         self.aliases: dict[int, torch.Tensor] = {}
         self.witnesses: dict[int, Any] = {}
@@ -82,8 +83,9 @@ class Values:
         return all(is_watched)
 
     def _made_of(self, stale: set[int]) -> dict[str, torch.Tensor]:
-        recipes = self.graph.recipes.items()
-        return {name: make(r, self.aliases) for name, r in recipes if stale & sources_of(r)}
+        stale_recipes = {n: r for n, r in self.graph.recipes.items() if stale & self._sources[r]}
+        made = {recipe: make(recipe, self.aliases) for recipe in stale_recipes.values()}
+        return {name: made[recipe] for name, recipe in stale_recipes.items()}
 
     def _note_use(self) -> None:
         """Counts how often in a row they were made again and no call took them."""
@@ -116,7 +118,8 @@ class Values:
 
     def _count_bytes(self) -> None:
         shared = {alias.untyped_storage().data_ptr() for alias in self.aliases.values()}
-        self.num_bytes = sum(_num_bytes(value, shared) for value in self.constants.values())
+        values = {id(value): value for value in self.constants.values()}
+        self.num_bytes = sum(_num_bytes(value, shared) for value in values.values())
 
     def drop(self) -> None:
         """Frees all; no look finds them again."""

@@ -119,11 +119,21 @@ def _make_part(part: Recipe, weights: Mapping[int, torch.Tensor], made: Mapping[
     return part.op(*args, **kwargs)
 
 
+def _text(recipe: Made) -> str:
+    """The same for what one op makes of the same values."""
+
+    def named(value: Any) -> Any:
+        return f"#{id(value)}" if isinstance(value, (Weight, Fixed, Made)) else value
+
+    return str((recipe.op, map_aggregate((recipe.args, recipe.kwargs), named)))
+
+
 class Recipes:
     """The recipes of a graph's constants, by the attributes of the graph that hold them."""
 
     def __init__(self) -> None:
         self._known: dict[str, Recipe] = {}
+        self._made: dict[str, Made] = {}
 
     def __getitem__(self, name: str) -> Recipe:
         return self._known[name]
@@ -193,7 +203,9 @@ class Recipes:
             return made[value] if isinstance(value, Node) else value
 
         args, kwargs = map_aggregate((node.args, node.kwargs), filled)
-        return Made(node.target, tuple(args), dict(kwargs))
+        recipe = Made(node.target, tuple(args), dict(kwargs))
+        # What is made alike is one: a cell that is unrolled packs its weight at every step.
+        return self._made.setdefault(_text(recipe), recipe)
 
 
 _lock = threading.RLock()

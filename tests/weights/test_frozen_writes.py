@@ -1,0 +1,269 @@
+"""No way to change a weight leaves anything stale that a frozen graph computed from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from amp_fx import weight_cache
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.weights import frozen_call, kept_values
+from amp_fx.weights.kept_copies import CACHE
+from tests.weights.nets import (
+    EVAL,
+    TRAIN,
+    Graph,
+    assert_same,
+    compile_amp_fx,
+    inputs,
+    make_net,
+    random,
+    twin_of,
+)
+from tests.weights.test_writes import check_never_stale
+from tests.weights.writes import WRITES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.weights.nets import Program
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenGraph(Graph):
+    """A graph whose weights inductor freezes; there is no other to fall back on."""
+
+    def compile(self, model: nn.Module, **options: Any) -> Program:
+        return compile_amp_fx(model, dtype=self.dtype, compiler="inductor", **options)
+
+
+FROZEN = FrozenGraph("frozen")
+
+
+@pytest.fixture(autouse=True)
+def never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_call, "MAX_UNUSED", 10**6)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_never_stale(write: str) -> None:
+    check_never_stale(write, (FROZEN, EVAL))
+
+
+def test_next_to_training() -> None:
+    check_never_stale("everything", (FROZEN, TRAIN))
+
+
+def test_it_is_frozen_at_all_and_would_be_stale_without_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_values.Values, "is_fresh", lambda self, i, _: i in self.witnesses)
+    with pytest.raises(AssertionError):
+        check_never_stale("data_mul_", (FROZEN, EVAL))
+
+
+# ---------------------------------------------------------------- all that is made of weights
+
+
+class Attention(nn.Module):
+    """Projections that are multiplied as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.q(x)) + torch.relu(self.k(x)) * torch.relu(self.v(x))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16))
+        self.register_buffer("mask", torch.ones(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight * self.mask)
+
+
+class Merged(nn.Module):
+    """A weight and its low-rank change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16))
+        self.down = nn.Parameter(torch.zeros(2, 16))
+        self.up = nn.Parameter(torch.zeros(16, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight + self.up @ self.down)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.inner(self.embedding(x)))
+        return functional.linear(hidden, self.embedding.weight)
+
+
+class Small(nn.Module):
+    """Numbers that inductor would write into its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, Any]]] = {
+    "attention": (Attention, lambda: random(5, 32), {"cpp.enable_concat_linear": True}),
+    "weight norm": (
+        lambda: parametrizations.weight_norm(nn.Linear(16, 16)),
+        lambda: random(2, 16),
+        {},
+    ),
+    "mask": (Masked, lambda: random(2, 16), {}),
+    "low-rank merge": (Merged, lambda: random(2, 16), {}),
+    "tied": (Tied, lambda: torch.arange(6), {}),
+    "small": (Small, lambda: random(2, 3), {}),
+    "convolutions": (convolutions, lambda: random(2, 4, 6, 6), {}),
+    "folded batch norm": (convolutions, lambda: random(2, 4, 6, 6), {"fold_batch_norm": True}),
+    "lstm cell": (lambda: nn.LSTMCell(8, 8), lambda: random(2, 8), {}),
+}
+
+
+def changed(model: nn.Module, seed: int) -> None:
+    """Other contents for all parameters and buffers, in different ways."""
+    for i, tensor in enumerate([*model.parameters(), *model.buffers()]):
+        if tensor.is_floating_point():
+            new = random(tensor.numel(), seed=100 * seed + i).abs().view(tensor.shape) + 0.1
+            if (i + seed) % 2:
+                tensor.data.copy_(new)
+            else:
+                torch._foreach_copy_([tensor], [new])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
+    build, make_input, options = MODELS[name]
+    model, x = build().eval(), make_input()
+    twin = twin_of(model)
+    compiled = FROZEN.compile(model, fallback=False, **options)
+    for seed in range(3):
+        changed(model, seed)
+        changed(twin, seed)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = torch.utils._pytree.tree_map(torch.Tensor.float, twin(x))
+            actual = torch.utils._pytree.tree_map(torch.Tensor.float, compiled(x))
+            # Fused epilogues and folded norms round once less.
+            torch.testing.assert_close(actual, expected, rtol=0.04, atol=0.04)
+    assert sum(values.hits for values in CACHE.values if values.run is not None) >= 3
+
+
+@torch.no_grad()
+def test_what_is_alike_is_kept_once() -> None:
+    class Unrolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = torch.relu(self.cell(x))
+            return x
+
+    weight_cache.clear()
+    model = Unrolled()
+    FROZEN.compile(model)(random(2, 64))
+    assert weight_cache.stats().bytes < 2 * (64 * 64 + 64) * 2
+
+
+@torch.no_grad()
+def test_an_output_that_is_a_kept_value_is_the_callers_own() -> None:
+    class Out(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(random(4, 4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return functional.linear(x, self.weight), self.weight * 2, self.weight
+
+    model = Out()
+    compiled = FROZEN.compile(model)
+    x = inputs()
+    first = compiled(x)
+    weight = model.weight.clone()
+    assert_same(first[2], weight)
+    first[1].zero_()
+    second = compiled(x)
+    assert_same(second[1], weight * 2)
+    assert_same(second[0], first[0])
+
+
+# ------------------------------------------------------------------ many layers, many writes
+
+
+@torch.no_grad()
+def test_blocks_that_share_code_have_values_of_their_own() -> None:
+    blocks = nn.ModuleList([make_net(seed) for seed in range(3)])
+    twins = twin_of(blocks)
+    for block in blocks:
+        block.compile(backend="amp_fx", options={"dtype": torch.bfloat16}, dynamic=False)
+    for step in range(3):
+        for model in (blocks, twins):
+            model.get_parameter(f"{step}.a.weight").data.mul_(2)
+        for block, twin in zip(blocks, twins, strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = twin(inputs()).float()
+            assert_same(block(inputs()), expected)
+
+
+WRITTEN = st.lists(
+    st.tuples(st.sampled_from(["a.weight", "a.bias", "b.weight"]), st.sampled_from([0, 1, 2])),
+    max_size=6,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(WRITTEN, min_size=1, max_size=4))
+def test_any_sequence(rounds: list[list[tuple[str, int]]]) -> None:
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    for i, writes in enumerate(rounds):
+        for model in (net, twin):
+            for name, way in writes:
+                weight = model.get_parameter(name)
+                new = random(*weight.shape, seed=i)
+                if way == 0:
+                    weight.data.mul_(new)
+                elif way == 1:
+                    weight.data = new
+                else:
+                    torch._foreach_copy_([weight.data], [new])
+        FROZEN.check(compiled, net, twin)
