@@ -132,13 +132,18 @@ def _position(passes: Sequence[Pass], after: str) -> int:
     )
 
 
+def passes_of_users(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Those that are not built in: what is compiled later needs no more, nor holds the model."""
+    return tuple(each for each in passes if each.name not in _BUILT_IN)
+
+
 @contextlib.contextmanager
 def in_cache_keys(passes: Iterable[Pass]) -> Iterator[None]:
     """Compile inside it: on-disk caches tell apart what passes of a user's own have done.
 
     Relies on ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
     """
-    own = [each for each in passes if each.name not in _BUILT_IN]
+    own = passes_of_users(passes)
     if not own:
         yield
         return

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.added_passes import cache_options, in_cache_keys, with_added
+from amp_fx.added_passes import cache_options, in_cache_keys, passes_of_users, with_added
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.freezing import Frozen, compile_freezing, frozen_weights, is_wanted
@@ -292,12 +292,12 @@ def _compile_frozen(
 
 def _compiled_later(found: Rewritten, options: Options) -> Compiled:
     """A rewritten graph that keeps casts, to be compiled when it is first called."""
-    gm = found.gm
+    gm, passes = found.gm, passes_of_users(found.passes)
     lay_out_kept_copies(gm, inductor_config(options))
     plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
 
     def compile_later(inputs: Sequence[Any]) -> Compiled:
-        with no_autocast(), in_cache_keys(found.passes):
+        with no_autocast(), in_cache_keys(passes):
             return _compile_or_run_eagerly(gm, inputs, options)
 
     compiled = CompiledLater(compile_later)
@@ -337,6 +337,7 @@ def _compile_with_plan(
     inside = {len(plan.passed) + i for i in plan.inside}
     outside = [value for i, value in enumerate(example_inputs) if i not in inside]
     casting = with_casts_inside(gm, plan.inside, plan.passed)
+    passes = passes_of_users(passes)
     first = _compile_or_run_eagerly(casting, outside, options)
 
     def compile_later(inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -99,6 +99,7 @@ def compile_freezing(
     with making_copies():
         aliases = {i: engine().alias(example_inputs[i].detach()) for i in weights}
     placeholders = gm.graph.find_nodes(op="placeholder")
+    num_inputs = len(example_inputs)  # which the compiled graph must not hold
     settings: dict[str, Any] = {
         "owner": owner,
         "is_pure": is_pure(gm.graph),
@@ -107,7 +108,7 @@ def compile_freezing(
     }
 
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        _check_alike(graph, aliases, len(example_inputs))
+        _check_alike(graph, aliases, num_inputs)
         frozen = compile_frozen(
             graph,
             inputs,

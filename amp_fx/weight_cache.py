@@ -9,6 +9,9 @@ compares an element or two of each copy with its weight, so that a write of a wh
 noticed all the same at the next call on the CPU; then the weight is named in a warning, and cast
 on every call. ``options={"verify": "full"}`` compares all, and raises; ``"off"`` compares none.
 
+Frozen graphs (``amp_fx.freezing``) keep more: all that is computed from weights alone, packed
+weights above all. They are watched in the same way.
+
 Use::
 
     amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
@@ -32,9 +35,10 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_copies import CACHE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from amp_fx.weights.kept_copies import KeptCopy
+    from amp_fx.weights.kept_values import KeptValue, Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +46,12 @@ class Stats:
     """What the cache holds and did.
 
     Attributes:
-        entries: Number of copies.
+        entries: Number of copies, and of other values that take bytes.
         bytes: Bytes that they take now: one that is about to be replaced takes none.
-        hits: Times that a call found a copy fresh.
-        refreshes: Times that a copy was made or made again.
+        hits: Times that a call found one fresh.
+        refreshes: Times that one was made or made again.
         by_model: The same, by the class of the model (or the function) whose graph asked first.
+        values: What frozen graphs keep besides copies.
     """
 
     entries: int
@@ -54,10 +59,11 @@ class Stats:
     hits: int
     refreshes: int
     by_model: dict[str, Stats] = dataclasses.field(default_factory=dict)
+    values: tuple[KeptValue, ...] = ()
 
     def __str__(self) -> str:
         """A small table."""
-        right = [Column(name, justify="right") for name in ("copies", "bytes", "hits", "made")]
+        right = [Column(name, justify="right") for name in ("kept", "bytes", "hits", "made")]
         table = Table("model", *right, box=box.SIMPLE_HEAD)
         for name, stats in {**self.by_model, "all": self}.items():
             numbers = stats.entries, stats.bytes, stats.hits, stats.refreshes
@@ -69,21 +75,32 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Counts of the copies that are alive."""
+    """Counts of what is kept."""
     with CACHE.exclusive():
         copies = [kept for kept in list(CACHE.copies.values()) if kept.num_bytes]
-        owners = {kept.owner for kept in copies}
-        by_model = {o: _count(c for c in copies if c.owner == o) for o in sorted(owners)}
-        return dataclasses.replace(_count(copies), by_model=by_model)
+        frozen = [values for values in list(CACHE.values) if values.run is not None]
+        owners = sorted({kept.owner for kept in copies} | {values.owner for values in frozen})
+        by_model = {
+            owner: _count(
+                [kept for kept in copies if kept.owner == owner],
+                [values for values in frozen if values.owner == owner],
+            )
+            for owner in owners
+        }
+        return dataclasses.replace(_count(copies, frozen), by_model=by_model)
 
 
-def _count(copies: Iterable[KeptCopy]) -> Stats:
-    copies = list(copies)
+def _count(copies: Sequence[KeptCopy], frozen: Sequence[Values]) -> Stats:
+    values = [[value for value in each.listed() if value.bytes] for each in frozen]
     return Stats(
-        entries=len(copies),
-        bytes=sum(kept.low.untyped_storage().nbytes() for kept in copies),
-        hits=sum(kept.copy.hits for kept in copies),
-        refreshes=sum(kept.copy.refreshes for kept in copies),
+        entries=len(copies) + sum(map(len, values)),
+        bytes=sum(kept.low.untyped_storage().nbytes() for kept in copies)
+        + sum(value.bytes for each in values for value in each),
+        hits=sum(kept.copy.hits for kept in copies)
+        + sum(each.hits * len(listed) for each, listed in zip(frozen, values, strict=True)),
+        refreshes=sum(kept.copy.refreshes for kept in copies)
+        + sum(each.num_made for each in frozen),
+        values=tuple(value for each in values for value in each),
     )
 
 
@@ -99,6 +116,8 @@ def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) ->
             source = kept.source()
             if tensors is None or id(source) in tensors:
                 kept.copy.invalidate()
+        for values in list(CACHE.values):
+            values.invalidate(tensors)
 
 
 def _tensors_of(model_or_tensor: Any) -> set[int] | None:
@@ -123,6 +142,8 @@ def clear() -> None:
                 engine().unwatch(source)
             if key in CACHE.copies:
                 CACHE.drop(key)
+        for values in list(CACHE.values):
+            values.drop()
 
 
 def set_limit(num_bytes: int | None) -> None:

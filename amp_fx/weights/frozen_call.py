@@ -115,7 +115,7 @@ class FrozenCall:
         weights = {i: args[i] for i in self.positions}
         with CACHE.exclusive() as is_first, CACHE.moving(), making_copies():
             values = self._values_of(weights) if is_first else None
-            values = values or Values(self.graph, weights, self.owner)
+            values = values or Values(self.graph, weights, self.names, self.owner)
             if self._look.found_mismatch:
                 self._distrust(values)
             if is_first:

@@ -6,6 +6,7 @@ tells whether any signal of ``write_signals`` told of a write since the values w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_copies import CACHE, same_bits, watch
-from amp_fx.weights.recipes import make, sources_of
+from amp_fx.weights.recipes import make, ops_of, sources_of
 from amp_fx.weights.write_signals import install, is_watchable
 
 if TYPE_CHECKING:
@@ -25,17 +26,38 @@ if TYPE_CHECKING:
     Weights = Mapping[int, torch.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class KeptValue:
+    """A value that is kept, and made again when a weight that it is made of was written.
+
+    Attributes:
+        model: The class of the model (or the function) whose graph keeps it.
+        weights: Names of the weights that it is made of.
+        ops: Names of the ops that make it, in order; none for the weight itself.
+        bytes: Bytes that it takes besides the weights; those of padding are not counted.
+    """
+
+    model: str
+    weights: tuple[str, ...]
+    ops: tuple[str, ...]
+    bytes: int
+
+
 class Values:
     """What a frozen graph keeps for one set of weights.
 
     Args:
         graph: The frozen graph.
         weights: By position among the inputs of the graph.
+        names: Of the weights in the user's program, by position.
         owner: The name under which ``stats`` counts them.
     """
 
-    def __init__(self, graph: FrozenGraph, weights: Weights, owner: str) -> None:
+    def __init__(
+        self, graph: FrozenGraph, weights: Weights, names: Mapping[int, str], owner: str
+    ) -> None:
         self.graph = graph
+        self.names = names
         self.owner = owner
         self._sources = {recipe: sources_of(recipe) for recipe in graph.recipes.values()}
         self.sources = {i: weakref.ref(weight) for i, weight in weights.items()}
@@ -79,7 +101,7 @@ class Values:
             self.witnesses[i].finish(ticket)
         self.num_made += len(made)
         self.run = self.graph.with_constants(self.constants)
-        self._count_bytes()
+        self.num_bytes = sum(value.bytes for value in self.listed())
         return all(is_watched)
 
     def _made_of(self, stale: set[int]) -> dict[str, torch.Tensor]:
@@ -116,10 +138,26 @@ class Values:
             if not _is_same(make(self.graph.recipes[name], self.aliases), kept):
                 yield name
 
-    def _count_bytes(self) -> None:
+    def listed(self) -> list[KeptValue]:
+        """What is kept, each value once; weights that are read as they are take no bytes."""
         shared = {alias.untyped_storage().data_ptr() for alias in self.aliases.values()}
-        values = {id(value): value for value in self.constants.values()}
-        self.num_bytes = sum(_num_bytes(value, shared) for value in values.values())
+        found = {}
+        for name, value in self.constants.items():
+            recipe = self.graph.recipes[name]
+            weights = tuple(self.names[i] for i in sorted(sources_of(recipe)))
+            num_bytes = _num_bytes(value, shared)
+            found[id(value)] = KeptValue(self.owner, weights, ops_of(recipe), num_bytes)
+        return list(found.values())
+
+    def invalidate(self, tensors: set[int] | None) -> None:
+        """Has what is made of some weights made again.
+
+        Args:
+            tensors: Identities of the weights; None for all.
+        """
+        for position, source in self.sources.items():
+            if position in self.witnesses and (tensors is None or id(source()) in tensors):
+                self.witnesses[position].invalidate()
 
     def drop(self) -> None:
         """Frees all; no look finds them again."""

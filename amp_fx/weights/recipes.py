@@ -58,9 +58,10 @@ def sources_of(recipe: Recipe) -> frozenset[int]:
     return frozenset(part.position for part in _parts(recipe) if isinstance(part, Weight))
 
 
-def num_ops(recipe: Recipe) -> int:
-    """How many ops make a value."""
-    return sum(isinstance(part, Made) for part in _parts(recipe))
+def ops_of(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the ops that make a value, in order."""
+    made = (part.op for part in _parts(recipe) if isinstance(part, Made))
+    return tuple(getattr(op, "_opname", getattr(op, "__name__", str(op))) for op in made)
 
 
 def _parts(recipe: Recipe) -> Iterator[Recipe]:

@@ -229,11 +229,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")
     parser.add_argument("--no-cache", action="store_true")
+    parser.add_argument("--frozen", action="store_true", help="all that is made of weights is kept")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)
     model = Tied()
-    options: Any = {"weight_cache": False} if arguments.no_cache else None
+    options: Any = {"weight_cache": not arguments.no_cache, "freezing": arguments.frozen}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
     for grad in (False, True, False, True):
         with torch.set_grad_enabled(grad):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from amp_fx import weight_cache
+from amp_fx import errors, weight_cache
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.weights import frozen_call, kept_values
 from amp_fx.weights.kept_copies import CACHE
@@ -93,7 +94,8 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.ones(16, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight * self.mask)
+        mask: torch.Tensor = self.mask  # type: ignore[assignment]
+        return functional.linear(x, self.weight * mask)
 
 
 class Merged(nn.Module):
@@ -267,3 +269,181 @@ def test_any_sequence(rounds: list[list[tuple[str, int]]]) -> None:
                 else:
                     torch._foreach_copy_([weight.data], [new])
         FROZEN.check(compiled, net, twin)
+
+
+# ------------------------------------------------------------------------------- the interface
+
+
+@torch.no_grad()
+def test_stats_say_what_is_kept_of_which_weights() -> None:
+    weight_cache.clear()
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    compiled = FROZEN.compile(model)
+    for _ in range(3):
+        compiled(random(2, 64))
+    stats = weight_cache.stats()
+    by_weight = {value.weights: value for value in stats.values}
+    assert set(by_weight) == {("0.weight",), ("0.bias",)}
+    assert by_weight["0.weight",].bytes == 64 * 32 * 2
+    assert "_reorder_linear_weight" in by_weight["0.weight",].ops
+    assert (stats.entries, stats.bytes) == (2, (64 * 32 + 32) * 2)
+    assert (stats.hits, stats.refreshes) == (4, 2)
+    (model_stats,) = stats.by_model.values()
+    assert model_stats.bytes == stats.bytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", [weight_cache.clear, weight_cache.invalidate])
+def test_what_is_forgotten_is_made_again(forget: Callable[[], None]) -> None:
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    FROZEN.check(compiled, net, twin)
+    array, other = net.a.weight.numpy(), twin.a.weight.numpy()
+    for step in range(2):
+        FROZEN.check(compiled, net, twin)
+        array += step  # an alias from before the latest call: nobody sees it
+        other += step
+        forget()
+        FROZEN.check(compiled, net, twin)
+
+
+@torch.no_grad()
+def test_an_unseen_write_is_noticed_and_the_weight_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    arrays = net.a.weight.numpy(), twin.a.weight.numpy()
+    for step in range(4):
+        for array in arrays:
+            array.__iadd__(step)
+        FROZEN.check(compiled, net, twin)
+        FROZEN.check(compiled, net, twin)
+    assert caplog.text.count("a.weight of") == 1
+
+
+@torch.no_grad()
+def test_verify_full_raises_for_an_unseen_write_of_one_element() -> None:
+    net = make_net()
+    compiled = FROZEN.compile(net, verify="full")
+    array = net.a.weight.numpy()
+    compiled(inputs())
+    compiled(inputs())
+    array[1, 2] += 1
+    with pytest.raises(errors.StaleWeightError, match=r"a\.weight"):
+        compiled(inputs())
+
+
+@torch.no_grad()
+def test_a_limit_leaves_no_more_than_fits() -> None:
+    weight_cache.clear()
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    FROZEN.check(compiled, net, twin)
+    try:
+        weight_cache.set_limit(10)
+        for _ in range(3):
+            FROZEN.check(compiled, net, twin)
+            assert weight_cache.stats().bytes <= 10
+    finally:
+        weight_cache.set_limit(None)
+
+
+@torch.no_grad()
+def test_a_dead_model_leaves_nothing() -> None:
+    weight_cache.clear()
+    net = make_net()
+    FROZEN.compile(net)(inputs())
+    assert weight_cache.stats().bytes > 0
+    del net
+    gc.collect()
+    assert weight_cache.stats().bytes == 0
+
+
+@torch.no_grad()
+def test_weights_that_change_on_every_call_are_not_frozen_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frozen_call, "MAX_UNUSED", 2)
+    monkeypatch.setattr(frozen_call, "is_alone", lambda: True)
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    for _ in range(8):
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.1)
+        FROZEN.check(compiled, net, twin)
+    assert not [values for values in weight_cache.stats().values if "reorder" in values.ops[-1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_global_switch_is_honoured_and_never_stale(is_on: bool) -> None:
+    weight_cache.clear()
+    net = make_net()
+    twin = twin_of(net)
+    with torch._inductor.config.patch(freezing=True):
+        compiled = compile_amp_fx(net, compiler="inductor", freezing=is_on)
+        for factor in (1.5, -2.0):
+            FROZEN.check(compiled, net, twin)
+            FROZEN.check(compiled, net, twin)
+            for model in (net, twin):
+                model.a.weight.mul_(factor)
+        net.b.weight, twin.b.weight = (nn.Parameter(random(4, 4)) for _ in range(2))
+        FROZEN.check(compiled, net, twin)
+    is_frozen = any("_reorder_linear_weight" in v.ops for v in weight_cache.stats().values)
+    assert is_frozen == is_on
+
+
+@torch.no_grad()
+def test_a_recipe_that_fails_leaves_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_call, "is_alone", lambda: True)
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    FROZEN.check(compiled, net, twin)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kept_values, "make", fail)
+    for model in (net, twin):
+        model.a.weight.mul_(2)
+    FROZEN.check(compiled, net, twin)
+
+
+@pytest.mark.parametrize("batches", [(3, 5, 7, 1)])
+def test_batches_of_any_size(batches: tuple[int, ...]) -> None:
+    net = make_net()
+    twin = twin_of(net)
+    compiled = torch.compile(net, backend="amp_fx", dynamic=True)
+    with torch.inference_mode():
+        for batch in batches:
+            for model in (net, twin):
+                model.b.weight.data.mul_(1.25)
+            x = random(batch, 4)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = twin(x).float()
+            for _ in range(2):
+                assert_same(compiled(x), expected)
+
+
+@torch.no_grad()
+def test_a_weight_that_the_forward_writes() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale.add_(1)
+            result: torch.Tensor = self.inner(x) * self.scale
+            return result
+
+    model = Counting()
+    twin = twin_of(model)
+    compiled = FROZEN.compile(model)
+    for _ in range(3):
+        FROZEN.check(compiled, model, twin)
