@@ -16,6 +16,7 @@ from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
+from amp_fx.dtypes import low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -119,7 +120,7 @@ def _parse_cases(names: list[str]) -> list[str]:
 
 def _parse_settings(parsed: argparse.Namespace) -> Settings:
     device = _parse_device(parsed.device)
-    dtype = getattr(torch, _choose("--dtype", parsed.dtype, DTYPES))
+    dtype = _parse_dtype(parsed.dtype)
     check_device_dtype(device.type, dtype)
     contenders = parsed.contenders.split(",") if parsed.contenders else None
     for name in contenders or ():
@@ -148,6 +149,13 @@ def _parse_device(text: str) -> torch.device:
     if device.type not in autocast_device_types():
         raise OptionError(f"--device {text}: not one of {', '.join(autocast_device_types())}")
     return device
+
+
+def _parse_dtype(text: str) -> torch.dtype:
+    dtype = low_dtype_named(text)
+    if dtype is None:
+        raise OptionError(f"--dtype {text}: not one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def _parse_count(option: str, text: str) -> int:
