@@ -219,7 +219,7 @@ def test_a_worker_that_dies_is_told_of(
     def start(_: list[str], **given: Any) -> Any:
         return popen([sys.executable, "-c", program], **given)
 
-    monkeypatch.setattr(command.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     assert main(["bytes", "mlp", "--tiny", "--device", "cpu", "--mode", "inference"]) == 1
     assert "native failed: no room left" in capsys.readouterr().out
 
@@ -238,6 +238,6 @@ def test_the_worker_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(given["env"])
         return popen([sys.executable, "-c", ""], **given)
 
-    monkeypatch.setattr(command.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     list(command._answers([]))
     assert seen == [{**os.environ, "CUDA_VISIBLE_DEVICES": ""}]

@@ -5,6 +5,7 @@ Its parts for a device are tried on one alone; here are stub parts, and one that
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -129,7 +130,10 @@ def written(name: str, kind: str, data: Any) -> Part:
 def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     timing = Timing((0.002, 0.004), 1)
     measured = tuple(Measured(name, timing, 2**21) for name in ("native", "amp_fx"))
-    outcomes = [("mlp", Comparison("two layers", measured)), ("mlp", Figure("a share", 2.5, "%"))]
+    outcomes: list[tuple[str, Comparison | Figure]] = [
+        ("mlp", Comparison("two layers", measured)),
+        ("mlp", Figure("a share", 2.5, "%")),
+    ]
     speed = bench_report.Report(Settings(), "bench", {}, {}, outcomes)
     counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
     names = ("native", "amp_fx", "amp_fx, further", "limit")
@@ -172,7 +176,7 @@ def test_the_parts_fit_into_nine_minutes_and_name_what_is_there() -> None:
 
 def test_the_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that finds it by the path alone, the backend has its name."""
-    monkeypatch.setattr(run.importlib.metadata, "entry_points", lambda **_: ())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
     with site_folder() as folder:
         given = environment(folder)
         assert "PYTHONPATH" in given

@@ -146,7 +146,7 @@ def implementations() -> list[tuple[str, str]]:
 
 def step(optimizer: Any, out: torch.Tensor) -> None:
     optimizer.zero_grad()
-    out.square().mean().backward()
+    out.square().mean().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
@@ -174,9 +174,9 @@ def test_an_optimizers_step_is_noticed(name: str, way: str) -> None:
 def test_a_weight_is_held_for_the_stream_that_reads_it() -> None:
     """``record_stream`` and the watch on the storage go together."""
     layer = nn.Linear(4096, 4096, bias=False).to(DEVICE)
+    address, shape = layer.weight.untyped_storage().data_ptr(), layer.weight.shape
     compiled = compiled_of(layer)
     compiled(torch.ones(1, 4096, device=DEVICE))
-    address, shape = torch._C._data_address(layer.weight), layer.weight.shape
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -185,7 +185,7 @@ def test_a_weight_is_held_for_the_stream_that_reads_it() -> None:
     del layer, compiled
     torch._dynamo.reset()
     again = torch.empty(shape, device=DEVICE)
-    assert torch._C._data_address(again) != address
+    assert again.untyped_storage().data_ptr() != address
     torch.cuda.synchronize()
 
 

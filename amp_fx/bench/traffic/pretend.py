@@ -222,8 +222,11 @@ def _fold_constants_on_host() -> None:
     deduce = folders._deduce_value
 
     def deduce_on_host(folder: Any, node: Any) -> Any:
-        with _OnHost():  # type: ignore[no-untyped-call]
-            return deduce(folder, node)
+        try:
+            with _OnHost():  # type: ignore[no-untyped-call]
+                return deduce(folder, node)
+        except RuntimeError:  # an input was made elsewhere
+            return folder.unknown_value
 
     folders._deduce_value = deduce_on_host
 
