@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint slow bench notebooks clean
+.PHONY: demo test lint slow bench gpu notebooks clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -30,6 +30,11 @@ slow: $(READY)
 # Timings next to torch.autocast; wants a quiet machine.
 bench: $(READY)
 	$(BIN)/python -m amp_fx.bench $(ARGS)
+
+# All that wants a GPU, with the machine's own Python and torch; nothing is installed. Nine minutes at
+# most; `make gpu ARGS="writes scaler"` runs parts. Writes gpu-report.md and gpu-report.json.
+gpu:
+	$(PYTHON) -m tests.gpu.run $(ARGS)
 
 # Runs the notebooks and writes what they show into them.
 notebooks: $(READY)

@@ -20,7 +20,13 @@ from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.inner import compile_inner, inductor_config, uses_inductor
-from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.options import (
+    Options,
+    check_device_dtype,
+    check_units,
+    default_dtype,
+    warn_of_units,
+)
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import compile_frame, guard_module
@@ -43,7 +49,7 @@ from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import fx
@@ -186,6 +192,9 @@ def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
     """
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(gm, ambient, options)
+    devices = graph_devices(gm)
+    for device_type in state.enabled:
+        warn_of_units(device_type, _indices(devices, device_type), state.low_dtype(device_type))
     policy = state.policy or options.policy
     return state if policy == preset("torch") else state.with_policy(policy)
 
@@ -197,22 +206,37 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
     among them, else the CPU, as a user of ``torch.autocast`` would choose.
 
     Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
+        OptionError: The device cannot autocast to the dtype that was asked for, or inductor makes
+            no kernels with it for the device.
     """
     device_type = graph_device_type(gm) if options.bare_region else None
     if device_type is None:
         return ambient
-    dtype = options.dtype or options.policy.low_dtype(device_type) or default_dtype(device_type)
+    indices = _indices(graph_devices(gm), device_type)
+    dtype = options.dtype or options.policy.low_dtype(device_type)
+    dtype = dtype or default_dtype(device_type, indices, warns=True)
     check_device_dtype(device_type, dtype)
+    if options.compiler == "inductor":
+        check_units(device_type, indices, dtype)
     return ambient.turned(device_type, enabled=True, dtype=dtype)
 
 
 def graph_device_type(gm: fx.GraphModule) -> str | None:
     """The device type of a graph's tensors; None if autocast knows none of them."""
-    values = [recorded_value(node) for node in gm.graph.nodes]
-    present = {tensor.device.type for tensor in tensors_in(values)}
+    present = {device.type for device in graph_devices(gm)}
     known = [device for device, _ in AutocastState.ambient().low_dtypes if device in present]
     return known[0] if known else None
+
+
+def graph_devices(gm: fx.GraphModule) -> set[torch.device]:
+    """The devices that a graph's tensors are on."""
+    values = [recorded_value(node) for node in gm.graph.nodes]
+    return {tensor.device for tensor in tensors_in(values)}
+
+
+def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ...]:
+    """Which devices of a type are among some."""
+    return tuple(sorted({d.index or 0 for d in devices if d.type == device_type}))
 
 
 def _run_passes(

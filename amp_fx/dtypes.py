@@ -1,13 +1,38 @@
-"""How dtypes are written for people and in files."""
+"""How dtypes are written by people, for people and in files."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
-if TYPE_CHECKING:
-    import torch
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What people write, and torch has no such attribute for; ``half`` it has."""
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def as_dtype(value: object) -> torch.dtype | None:
+    """The dtype that somebody means; None if it is none.
+
+    Args:
+        value: A dtype, torch's name for one, with or without ``torch.`` (``"bfloat16"``,
+            ``"half"``), or one of ``SHORT_NAMES``.
+    """
+    found = value
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+        found = SHORT_NAMES.get(name) or getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def low_dtype_named(text: str) -> torch.dtype | None:
+    """The low dtype that a command line names; None if it is none."""
+    found = as_dtype(text)
+    return found if found is not None and is_low(found) else None
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether it is a dtype to autocast to: ``torch.bfloat16`` or ``torch.float16``."""
+    return dtype.is_floating_point and dtype.itemsize == 2

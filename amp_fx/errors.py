@@ -19,6 +19,10 @@ class PolicyWarning(UserWarning):
     """A part of a policy does nothing: no module of the model fits a pattern."""
 
 
+class DtypeWarning(UserWarning):
+    """A low dtype that nobody chose, or that a device has no units for; names the device."""
+
+
 class BannedOpError(AmpFxError, RuntimeError):
     """An op that autocast bans was called with floating-point inputs in a region."""
 

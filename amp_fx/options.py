@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset
+from amp_fx.regions.low_dtypes import (
+    DIFFERING,
+    device_names,
+    warn_of_default,
+    warn_of_emulation,
+    without_bfloat16,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from amp_fx.passes.base import Pass
 
@@ -26,8 +34,9 @@ class Options:
     """Options of ``torch.compile(..., backend="amp_fx", options={...})``.
 
     Attributes:
-        dtype: What low-precision ops run in, where no ambient autocast says it; by
-            default ``torch.get_autocast_dtype`` of the device. A dtype or its name.
+        dtype: What low-precision ops run in, where no ambient autocast says it: a dtype or its
+            name (``"bfloat16"``, ``"bf16"``, ``"half"``). By default what the policy says, else
+            ``default_dtype`` of the device.
         policy: Which op is cast how: a ``Policy``, the name of a preset, or the path of a
             policy file (``*.toml``), which is read when a graph is compiled.
         compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
@@ -109,14 +118,12 @@ class Options:
 
 
 def _to_dtype(name: str, value: Any) -> torch.dtype:
-    dtype = value
-    if isinstance(value, str):
-        dtype = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = as_dtype(value)
+    if dtype is None:
         raise OptionError(
             f"{name}={value!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
         )
-    if not dtype.is_floating_point or dtype.itemsize != 2:
+    if not is_low(dtype):
         raise OptionError(
             f"{name}={value!r} is not a dtype to autocast to: torch.bfloat16 or torch.float16"
         )
@@ -246,11 +253,56 @@ def check_device_dtype(device_type: str, dtype: torch.dtype) -> None:
         )
 
 
-def default_dtype(device_type: str) -> torch.dtype:
-    """The dtype of a region that names none: autocast's, if the device takes it, else its first."""
-    supported = supported_dtypes(device_type)
+def default_dtype(
+    device_type: str, indices: Iterable[int] = (), *, warns: bool = False
+) -> torch.dtype:
+    """The dtype of a region that names none.
+
+    On CUDA and XPU, where autocast's default is float16, it is bfloat16, which needs no loss
+    scale, if every device has units for it. Elsewhere, and where ``torch.set_autocast_dtype`` was
+    told otherwise, it is autocast's if the device takes it, else the first that it takes.
+
+    Args:
+        device_type: As in ``torch.device(...).type``; it need not be there.
+        indices: Of the devices that are meant; all of this machine if none is given.
+        warns: Whether to warn, once, of float16 that nobody has asked for.
+    """
     dtype = torch.get_autocast_dtype(device_type)
-    return dtype if dtype in supported or not supported else supported[0]
+    supported = supported_dtypes(device_type)
+    if dtype not in supported and supported:
+        dtype = supported[0]
+    lacking = without_bfloat16(device_type, indices)
+    if device_type in DIFFERING and dtype is torch.float16 and not lacking:
+        return torch.bfloat16
+    if warns and dtype is torch.float16 and device_type != "cpu":
+        warn_of_default(device_type, lacking)
+    return dtype
+
+
+# What Dynamo compiles may call a compiled module, and so come here. For the mark see ``region``.
+default_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_units(device_type: str, indices: Iterable[int], dtype: torch.dtype) -> None:
+    """Refuses bfloat16 for devices without the units, of which inductor makes no kernels.
+
+    Raises:
+        OptionError: Names the devices, and the dtype that they have units for.
+    """
+    lacking = without_bfloat16(device_type, indices)
+    if dtype is torch.bfloat16 and lacking:
+        raise OptionError(
+            f"dtype={dtype}: {device_names(device_type, lacking)} has no bfloat16 units, and "
+            "inductor makes no kernels with bfloat16 for it; give torch.float16, and train with "
+            "amp_fx.GradScaler"
+        )
+
+
+def warn_of_units(device_type: str, indices: Iterable[int], dtype: torch.dtype) -> None:
+    """Warns once of bfloat16 on devices without the units."""
+    lacking = without_bfloat16(device_type, indices)
+    if dtype is torch.bfloat16 and lacking:
+        warn_of_emulation(device_type, lacking)
 
 
 def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:

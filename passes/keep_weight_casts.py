@@ -12,8 +12,9 @@ After (where autograd records the cast; elsewhere the copy is used as it is):
 
 Every cast is replaced where it stands, so that what was shared stays shared and no
 gradient changes. Left alone on purpose: weights that the graph writes, casts that an
-output or a view handed out may alias, weights with symbolic sizes, and regions with
-``cache_enabled=False``.
+output or a view handed out may alias, weights with symbolic sizes, regions with
+``cache_enabled=False``, and biases of convolutions on accelerators: inductor adds them in a kernel
+behind the convolution, where their cast costs nothing and a refresh would be one more launch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_val
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
 from amp_fx.weights.kept_cast import Slot, kept_cast
+from amp_fx.weights.layouts import is_convolution
 
 if TYPE_CHECKING:
     from torch import fx
@@ -84,7 +86,20 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
     source = keepable.get(id(value_of(node.all_input_nodes[0])))
     if source is None or is_aliased(node) or free_symbols(value_of(source)):
         return None
+    if all(_adds_behind(user, node) for user in node.users):
+        return None
     return source if all(user.op != "output" for user in node.users) else None
+
+
+def _adds_behind(user: fx.Node, cast: fx.Node) -> bool:
+    """Whether a node is a convolution whose bias inductor adds in a kernel of its own.
+
+    Relies on ``torch._inductor.kernel.conv.convolution``, which does so except on the CPU.
+    """
+    if not is_convolution(user) or value_of(cast).device.type == "cpu":
+        return False
+    places = [i for i, argument in enumerate(user.args) if argument is cast]
+    return places == [2] and cast not in user.kwargs.values()
 
 
 def add_kept_input(

@@ -1,4 +1,7 @@
-"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today."""
+"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today.
+
+``python -m amp_fx.bench bytes`` counts instead (``amp_fx.bench.traffic``).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
+from amp_fx.bench.traffic.command import main as traffic
+from amp_fx.dtypes import low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -42,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argument that is not usable.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["bytes"]:
+        return traffic(arguments[1:])
     parsed = _parser().parse_args(arguments)
     try:
         cases = _parse_cases(parsed.cases)
@@ -91,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx.bench",
         description="Times amp_fx beside what users have today, in turns in one process.",
-        epilog=f"cases:\n{cases}\n\ncontenders:\n{contenders}",
+        epilog="`python -m amp_fx.bench bytes` counts what generated kernels move instead: see its "
+        f"--help.\n\ncases:\n{cases}\n\ncontenders:\n{contenders}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = Settings()
@@ -119,7 +127,7 @@ def _parse_cases(names: list[str]) -> list[str]:
 
 def _parse_settings(parsed: argparse.Namespace) -> Settings:
     device = _parse_device(parsed.device)
-    dtype = getattr(torch, _choose("--dtype", parsed.dtype, DTYPES))
+    dtype = _parse_dtype(parsed.dtype)
     check_device_dtype(device.type, dtype)
     contenders = parsed.contenders.split(",") if parsed.contenders else None
     for name in contenders or ():
@@ -148,6 +156,13 @@ def _parse_device(text: str) -> torch.device:
     if device.type not in autocast_device_types():
         raise OptionError(f"--device {text}: not one of {', '.join(autocast_device_types())}")
     return device
+
+
+def _parse_dtype(text: str) -> torch.dtype:
+    dtype = low_dtype_named(text)
+    if dtype is None:
+        raise OptionError(f"--dtype {text}: not one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def _parse_count(option: str, text: str) -> int:

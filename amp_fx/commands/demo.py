@@ -11,6 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.demo.train import Settings, compare
+from amp_fx.dtypes import low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from amp_fx.demo.train import Comparison, Run
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("bfloat16", "float16")
 FOLDED = ("casts_shared", "round_trips_removed")
 """Which counts of the passes are casts that went away again."""
 
@@ -66,12 +67,12 @@ def parse_settings(args: argparse.Namespace) -> Settings:
     Raises:
         OptionError: One of them is not usable here; says what is.
     """
-    device, dtype = _parse_device(args.device), _choose("--dtype", args.dtype, tuple(DTYPES))
-    check_device_dtype(device.type, DTYPES[dtype])
+    device, dtype = _parse_device(args.device), _parse_dtype(args.dtype)
+    check_device_dtype(device.type, dtype)
     return Settings(
         steps=_parse_steps(args.steps),
         device=device,
-        dtype=DTYPES[dtype],
+        dtype=dtype,
         compiler=_choose("--compiler", args.compiler, COMPILERS),
     )
 
@@ -86,6 +87,13 @@ def _choose(option: str, text: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
         raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
     return text
+
+
+def _parse_dtype(text: str) -> torch.dtype:
+    dtype = low_dtype_named(text)
+    if dtype is None:
+        raise OptionError(f"--dtype {text}: not one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def _parse_device(text: str) -> torch.device:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.drawing.draw import FORMATS, LEVELS, check_path, draw
+from amp_fx.dtypes import as_dtype
 from amp_fx.errors import DrawError, ExplainError, OptionError
 from amp_fx.explanation.entry import explain
 
@@ -48,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SHAPE",
         help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
     )
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's of the device")
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
     parser.add_argument("--policy", help="name of a preset; default: torch")
     parser.add_argument("--device", help="device type to explain for; it need not be there")
     parser.add_argument("--meta", action="store_true", help="make the model without its memory")
@@ -170,8 +171,8 @@ def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()[]"))
     if match is None:
         raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")
-    dtype = getattr(torch, match["dtype"] or "float32", None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = as_dtype(match["dtype"] or "float32")
+    if dtype is None:
         raise OptionError(f"--input-shape {text}: {match['dtype']!r} is no dtype of torch")
     sizes = [int(size) for size in re.split("[,x]", match["sizes"]) if size]
     return torch.zeros(sizes, dtype=dtype, device="meta" if is_meta else "cpu")

@@ -64,7 +64,8 @@ def explain(
         model: A module or a function; one that was compiled by ``amp_fx.compile`` or
             ``torch.compile`` is looked into, and the former's settings hold. A function's
             own side effects happen; tensors that it refers to are not written.
-        dtype: What low-precision ops run in; by default autocast's for the device type.
+        dtype: What low-precision ops run in, or its name; by default what a bare
+            ``torch.compile`` takes: the policy's, else ``amp_fx.options.default_dtype``.
         policy: A ``Policy`` or the name of a preset; by default PyTorch's.
         device_type: The device to explain for, which need not be there. None takes that of
             the tensors; for those on ``meta``, the accelerator if there is one, else the CPU.
@@ -174,9 +175,10 @@ def _name(model: Any) -> str:
 
 
 def _capture(stand_in: StandIn, request: _Request) -> Capture:
-    dtype = request.dtype or default_dtype(stand_in.device_type)
-    check_device_dtype(stand_in.device_type, dtype)
     policy = request.policy
+    dtype = request.dtype or policy.low_dtype(stand_in.device_type)
+    dtype = dtype or default_dtype(stand_in.device_type)
+    check_device_dtype(stand_in.device_type, dtype)
     if stand_in.imagined:
         tables = {**policy.tables, "cpu": policy.tables.get(stand_in.device_type, {})}
         policy = dataclasses.replace(policy, tables=tables)

@@ -67,9 +67,11 @@ def compile(  # noqa: A001
         model: A module or a function. Without it a decorator is returned.
         device_type: Of the region around every call; None takes an accelerator that the
             module or an argument of the call is on, else the CPU.
-        dtype: What low-precision ops run in, or its name; by default
-            ``torch.get_autocast_dtype``. One that the device does not support turns the
-            region off with the warning that ``torch.autocast`` gives.
+        dtype: What low-precision ops run in, or its name (``"bf16"``, ``"half"``). By default
+            that of a region around the call, else what the policy says, else bfloat16 where
+            the device has units for it (``amp_fx.options.default_dtype``). One that the
+            device does not support turns the region off with the warning that
+            ``torch.autocast`` gives.
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``), read now. None keeps that of a region around the call,
             else that of PyTorch.

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from amp_fx import dtypes
 from amp_fx.errors import OptionError
+from amp_fx.options import default_dtype
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import autocast_device_types
 
@@ -26,7 +28,8 @@ class RegionSettings:
 
     Attributes:
         device_type: Its device type; None takes that of the tensors of each call.
-        dtype: Its low dtype; None takes ``torch.get_autocast_dtype``.
+        dtype: Its low dtype. None takes what the policy says, inside of another region that
+            region's, else ``amp_fx.options.default_dtype``.
         policy: Its policy; None keeps that of the region around the call.
     """
 
@@ -38,10 +41,21 @@ class RegionSettings:
         self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """The region for one call of a module, or of a function if it is None."""
-        device_type = self.device_type or _device_type_of(module, args, kwargs)
+        devices = _devices_of(module, args, kwargs)
+        device_type = self.device_type or _device_type_of(devices)
+        dtype = self.dtype or self._low_dtype(device_type, devices)
         if self.policy is None:
-            return torch.autocast(device_type, self.dtype)
-        return autocast(device_type, self.dtype, policy=self.policy)
+            return torch.autocast(device_type, dtype)
+        return autocast(device_type, dtype, policy=self.policy)
+
+    def _low_dtype(self, device_type: str, devices: set[tuple[str, int]]) -> torch.dtype | None:
+        """That of a region that names none; None leaves it to the region around."""
+        if torch.is_autocast_enabled(device_type):
+            return None
+        if self.policy is not None and self.policy.low_dtype(device_type) is not None:
+            return None
+        indices = tuple(index for kind, index in devices if kind == device_type)
+        return default_dtype(device_type, indices, warns=True)
 
     def wrap(self, call: Callable[..., Any], module: torch.nn.Module | None) -> Callable[..., Any]:
         """A callable with every call of it inside the region."""
@@ -57,14 +71,20 @@ class RegionSettings:
         return in_region
 
 
-def _device_type_of(
+def _devices_of(
     module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
-    """An accelerator if the module or an argument is on one that autocast knows, else the CPU."""
-    found = {arg.device.type for arg in _tensors((*args, *kwargs.values()))}
+) -> set[tuple[str, int]]:
+    """Types and indices of the devices that the arguments and the module are on."""
+    found = [arg.device for arg in _tensors((*args, *kwargs.values()))]
     parameter = None if module is None else _first_parameter(module)
     if parameter is not None:
-        found.add(parameter.device.type)
+        found.append(parameter.device)
+    return {(device.type, device.index or 0) for device in found}
+
+
+def _device_type_of(devices: set[tuple[str, int]]) -> str:
+    """An accelerator if there is one among them that autocast knows, else the CPU."""
+    found = {device_type for device_type, _ in devices}
     if found <= {"cpu"}:
         return "cpu"
     for device_type in autocast_device_types():
@@ -96,8 +116,8 @@ def as_dtype(dtype: object) -> torch.dtype:
     Raises:
         OptionError: It is neither a dtype nor the name of one.
     """
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    found = dtypes.as_dtype(dtype)
+    if found is None:
         raise OptionError(
             f"dtype={dtype!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
         )

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler.outputs import widen
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
-from amp_fx.grad_scaler.torch_private import bare_step, mark_stepped
+from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
 from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class CompiledStep:
         self._update_scale = update_scale
         self._compile_options = compile_options
         self._compiled: Any = None
+        self._num_compiled = 0
         self._params_with_state: set[int] = set()
         self._must_run_eagerly = False
 
@@ -166,11 +167,13 @@ class CompiledStep:
         if self._compiled is None:
             self._compiled = torch.compile(self._function(), **self._compile_options)
         params = self._params()
+        written, grads = written_tensors(optimizer, params), _grads(params)
+        if self._num_compiled != len(params):  # what is compiled now sees the marks
+            mark_kept_in_place([*written, *grads])
+            self._num_compiled = len(params)
         inv_scale = on_devices(scaler._inv_scale())[groups[0].device]
         with self._learning_rates_as_tensors():
-            result, found_inf, self.norm = self._compiled(
-                params, written_tensors(optimizer, params), _grads(params), inv_scale
-            )
+            result, found_inf, self.norm = self._compiled(params, written, grads, inv_scale)
         mark_stepped(optimizer)
         state = scaler._states.of(optimizer)
         state.found_inf = {found_inf.device: found_inf}
@@ -183,7 +186,9 @@ class CompiledStep:
 
         A number is a constant to the compiler: a schedule would compile anew at each change (SGD
         and RMSprop did). Left alone where torch refuses it: in foreach implementations that are
-        not capturable.
+        not capturable. On a device it is filled there: a tensor on the host would keep inductor
+        from making a CUDA graph of the call. Loops over parameters that are not capturable have it
+        on the host, as they read it.
         """
         groups = [
             group
@@ -193,7 +198,7 @@ class CompiledStep:
         ]
         rates = [group["lr"] for group in groups]
         for group in groups:
-            group["lr"] = torch.tensor(group["lr"], dtype=_widest(group["params"]), device="cpu")
+            group["lr"] = _as_tensor(group)
         try:
             yield
         finally:
@@ -232,6 +237,15 @@ class CompiledStep:
 
 def _grads(params: list[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
+
+
+def _as_tensor(group: dict[str, Any]) -> Tensor:
+    """A group's learning rate as a tensor, which is made without waiting."""
+    params = group["params"]
+    is_read = group.get("foreach") is False and not group.get("capturable")
+    is_on_host = is_read or not params or params[0].is_cpu
+    device = torch.device("cpu") if is_on_host else params[0].device
+    return torch.full((), group["lr"], dtype=_widest(params), device=device)
 
 
 def _widest(tensors: list[Tensor]) -> torch.dtype:

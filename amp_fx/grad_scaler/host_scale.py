@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,27 @@ def wait_for(value: Tensor) -> float:
     return float(value.item())
 
 
+def module_with_events(value: Tensor) -> Any:
+    """The module of a tensor's device, if it has streams and events as CUDA has; else None.
+
+    MPS has events, and no copy to the host that is known not to wait: there the bound is not raised
+    again, and steps go on checking gradients once more, unscaled.
+    """
+    return torch.get_device_module(value.device) if value.device.type in ("cuda", "xpu") else None
+
+
+def _is_capturing(module: Any) -> bool:
+    """Whether what is done now is recorded in a graph; XPU has none in all torches."""
+    ask = getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 @dataclass
 class _Read:
     """A copy of the scale on its way to the host."""
 
     value: Tensor
-    event: torch.cuda.Event
+    event: Any
     num_updates_since: int = 0
 
 
@@ -60,8 +75,9 @@ class HostScale:
             return
         if skipped is not False:
             self.lower_bound *= backoff_factor
-        if scale.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._look(scale, backoff_factor)
+        module = module_with_events(scale)
+        if module is not None and not _is_capturing(module):
+            self._look(scale, backoff_factor, module)
 
     def tell_floor(self, floor: float) -> None:
         """The scale was raised to at least this."""
@@ -69,12 +85,12 @@ class HostScale:
         if self.seen is not None:
             self.seen = max(self.seen, floor)
 
-    def _look(self, scale: Tensor, backoff_factor: float) -> None:
+    def _look(self, scale: Tensor, backoff_factor: float, module: Any) -> None:
         """Take in a copy that has arrived; start another where the bound gets low."""
         read = self._read
         if read is not None:
             read.num_updates_since += 1
-            if not read.event.query():  # type: ignore[no-untyped-call]
+            if not read.event.query():
                 return
             self.seen = float(cast("float", read.value.tolist()))
             since_then = backoff_factor**read.num_updates_since
@@ -82,8 +98,8 @@ class HostScale:
             self._read = None
         if self.lower_bound < _LOOK_BELOW:
             value = torch.empty((), dtype=torch.float32, pin_memory=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            with torch.cuda.device(scale.device):
+            event = module.Event()
+            with module.device(scale.device):
                 value.copy_(scale, non_blocking=True)
                 event.record()
             self._read = _Read(value, event)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from amp_fx.grad_scaler.agreement import local, params_of
+from amp_fx.grad_scaler.torch_private import runs_only_own_code
 from amp_fx.grad_scaler.unscale import on_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def has_state(optimizer: Any) -> bool:
@@ -55,7 +56,9 @@ def _tensors(value: Any) -> list[Tensor]:
 def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> Any:
     """Step an optimizer that has its state; on overflow put all tensors back as they were.
 
-    Costs a copy of the tensors for the time of the step.
+    Costs a copy of the tensors for the time of the step. Torch's own optimizers, where no hook
+    looks on, step a part of their parameters at a time, so that the copy is of that part: those of
+    them that are capturable treat each parameter by itself.
 
     Args:
         found_inf: 0-dim; not 0 where gradients overflowed.
@@ -66,6 +69,40 @@ def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> 
         What the optimizer's step returns.
     """
     overflowed = on_devices(found_inf != 0)
+    if not runs_only_own_code(optimizer):
+        return _step_or_put_back(overflowed, optimizer, step)
+    groups = optimizer.param_groups
+    try:
+        for group, part in _parts(groups):
+            optimizer.param_groups = [{**group, "params": part}]
+            result = _step_or_put_back(overflowed, optimizer, step)
+    finally:
+        optimizer.param_groups = groups
+    return result
+
+
+MOST_ELEMENTS = 2**24
+"""Of the parameters of one part; a larger parameter is a part by itself."""
+
+
+def _parts(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """The parameters with gradients in parts, each with its group."""
+    for group in groups:
+        part: list[Tensor] = []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if part and sum(p.numel() for p in part) + param.numel() > MOST_ELEMENTS:
+                yield group, part
+                part = []
+            part.append(param)
+        if part:
+            yield group, part
+
+
+def _step_or_put_back(
+    overflowed: Mapping[torch.device, Tensor], optimizer: Any, step: Callable[..., Any]
+) -> Any:
     params = params_with_grads(optimizer)
     old = [local(tensor).clone() for tensor in written_tensors(optimizer, params)]
     with torch.enable_grad():

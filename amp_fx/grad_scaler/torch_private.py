@@ -110,6 +110,16 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return functools.partial(inspect.unwrap(type(optimizer).step), optimizer)
 
 
+def mark_kept_in_place(tensors: list[Tensor]) -> None:
+    """Tell the compiler that tensors stay where they are, as a module's parameters do.
+
+    Inductor makes no CUDA graph of a call that writes other inputs. No guard is made of it: where
+    an address does change, as those of gradients may, the CUDA graph is recorded again.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

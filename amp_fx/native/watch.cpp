@@ -738,11 +738,16 @@ bool is_in_use(const Copy* copy) {
       low.storage().use_count() > 1;
 }
 
+// How many elements one launch of a kernel for two lists takes: 320 blocks of 65,536
+// (ATen/native/cuda/MultiTensorApply.cuh). A larger tensor is one launch only if copied by itself.
+constexpr int64_t kMostOfOneLaunch = 320 * 65536;
+
 // A list in which one pair differs in strides would be copied tensor by tensor.
 void copy_all(const std::vector<at::Tensor>& lows, const std::vector<at::Tensor>& sources) {
   std::vector<at::Tensor> alike_lows, alike_sources;
   for (size_t i = 0; i < lows.size(); ++i) {
-    if (lows[i].strides() == sources[i].strides()) {
+    const bool fits = lows[i].is_cpu() || lows[i].numel() < kMostOfOneLaunch;
+    if (fits && lows[i].strides() == sources[i].strides()) {
       alike_lows.push_back(lows[i]);
       alike_sources.push_back(sources[i]);
     } else {

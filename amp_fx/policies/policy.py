@@ -9,8 +9,7 @@ import os
 import types
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError
 from amp_fx.policies.changes import (
     ModuleOverride,
@@ -29,6 +28,8 @@ from amp_fx.tables.versions import active
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    import torch
 
     from amp_fx.policies.changes import (
         ArgOverride,
@@ -78,13 +79,15 @@ class Policy:
         object.__setattr__(self, "tables", types.MappingProxyType(copies))
 
     @classmethod
-    def default(cls, device_type: str | None = None, dtype: torch.dtype | None = None) -> Policy:
+    def default(
+        cls, device_type: str | None = None, dtype: torch.dtype | str | None = None
+    ) -> Policy:
         """The policy of ``torch.autocast`` in the installed torch: ``preset("torch")``.
 
         Args:
             device_type: What ``dtype`` is for; None for all. The tables of the other device
                 types are there as well.
-            dtype: The low dtype of regions that name none.
+            dtype: The low dtype of regions that name none, or its name.
 
         Raises:
             PolicyError: There is no table for the device type, or the dtype is not one to
@@ -168,23 +171,23 @@ class Policy:
         """The low dtype of regions that name none; None leaves it to ``torch.autocast``."""
         return dict(self.dtypes).get(device_type)
 
-    def with_dtype(self, dtype: torch.dtype, device_type: str | None = None) -> Policy:
+    def with_dtype(self, dtype: torch.dtype | str, device_type: str | None = None) -> Policy:
         """A copy with another low dtype for regions that name none.
 
         Args:
-            dtype: ``torch.bfloat16`` or ``torch.float16``.
+            dtype: ``torch.bfloat16`` or ``torch.float16``, or a name of one (``"bf16"``).
             device_type: What it is for; None for all that have a table.
 
         Raises:
             PolicyError: It is not a dtype to autocast to.
         """
-        is_dtype = isinstance(dtype, torch.dtype)
-        if not is_dtype or not dtype.is_floating_point or dtype.itemsize != 2:
+        found = as_dtype(dtype)
+        if found is None or not is_low(found):
             raise PolicyError(
                 f"dtype={dtype!r} is not one to autocast to: torch.bfloat16 or torch.float16"
             )
         devices = self.tables if device_type is None else (device_type,)
-        dtypes = dict(self.dtypes) | dict.fromkeys(devices, dtype)
+        dtypes = dict(self.dtypes) | dict.fromkeys(devices, found)
         return dataclasses.replace(self, dtypes=tuple(sorted(dtypes.items(), key=str)))
 
     def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:

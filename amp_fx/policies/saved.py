@@ -24,9 +24,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from amp_fx.dtypes import dtype_name
+from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies import files
 from amp_fx.policies.changes import OpOverride, find_object, is_glob, to_policy
@@ -153,7 +151,7 @@ class _Reader:
 
 def _dtype(value: object) -> object:
     """A dtype by its name; what is none is left for ``Policy.with_dtype`` to refuse."""
-    return getattr(torch, value.removeprefix("torch."), value) if isinstance(value, str) else value
+    return as_dtype(value) or value
 
 
 def _unknown_key(key: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import as_dtype
 from amp_fx.errors import DeviceError
 from amp_fx.policies.policy import add_device
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def register_device(
-    device_type: str, dtypes: Sequence[torch.dtype] | None = None, table: Table | None = None
+    device_type: str,
+    dtypes: Sequence[torch.dtype | str] | None = None,
+    table: Table | None = None,
 ) -> None:
     """Makes a PrivateUse1 backend autocast as a built-in device does, eager and compiled.
 
@@ -27,7 +30,7 @@ def register_device(
 
     Args:
         device_type: The name given there.
-        dtypes: What it can autocast to. None asks the backend's module
+        dtypes: What it can autocast to, dtypes or their names. None asks the backend's module
             (``torch.<device_type>.get_amp_supported_dtype()``), as ``torch.autocast`` does;
             what is given becomes the module's answer.
         table: Cast policies by qualified overload name. None takes the lists that
@@ -59,7 +62,9 @@ def _check_name(device_type: object) -> None:
     )
 
 
-def _checked_dtypes(device_type: str, dtypes: Sequence[torch.dtype] | None) -> list[torch.dtype]:
+def _checked_dtypes(
+    device_type: str, dtypes: Sequence[torch.dtype | str] | None
+) -> list[torch.dtype]:
     if dtypes is None:
         ask = getattr(getattr(torch, device_type, None), "get_amp_supported_dtype", None)
         if ask is None:
@@ -68,11 +73,12 @@ def _checked_dtypes(device_type: str, dtypes: Sequence[torch.dtype] | None) -> l
                 "or register a module that has it (torch._register_device_module)"
             )
         dtypes = ask()
-    found = list(dtypes)
-    is_usable = all(isinstance(d, torch.dtype) and d.is_floating_point for d in found)
+    given = list(dtypes)
+    found = [dtype for dtype in map(as_dtype, given) if dtype is not None]
+    is_usable = len(found) == len(given) and all(d.is_floating_point for d in found)
     if not found or not is_usable:
         raise DeviceError(
-            f"dtypes={found!r}: give floating-point dtypes to autocast to, "
+            f"dtypes={given!r}: give floating-point dtypes to autocast to, "
             "such as [torch.bfloat16, torch.float16]"
         )
     return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from amp_fx.dtypes import as_dtype
 from amp_fx.errors import RegionError
 from amp_fx.policies.policy import Policy, as_policy
 from amp_fx.regions.policy_codes import CARRIERS, ambient_policy, codes_of, interned, pin
@@ -51,7 +52,7 @@ class AutocastRegion(Protocol):
 
 def autocast(
     device_type: str,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     enabled: bool = True,
     cache_enabled: bool | None = None,
     *,
@@ -65,8 +66,8 @@ def autocast(
 
     Args:
         device_type: As in ``torch.device(...).type``.
-        dtype: What low-precision ops run in; by default what the policy says, else
-            ``torch.get_autocast_dtype``.
+        dtype: What low-precision ops run in, or its name (``"bf16"``); by default what the
+            policy says, else ``torch.get_autocast_dtype``.
         enabled: Whether autocast is on in the region.
         cache_enabled: Whether casts of weights are shared inside the region.
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
@@ -75,23 +76,36 @@ def autocast(
             its policy too.
 
     Raises:
-        RegionError: There is no such device type; or, on leaving, the region is not the
-            innermost active one. The state is then that before the region.
+        RegionError: There is no such device type or dtype; or, on leaving, the region is not
+            the innermost active one. The state is then that before the region.
         PolicyError: The policy is none of these.
     """
+    given = _checked_dtype(dtype)
     if torch.compiler.is_compiling():
         if policy is None:
-            return torch.autocast(device_type, dtype, enabled, cache_enabled)
+            return torch.autocast(device_type, given, enabled, cache_enabled)
         codes, low_dtype = _while_compiling(policy, device_type)
-        low_dtype = low_dtype if dtype is None else dtype
+        low_dtype = low_dtype if given is None else given
         return _policy_region(codes, (device_type, low_dtype, enabled, cache_enabled))
     skip_in_dynamo()
     check_device_type(device_type)
     if policy is None:
-        return _Region(device_type, dtype, enabled, cache_enabled)
+        return _Region(device_type, given, enabled, cache_enabled)
     found = as_policy(policy)
-    low_dtype = found.low_dtype(device_type) if dtype is None else dtype
+    low_dtype = found.low_dtype(device_type) if given is None else given
     return _PolicyRegion(found, (device_type, low_dtype, enabled, cache_enabled))
+
+
+def _checked_dtype(dtype: object) -> Any:
+    """A dtype for its name; what is none of either is left for ``torch.autocast`` to refuse."""
+    if not isinstance(dtype, str):
+        return dtype
+    found = as_dtype(dtype)
+    if found is None:
+        raise RegionError(
+            f"dtype={dtype!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+        )
+    return found
 
 
 def check_device_type(device_type: object) -> None:
@@ -282,7 +296,7 @@ def skip_in_dynamo() -> None:
     register_bytecode_hook(_pin_ambient_policy)
     for name in SKIPPED_MODULES:
         trace_rules.add(name)
-    functions: list[Any] = [autocast, check_device_type, autocast_device_types]
+    functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
     functions += [_enter, _leave, _Active.__init__]
     functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
     for function in functions:

@@ -18,6 +18,7 @@ from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import slots_inside
+from amp_fx.weights.write_signals import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +65,12 @@ def _may_be_sharded() -> bool:
 
 
 def _is_weight(node: fx.Node, example: Any) -> bool:
+    """Also on ``meta``, which stands for a device that is not here.
+
+    Where no write would be noticed, as on MPS, casts stay in the graph, which fuses them.
+    """
+    if isinstance(example, torch.Tensor) and example.device.type not in (*DEVICES, "meta"):
+        return False
     kind = type(example)
     if kind is torch.Tensor:
         return _is_module_buffer(node)

@@ -28,7 +28,7 @@ def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     arguments = ["--input-shape", "2,16:int64", "--meta", "--device", "cuda", "--json"]
     assert main(["explain", f"{TARGETS}:gpt", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["device_type"], found["dtype"], found["schema"]) == ("cuda", "float16", 1)
+    assert (found["device_type"], found["dtype"], found["schema"]) == ("cuda", "bfloat16", 1)
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs the dot program")

@@ -156,10 +156,19 @@ def test_origins_of_policies_of_ones_own() -> None:
     for device_type in ("cpu", "cuda"):
         nodes = amp_fx.explain(model, policy=policy, device_type=device_type)(x).nodes
         found = {node.module: (node.dtype, node.origin) for node in nodes if node.kind == "op"}
-        low = "bfloat16" if device_type == "cpu" else "float16"
-        assert found["0"] == (low, "table")
+        assert found["0"] == ("bfloat16", "table")
         assert found["1"] == ("float32", "module '1'")
         assert found["2"] == ("float32", "op 'softmax'")
+
+
+def test_the_dtype_of_a_policy_is_explained() -> None:
+    policy = amp_fx.Policy.default("cuda", dtype="half")
+    x = torch.randn(8, 16)
+    assert amp_fx.explain(mlp(), policy=policy, device_type="cuda")(x).dtype == "float16"
+    assert amp_fx.explain(mlp(), policy=policy)(x).dtype == "bfloat16"
+    assert amp_fx.explain(mlp(), policy=policy, device_type="cuda", dtype="bf16")(x).dtype == (
+        "bfloat16"
+    )
 
 
 def test_origin_of_a_region_with_a_policy() -> None:
@@ -259,11 +268,14 @@ def test_models_that_are_not_there(is_fake: bool) -> None:
         x, model = torch.empty(8, 16, device="cuda"), on_cuda(mlp())
         for name, child in model.named_children():
             child.register_forward_hook(note(name))
+        before = torch.get_autocast_dtype("cuda")
         torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
         try:
             model(x)
         finally:
             torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
         for child in model:
             child._forward_hooks.clear()
     if is_fake:
@@ -271,7 +283,7 @@ def test_models_that_are_not_there(is_fake: bool) -> None:
     else:
         with torch.device("meta"):
             explanation = amp_fx.explain(mlp(), device_type="cuda")(torch.empty(8, 16))
-    assert (explanation.device_type, explanation.dtype) == ("cuda", "float16")
+    assert (explanation.device_type, explanation.dtype) == ("cuda", "bfloat16")
     assert explanation.is_imagined
     actual = {n.module: n.outputs[0] for n in explanation.nodes if n.kind == "op"}
     assert {name: tensor.dtype for name, tensor in actual.items()} == dtypes

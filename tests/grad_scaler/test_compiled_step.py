@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_fx
 from amp_fx.grad_scaler import host_scale
+from amp_fx.grad_scaler.compiled_step import _as_tensor
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
 
 BAD = (None, None, math.inf, None, math.nan, None, None)
@@ -337,3 +342,53 @@ def test_a_disabled_scaler_just_steps() -> None:
     before = params[0].detach().clone()
     step()
     torch.testing.assert_close(params[0].detach(), before - 0.1 / math.sqrt(12))
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "expected"),
+    [
+        ("cuda", {"capturable": True}, "cuda"),
+        ("cuda", {"capturable": True, "foreach": False}, "cuda"),
+        ("cuda", {}, "cuda"),
+        ("cuda", {"foreach": None}, "cuda"),
+        ("cuda", {"foreach": False}, "cpu"),
+        ("xpu", {}, "xpu"),
+        ("cpu", {"capturable": True}, "cpu"),
+    ],
+)
+def test_where_learning_rates_are(device: str, group: dict[str, Any], expected: str) -> None:
+    """On the device, or inductor makes no CUDA graph of the step; on the host where it is read."""
+    with FakeTensorMode():
+        rate = _as_tensor({"params": [torch.empty(2, device=device)], "lr": 0.1, **group})
+    assert (rate.device.type, rate.dtype, rate.dim()) == (expected, torch.float32, 0)
+
+
+@pytest.mark.parametrize("optimizer_name", ["sgd-momentum", "adamw"])
+def test_what_a_step_writes_keeps_its_place(optimizer_name: str) -> None:
+    """Inductor makes no CUDA graph where an input is written that is not static."""
+    moving: list[list[str]] = []
+
+    def compile_graph(gm: torch.fx.GraphModule, _: Any, **given: Any) -> Any:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        fixed = {inputs[i] for i in given.get("static_input_idxs", ())}
+        copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        assert copies
+        moving.append([node.args[0].name for node in copies if node.args[0] not in fixed])
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(gm, inputs, inner_compile=compile_graph)
+
+    params = make_params((4, 3), (5,))
+    makers: dict[str, Any] = {
+        "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+        "adamw": torch.optim.AdamW,
+    }
+    optimizer = makers[optimizer_name](params, lr=0.1)
+    grad_scaler = amp_fx.GradScaler("cpu")
+    step = grad_scaler.compile_step(optimizer, max_norm=1.0, backend=backend)
+    for seed in range(3):
+        optimizer.zero_grad()
+        set_scaled_grads(grad_scaler, params, None, seed)
+        step()
+    assert moving == [[]]

@@ -6,16 +6,20 @@ a device: it may not peek, and any read through the dispatcher fails.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
-from amp_fx.grad_scaler import host_scale, reports
+from amp_fx.grad_scaler import host_scale, predicated, reports
 from amp_fx.tables.presets import torch_version
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
 
@@ -156,3 +160,105 @@ def test_small_scales_are_noticed_without_looking() -> None:
             grad_scaler.update()
     assert torch.equal(params[0], before)
     assert grad_scaler.get_scale() == pytest.approx(4e-5)
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements of clones that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self.now += out.numel()
+            self.most = max(self.most, self.now)
+            weakref.finalize(out, self.freed, out.numel())
+        return out
+
+    def freed(self, count: int) -> None:
+        self.now -= count
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_a_capturable_step_copies_a_part_at_a_time(
+    has_hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, moments and counters of as many parameters as fit; with a hook, of all."""
+    adam = sys.modules["torch.optim.adam"]  # which torch.optim hides
+    monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
+    monkeypatch.setattr(predicated, "MOST_ELEMENTS", 24)
+    results = []
+    calls: list[None] = []
+    for may_split in (True, False):
+        params = make_params((4, 3), (5,), (4, 3), (30,), (2,))
+        groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
+        optimizer = torch.optim.Adam(groups, lr=0.1, capturable=True, foreach=True)
+        if has_hook or not may_split:
+            optimizer.register_step_post_hook(lambda *_: calls.append(None))
+        grad_scaler = amp_fx.GradScaler("cpu", growth_interval=2)
+        for seed, bad in enumerate((None, math.inf, None, math.nan, None)):
+            set_scaled_grads(grad_scaler, params, bad, seed)
+            with Alive() as alive:
+                one_iteration(grad_scaler, optimizer, "unscale")
+            is_split = may_split and not has_hook
+            if seed:
+                assert alive.most == (3 * 30 + 1 if is_split else 3 * 61 + 5)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+        results.append(snapshot(grad_scaler, [p.detach() for p in params], optimizer))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert len(calls) == (10 if has_hook else 5)
+
+
+class LateEvent:
+    """An event of a device: what was recorded before it arrives when it is asked a second time."""
+
+    def __init__(self) -> None:
+        self.times_asked = 0
+
+    def record(self) -> None:
+        """Nothing is on any stream."""
+
+    def query(self) -> bool:
+        self.times_asked += 1
+        return self.times_asked > 1
+
+
+class Device:
+    """Stands for ``torch.xpu``, which has no graphs to capture in all torches."""
+
+    Event = LateEvent
+
+    @staticmethod
+    def device(_: torch.device) -> Any:
+        return contextlib.nullcontext()
+
+
+@pytest.mark.usefixtures("_as_on_a_device")
+def test_the_bound_of_the_scale_follows_any_device_with_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_scale, "module_with_events", lambda _: Device)
+    monkeypatch.setattr(torch, "empty", without_pinning(torch.empty))
+    on_host = host_scale.HostScale(64.0)
+    scale = torch.tensor(64.0)
+    for _ in range(40):
+        on_host.follow_update(scale, 0.5, None)
+    assert on_host.lower_bound >= 64.0 * 0.5**3
+    assert on_host.seen == 64.0
+
+
+def without_pinning(empty: Any) -> Any:
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:  # noqa: ARG001
+        return empty(*args, **kwargs)
+
+    return make
+
+
+def test_which_devices_have_events() -> None:
+    with FakeTensorMode():
+        scales = {d: torch.empty((), device=d) for d in ("cpu", "cuda", "xpu", "mps")}
+    found = {d: host_scale.module_with_events(scale) for d, scale in scales.items()}
+    assert found == {"cpu": None, "cuda": torch.cuda, "xpu": torch.xpu, "mps": None}

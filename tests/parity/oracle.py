@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ def region_of(device: str, dtype: torch.dtype | None, **kwargs: Any) -> Abstract
     """``torch.autocast``; it can be entered for CUDA where there is no CUDA. None: no region."""
     if dtype is None:
         return contextlib.nullcontext()
-    if device == "cuda":
+    if device == "cuda" and not torch.cuda.is_available():
         return fake_cuda_region(dtype)
     return torch.autocast(device, dtype, **kwargs)
 
@@ -148,7 +149,8 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 def cotangent(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A gradient for ``out``: the same numbers for the same generator state."""
     dtype = torch.complex64 if out.is_complex() else torch.float32
-    return torch.randn(out.shape, generator=generator, dtype=dtype).to(out.dtype)
+    made = torch.randn(out.shape, generator=generator, dtype=dtype, device="cpu")
+    return made.to(out.device, out.dtype)
 
 
 @dataclasses.dataclass
@@ -167,6 +169,8 @@ class Subject:
     """Whether one region spans the drive, and not each call of the program one of its own."""
     cache_enabled: bool = True
     """Of the regions."""
+    device: str = "cpu"
+    """The device type of the regions."""
 
     def state(self) -> list[torch.Tensor]:
         """The tensors the program may read and write."""
@@ -200,7 +204,7 @@ def run(
     state = subject.state()
 
     def region() -> AbstractContextManager[Any]:
-        return region_of("cpu", dtype, cache_enabled=subject.cache_enabled)
+        return region_of(subject.device, dtype, cache_enabled=subject.cache_enabled)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.nullcontext() if subject.has_one_region else region():
@@ -210,6 +214,8 @@ def run(
         return outputs if cast_to is None else tree_map(cast_like, outputs, next(cast_to))
 
     torch.default_generator.manual_seed(SEED)
+    if subject.device == "cuda":
+        torch.cuda.manual_seed(SEED)
     with region() if subject.has_one_region else contextlib.nullcontext():
         leaves = tree_flatten(subject.drive(call, *subject.args))[0]
     inputs = [t for t in state if t.is_leaf and t.requires_grad]
@@ -302,6 +308,7 @@ def check(
         compile_options: For ``torch.compile``.
     """
     expected = run_eager(build(), build(), way, dtype)
+    device = build().device
 
     def compiled(kind: Callable[..., Program]) -> Result:
         reset()
@@ -316,7 +323,7 @@ def check(
         actual = compiled(compile_amp_fx)
     except Exception as error:  # noqa: BLE001, reported below, with its cause
         try:
-            compiled(compile_reference)
+            compiled(functools.partial(compile_reference, device=device))
         except Exception:  # noqa: BLE001, Dynamo cannot run the program with any backend
             return None
         return f"raised {type(error).__name__}: {error}"
@@ -327,7 +334,7 @@ def check(
         return difference(expected, actual, values=False)  # eager does not even repeat itself
     captured = copy.deepcopy(counters)
     try:
-        reference = compiled(compile_reference)
+        reference = compiled(functools.partial(compile_reference, device=device))
     except Exception:  # noqa: BLE001, a dtype baked in: eager cannot run the captured graph
         return difference(expected, actual, values=False)
     counters.clear()

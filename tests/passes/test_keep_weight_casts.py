@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.passes.keep_weight_casts import KeepWeightCasts
+from amp_fx.graphs.values import set_value
+from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.weights.kept_cast import Slot
 from tests.programs import Captured, assert_same_bits, run_program, site
@@ -125,3 +128,24 @@ def test_second_run_changes_nothing(
     name = captured.node("w").name
     assert not KeepWeightCasts(((name, (name,)),)).call(captured.gm).modified
     assert captured.text() == before
+
+
+def convolution_of(device: str, place: int) -> tuple[fx.Node, fx.Node]:
+    """A convolution of an input, a weight and a bias, and the cast of one of them."""
+    graph = fx.Graph()
+    args = [graph.placeholder(name) for name in ("x", "w", "b")]
+    cast = graph.call_function(torch.ops.aten._to_copy.default, (args[place],))
+    args[place] = cast
+    with FakeTensorMode():
+        set_value(cast, torch.empty(2, device=device))
+    return graph.call_function(torch.ops.aten.conv2d.default, tuple(args)), cast
+
+
+@pytest.mark.parametrize(
+    ("device", "place", "is_free"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)]
+)
+def test_a_bias_that_inductor_adds_behind_the_convolution(
+    device: str, place: int, is_free: bool
+) -> None:
+    """Its cast is fused there, on accelerators; ``tests/bench/test_traffic.py`` counts kernels."""
+    assert _adds_behind(*convolution_of(device, place)) == is_free

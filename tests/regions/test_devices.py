@@ -69,7 +69,7 @@ WRONG = (
     (("my_device",), "get_amp_supported_dtype() does not exist: give dtypes"),
     (("my_device", []), "give floating-point dtypes"),
     (("my_device", [torch.int8]), "give floating-point dtypes"),
-    (("my_device", ["bfloat16"]), "give floating-point dtypes"),
+    (("my_device", ["bfloat17"]), "give floating-point dtypes"),
     (("my_device", [bf16], {"linear": CastPolicy.FP32}), "linear"),
     (("my_device", [bf16], {"aten::linear": "fp32"}), "linear"),
 )

@@ -165,7 +165,7 @@ def serve(
 
 def reference(model: Tied, x: torch.Tensor) -> torch.Tensor:
     """What eager autocast makes of the weights as they are."""
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
         return model(x).float()  # type: ignore[no-any-return]
 
 
@@ -177,9 +177,9 @@ def read_and_write(run: Run, compiled: Any, model: Tied, scale: Any, *, grad: bo
     another compiles is refused.
     """
     versions = Versions(model)
-    firsts = [reference(model, inputs(k)) for k in range(NUM_READERS)]
+    firsts = [reference(model, inputs(k, model)) for k in range(NUM_READERS)]
     for k, first in enumerate(firsts):
-        job = functools.partial(serve, run, compiled, versions, inputs(k), first, grad=grad)
+        job = functools.partial(serve, run, compiled, versions, inputs(k, model), first, grad=grad)
         run.start(job)
     while scale is not None and run.has_time() and time.monotonic() < run.end - 2:
         versions.publish(scale)
@@ -193,7 +193,7 @@ def hog_wild(run: Run, compiled: Any, model: Tied) -> None:
     parameters = list(model.parameters())
 
     def hog(k: int) -> None:
-        x = inputs(k)
+        x = inputs(k, model)
         while run.has_time():
             out = compiled(x)
             loss = (out.clamp_min(1e-3).log() - 2.0).square().mean()
@@ -210,17 +210,19 @@ def hog_wild(run: Run, compiled: Any, model: Tied) -> None:
     run.join()
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            next_call = compiled(inputs(0)).detach()
+            next_call = compiled(inputs(0, model)).detach()
             weight_cache.invalidate()
-            fresh = compiled(inputs(0)).detach()
+            fresh = compiled(inputs(0, model)).detach()
         if not torch.equal(next_call, fresh):
             run.failures.append("the first call after the threads' end is stale")
-        if not torch.allclose(fresh, reference(model, inputs(0)), rtol=TOLERANCE, atol=0):
+        if not torch.allclose(fresh, reference(model, inputs(0, model)), rtol=TOLERANCE, atol=0):
             run.failures.append("the first call after the threads' end is not eager autocast's")
 
 
-def inputs(seed: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
+def inputs(seed: int, model: Tied) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+    return tokens.to(model.embedding.weight.device)
 
 
 def main() -> int:
@@ -230,15 +232,16 @@ def main() -> int:
     parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")
     parser.add_argument("--no-cache", action="store_true")
     parser.add_argument("--frozen", action="store_true", help="all that is made of weights is kept")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-4)
-    model = Tied()
+    model = Tied().to(arguments.device)
     options: Any = {"weight_cache": not arguments.no_cache, "freezing": arguments.frozen}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
     for grad in (False, True, False, True):
         with torch.set_grad_enabled(grad):
-            out = compiled(inputs(0))
+            out = compiled(inputs(0, model))
         if grad:
             out.sum().backward()
     model.zero_grad()

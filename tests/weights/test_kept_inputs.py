@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from amp_fx import weight_cache
 from amp_fx.graphs.checker import check_graph
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
@@ -190,3 +191,17 @@ def test_kept_cast_differentiates_as_the_cast_does() -> None:
     [expected] = torch.autograd.grad(p.to(torch.bfloat16), p, seed)
     assert actual.dtype == torch.float32
     assert torch.equal(actual, expected)
+
+
+def test_where_no_write_would_be_noticed_casts_stay_in_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on MPS; the CPU stands for it here."""
+    monkeypatch.setattr("amp_fx.weights.kept_inputs.DEVICES", ("cuda", "xpu"))
+    weight_cache.clear()
+    net = torch.nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    out = torch.compile(net, backend="amp_fx", options={"compiler": "eager"})(x)
+    assert not weight_cache.stats().entries
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(out, net(x).float())

@@ -1,0 +1,221 @@
+"""Counts models in this process and prints what came out, as JSON.
+
+``python -m amp_fx.bench.traffic.worker JSON`` is what ``python -m amp_fx.bench bytes`` starts: a
+process of its own, as ``pretend`` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_fx.bench.traffic.counting import Counter
+from amp_fx.bench.traffic.cubins import cubin_failures
+from amp_fx.bench.traffic.models import CASES, TINY
+from amp_fx.bench.traffic.pretend import pretend_cuda
+from amp_fx.dtypes import as_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from amp_fx.bench.traffic.counting import Graph
+    from amp_fx.bench.traffic.models import Case
+
+NATIVE, AMP_FX, LIMIT = "native", "amp_fx", "limit"
+CONTENDERS = (NATIVE, AMP_FX, LIMIT)
+MARK = "counted: "
+"""In front of each line of JSON; libraries print lines too."""
+
+log = logging.getLogger(__name__)
+
+
+def count(
+    case: Case,
+    contender: str,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    trains: bool,
+    policy: str = "torch",
+) -> dict[str, Any]:
+    """Counts one model, compiled by one contender.
+
+    It is called twice, as by two micro-batches of one update.
+
+    Args:
+        case: The model and its input.
+        contender: ``"native"``: inductor under ``torch.autocast``; ``"amp_fx"``; or ``"limit"``:
+            the model stored low.
+        device: ``"cpu"``, or ``"cuda"``, which must be pretended.
+        dtype: The low dtype.
+        trains: Whether there is a backward.
+        policy: amp_fx's policy.
+
+    Returns:
+        The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
+        ``"refreshed"`` before the first, and the dtype of the output.
+    """
+    torch._dynamo.reset()
+    mode = FakeTensorMode()
+    counter, kept = Counter(mode), _Kept()
+    steps: list[list[Graph]] = []
+    stored = dtype if contender == LIMIT else torch.float32
+    with torch.device("meta"):
+        model = case.build().to(stored)
+    with mode, torch.device(device):
+        _fake_weights_(model)
+        args = _inputs(case, stored, trains)
+    with (
+        mode,
+        counter.listening(),
+        kept.casting(),
+        torch.set_grad_enabled(trains),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        options: dict[str, Any] = {"backend": counter.inductor}
+        if contender == AMP_FX:
+            options = {"backend": "amp_fx", "options": {"policy": policy, "fallback": False}}
+        compiled = torch.compile(model, **options)
+        for _ in range(2):
+            with torch.autocast(device, dtype, enabled=contender != LIMIT):
+                out = compiled(*args)
+            if trains:
+                out.backward(torch.empty_like(out))
+            steps.append(counter.take())
+    first, further = steps
+    return {
+        "first": [dataclasses.asdict(graph) for graph in first],
+        "further": [dataclasses.asdict(graph) for graph in further or first],
+        "refreshed": kept.refreshed[0] if kept.refreshed else [],
+        "output": str(out.dtype),
+    }
+
+
+def _fake_weights_(model: torch.nn.Module) -> None:
+    """Puts fake tensors on the default device in the place of those on ``meta``."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                fake = torch.empty(weight.shape, dtype=weight.dtype)
+                module._parameters[name] = torch.nn.Parameter(fake, weight.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _inputs(case: Case, dtype: torch.dtype, trains: bool) -> list[torch.Tensor]:
+    x = torch.empty(case.shape, dtype=dtype, requires_grad=trains)
+    if not case.num_words:
+        return [x]
+    return [x, torch.empty(case.shape[:-1], dtype=torch.long)]
+
+
+@dataclasses.dataclass
+class _Kept:
+    """Fills kept casts without a cache: fake weights have no storage to watch.
+
+    Attributes:
+        refreshed: For each call, of each weight that was cast before it: the number of elements,
+            the bytes of one before and after, and whether the copy lies as the weight does.
+    """
+
+    refreshed: list[list[tuple[int, int, int, bool]]] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Has plans cast on every call, and take fake parameters for weights."""
+        from amp_fx.weights import cast_plan, kept_inputs
+
+        plan: Any = cast_plan.Plan
+        is_weight = kept_inputs._is_weight
+        wrap, wrap_two = plan.wrap, plan.wrap_two
+
+        def wrap_casting(this: Any, compiled: Any) -> Any:
+            return lambda *args: compiled(*self._cast(this, args, ()))
+
+        def wrap_two_casting(this: Any, compiled: Any, first: Any) -> Any:
+            num_calls = itertools.count()
+
+            def call(*args: Any) -> Any:
+                if next(num_calls):
+                    return compiled(*self._cast(this, args, ()))
+                return first(*self._cast(this, args, this.inside))[: -len(this.inside)]
+
+            return call
+
+        def is_fake_weight(node: Any, example: Any) -> bool:
+            return isinstance(example, torch.nn.Parameter) or is_weight(node, example)
+
+        plan.wrap, plan.wrap_two = wrap_casting, wrap_two_casting
+        kept_inputs._is_weight = is_fake_weight
+        try:
+            yield
+        finally:
+            plan.wrap, plan.wrap_two = wrap, wrap_two
+            kept_inputs._is_weight = is_weight
+
+    def _cast(self, plan: Any, args: tuple[Any, ...], inside: Sequence[int]) -> list[Any]:
+        """The inputs of a call, but for the copies that the graph makes itself."""
+        inputs = plan._cast(args)
+        passed, lows = inputs[: len(plan.passed)], inputs[len(plan.passed) :]
+        pairs = enumerate(zip(plan.slots, lows, strict=True))
+        outside = [pair for i, pair in pairs if i not in inside]
+        made = []
+        for slot, low in outside:
+            weight = args[slot.source_index]
+            if not slot.is_alias:
+                sizes = weight.element_size(), low.element_size()
+                made.append((low.numel(), *sizes, low.stride() == weight.stride()))
+        self.refreshed.append(made)
+        return [*passed, *(low for _, low in outside)]
+
+
+def run(given: dict[str, Any]) -> dict[str, Any]:
+    """Counts what one job asks for.
+
+    Args:
+        given: ``case``, ``contender``, ``device``, ``dtype``, ``trains`` and ``tiny``; with
+            ``capabilities``, the generated kernels are also compiled for these.
+    """
+    dtype = as_dtype(given["dtype"])
+    assert dtype is not None
+    case = (TINY if given["tiny"] else CASES)[given["case"]]
+    counted = count(
+        case, given["contender"], device=given["device"], dtype=dtype, trains=given["trains"]
+    )
+    sources: dict[str, str] = {}
+    for graph in [*counted["first"], *counted["further"]]:
+        sources |= graph.pop("sources", {})
+    capabilities = given.get("capabilities", ())
+    counted["num_kernels"] = len(sources)
+    counted["cubin_failures"] = {str(c): cubin_failures(sources, c) for c in capabilities}
+    return counted
+
+
+def main(jobs: Sequence[dict[str, Any]]) -> None:
+    """Prints a line of JSON for each job: what was counted, or what went wrong."""
+    warnings.simplefilter("ignore")
+    if any(job["device"] == "cuda" for job in jobs):
+        pretend_cuda()
+    for job in jobs:
+        try:
+            found = run(job)
+        except Exception as error:
+            log.debug("%s failed", job, exc_info=True)
+            first_line = str(error).strip().partition("\n")[0]
+            found = {"error": f"{type(error).__name__}: {first_line}"}
+        sys.stdout.write(f"{MARK}{json.dumps({'job': job, **found})}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

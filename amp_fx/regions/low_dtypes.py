@@ -1,0 +1,102 @@
+"""Which devices have units for bfloat16, and what to say of those that have none."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.errors import DtypeWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+DIFFERING = ("cuda", "xpu")
+"""Device types of which some have bfloat16 units and some do not."""
+
+
+def without_bfloat16(device_type: str, indices: Iterable[int] = ()) -> tuple[int, ...]:
+    """Those of some devices that have no units for bfloat16; none where nobody can be asked.
+
+    Args:
+        device_type: As in ``torch.device(...).type``; it need not be there.
+        indices: Of the devices that are meant; all of this machine if none is given.
+    """
+    if device_type not in DIFFERING or not _is_here(device_type):
+        return ()
+    found = sorted(indices) or range(torch.get_device_module(device_type).device_count())
+    return tuple(index for index in found if not _has_bfloat16(device_type, index))
+
+
+@functools.cache
+def _is_here(device_type: str) -> bool:
+    return bool(torch.get_device_module(device_type).is_available())
+
+
+@functools.cache
+def _has_bfloat16(device_type: str, index: int) -> bool:
+    """As ``is_bf16_supported(including_emulation=False)``, which asks the current device.
+
+    CUDA has the units from compute capability 8.0 on; ROCm everywhere, as torch takes it.
+    """
+    if device_type == "xpu":
+        properties = torch.xpu.get_device_properties(index)
+        return bool(getattr(properties, "has_bfloat16_conversions", True))
+    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@functools.cache
+def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
+    """Says once that nobody chose float16, and what it needs in training.
+
+    Args:
+        device_type: As in ``torch.device(...).type``.
+        lacking: Devices without bfloat16 units; none if that is not the reason.
+    """
+    why = "that is autocast's default"
+    if lacking:
+        why = f"{device_names(device_type, lacking)} has no bfloat16 units"
+    warnings.warn(
+        f"low-precision ops on {device_type!r} run in float16: no dtype was given, and {why}. "
+        "Small gradients vanish in it: train with amp_fx.GradScaler, and give the dtype to say "
+        "that it is meant",
+        DtypeWarning,
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def warn_of_emulation(device_type: str, lacking: tuple[int, ...]) -> None:
+    """Says once that a bfloat16 region is on devices without the units.
+
+    Of a graph with bfloat16 inputs or outputs inductor makes no kernels for them: Dynamo runs it
+    uncompiled (``torch._inductor.compile_fx._check_triton_bf16_support``).
+    """
+    warnings.warn(
+        f"{device_names(device_type, lacking)} has no bfloat16 units: products are emulated, "
+        "slower than in float32, and graphs may run uncompiled. torch.float16, with "
+        "amp_fx.GradScaler in training, is fast there",
+        DtypeWarning,
+        stacklevel=2,
+    )
+
+
+def forget_devices() -> None:
+    """Has devices asked again, and warnings given again."""
+    for function in (_is_here, _has_bfloat16, warn_of_default, warn_of_emulation):
+        function.cache_clear()
+
+
+def device_names(device_type: str, indices: Iterable[int]) -> str:
+    """``Tesla T4 (compute capability 7.5)``."""
+    return ", ".join(dict.fromkeys(_device_name(device_type, index) for index in indices))
+
+
+def _device_name(device_type: str, index: int) -> str:
+    name = str(torch.get_device_module(device_type).get_device_name(index))
+    if device_type != "cuda":
+        return name
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{name} (compute capability {major}.{minor})"

@@ -1,0 +1,243 @@
+"""``python -m amp_fx.bench bytes``: what generated kernels move, native beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from amp_fx.bench.__main__ import main
+from amp_fx.bench.traffic import command
+from amp_fx.bench.traffic.models import CASES, TINY, Case
+from amp_fx.bench.traffic.pretend import can_pretend
+from amp_fx.bench.traffic.totals import refresh_launches, totals
+from amp_fx.bench.traffic.worker import AMP_FX, LIMIT, NATIVE, count
+from amp_fx.inner import has_cpp_compiler
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+
+on_cuda_builds = pytest.mark.skipif(not can_pretend(), reason="needs a CUDA build with Triton")
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Any:
+    """What counting replaces is back afterwards."""
+    from torch._inductor import compile_fx, scheduler
+
+    from amp_fx.weights import cast_plan, kept_inputs
+
+    places: list[tuple[Any, str]] = [
+        (compile_fx, "compile_fx_inner"),
+        (scheduler.Scheduler, "codegen"),
+        (cast_plan.Plan, "wrap"),
+        (cast_plan.Plan, "wrap_two"),
+        (kept_inputs, "_is_weight"),
+    ]
+    before = [getattr(place, name) for place, name in places]
+    yield
+    assert [getattr(place, name) for place, name in places] == before
+
+
+def linear(size: int = 64) -> Case:
+    """One product without a bias: everything that it moves is known."""
+    return Case("one product", lambda: nn.Linear(size, size, bias=False), (32, size))
+
+
+def count_on_cpu(contender: str, *, trains: bool, case: Case | None = None) -> dict[str, Any]:
+    return count(case or linear(), contender, device="cpu", dtype=torch.bfloat16, trains=trains)
+
+
+def test_bytes_of_one_product_are_those_by_hand() -> None:
+    x, w, y = 32 * 64, 64 * 64, 32 * 64
+    casts = (4 + 2) * (x + w)
+    product = 2 * (x + w + y)
+    native = count_on_cpu(NATIVE, trains=False)
+    assert totals(native["first"], native["refreshed"], "cpu").num_bytes == casts + product
+    ours = count_on_cpu(AMP_FX, trains=False)
+    assert totals(ours["first"], ours["refreshed"], "cpu").num_bytes == casts + product
+    kept = totals(ours["further"], [], "cpu")
+    assert kept.num_bytes == casts + product - 6 * w
+    assert (kept.num_launches, kept.num_casts, kept.num_extern) == (1, 1, 1)
+    limit = count_on_cpu(LIMIT, trains=False)
+    assert totals(limit["first"], [], "cpu").num_bytes == product
+
+
+def test_what_is_saved_for_the_backward() -> None:
+    """Of a product that is the low input, and natively the low weight."""
+    native = totals(count_on_cpu(NATIVE, trains=True)["first"], [], "cpu")
+    ours = totals(count_on_cpu(AMP_FX, trains=True)["further"], [], "cpu")
+    assert native.saved_bytes - ours.saved_bytes == 2 * 64 * 64
+    assert ours.saved_bytes == 2 * 32 * 64
+
+
+class Transposed(nn.Module):
+    """Something that is copied into another layout, and not cast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input, in a layout of its own."""
+        return x.transpose(0, 1).contiguous()
+
+
+def test_a_copy_into_another_layout_is_told_from_a_cast() -> None:
+    case = Case("copies", Transposed, (32, 64))
+    found = totals(count_on_cpu(NATIVE, trains=False, case=case)["first"], [], "cpu")
+    assert (found.num_layouts, found.num_casts, found.num_launches) == (1, 0, 1)
+    assert found.num_bytes == 2 * 4 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("counts", "launches"),
+    [
+        ([1] * 64, 1),
+        ([1] * 65, 2),
+        ([320 * 65536 - 1], 1),
+        ([320 * 65536], 1),  # by itself
+        ([160 * 65536, 160 * 65536, 1], 2),
+        ([200 * 65536] * 4, 3),
+        ([], 0),
+    ],
+)
+def test_launches_of_a_refresh(counts: list[int], launches: int) -> None:
+    casts = [(size, 4, 2, True) for size in counts]
+    assert refresh_launches(casts, "cuda") == launches
+    assert refresh_launches([(size, 4, 2, False) for size in counts], "cuda") == len(counts)
+    assert refresh_launches(casts, "cpu") == len(counts)
+
+
+def check(row: dict[str, Any]) -> None:
+    """What holds of every model: never more than native, in bytes, kernels, casts and copies."""
+    assert not row["failures"], row["failures"]
+    native, ours, further = (row["totals"][n] for n in (NATIVE, AMP_FX, "amp_fx, further"))
+    for name in ("num_bytes", "num_launches", "num_extern", "num_casts", "num_layouts"):
+        assert ours[name] <= native[name], (row["about"], name, ours[name], native[name])
+        assert further[name] <= ours[name]
+    assert ours["saved_bytes"] <= native["saved_bytes"]
+    assert further["num_bytes"] < native["num_bytes"]
+
+
+def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What a run writes, which is one that succeeds."""
+    assert main(["bytes", "--json", str(path), *arguments]) == 0
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return found
+
+
+def test_never_more_than_native_on_the_cpu(tmp_path: Path) -> None:
+    tables = tmp_path / "tables.md"
+    arguments = ("mlp", "--tiny", "--device", "cpu", "--markdown", str(tables))
+    found = rows(tmp_path / "out.json", *arguments)
+    assert [row["mode"] for row in found] == ["training", "inference"]
+    for row in found:
+        check(row)
+    assert tables.read_text().count(f"| {TINY['mlp'].about} |") == 2
+    assert "training, bfloat16, the CPU backend" in tables.read_text()
+
+
+def test_kept_copies_are_not_laid_out_again(tmp_path: Path) -> None:
+    arguments = ("resnet", "--tiny", "--device", "cpu", "--mode", "training")
+    [row] = rows(tmp_path / "out.json", *arguments)
+    check(row)
+    assert row["totals"]["amp_fx, further"]["num_layouts"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_never_more_than_native_on_the_cpu_in_any_case(tmp_path: Path, dtype: str) -> None:
+    found = rows(tmp_path / "out.json", "--device", "cpu", "--dtype", dtype)
+    assert len(found) == 2 * len(CASES)
+    for row in found:
+        check(row)
+
+
+@on_cuda_builds
+def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
+    """And every kernel compiles to machine code, for A100 and for H200."""
+    arguments = ("mlp", "unet", "--tiny", "--cubin", "80,90", "--device", "cuda")
+    found = rows(tmp_path / "out.json", *arguments)
+    assert len(found) == 4
+    for row in found:
+        check(row)
+        assert row["cubin_failures"] == {"80": {}, "90": {}}
+
+
+@on_cuda_builds
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) -> None:
+    found = rows(tmp_path / "out.json", "--device", "cuda", "--dtype", dtype)
+    assert len(found) == 2 * len(CASES)
+    for row in found:
+        check(row)
+
+
+@on_cuda_builds
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "native", "limit"), [("gpt2", 3423, 2817), ("resnet", 2350, 2076)]
+)
+def test_figures_of_another_harness_come_out(
+    tmp_path: Path, case: str, native: int, limit: int
+) -> None:
+    """In MiB, forward and backward in bfloat16 with an H200's properties, counted before."""
+    [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
+    assert round(row["totals"][NATIVE]["num_bytes"] / 2**20) == native
+    assert round(row["totals"][LIMIT]["num_bytes"] / 2**20) == limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nonsense",), ["nonsense", "gpt2"]),
+        (("--dtype", "float64"), ["float64", "bfloat16"]),
+        (("--json", "/nowhere/at/all.json"), ["folder"]),
+        (("--device", "cpu", "--cubin", "80"), ["--cubin", "cuda"]),
+    ],
+)
+def test_bad_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: list[str]
+) -> None:
+    assert main(["bytes", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in words), told
+
+
+def test_a_worker_that_dies_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = "import sys; sys.exit('no room left')"
+    popen = subprocess.Popen
+
+    def start(_: list[str], **given: Any) -> Any:
+        return popen([sys.executable, "-c", program], **given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert main(["bytes", "mlp", "--tiny", "--device", "cpu", "--mode", "inference"]) == 1
+    assert "native failed: no room left" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(can_pretend(), reason="is a CUDA build")
+def test_cuda_without_a_build_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bytes", "--device", "cuda"]) == 2
+    assert "built without CUDA" in capsys.readouterr().err
+
+
+def test_the_worker_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    popen = subprocess.Popen
+
+    def start(_: list[str], **given: Any) -> Any:
+        seen.append(given["env"])
+        return popen([sys.executable, "-c", ""], **given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    list(command._answers([]))
+    assert seen == [{**os.environ, "CUDA_VISIBLE_DEVICES": ""}]

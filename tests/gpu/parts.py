@@ -1,0 +1,126 @@
+"""What ``make gpu`` runs, most telling first, each in a process of its own with a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+
+KINDS = ("pytest", "bench", "bytes", "program")
+MOST_WORKERS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        name: What the report calls it.
+        about: What it shows, in a line.
+        kind: How its results are read: ``"pytest"`` writes JUnit's XML, ``"bench"`` and
+            ``"bytes"`` write JSON, a ``"program"`` exits with 0 or not.
+        arguments: Behind ``python``; of pytest, the tests.
+        seconds: It is ended after so many.
+        needs_cuda: Whether it is left out where there is no CUDA.
+        modules: It is left out where one of these cannot be imported.
+        is_parallel: Whether several workers may share its tests.
+    """
+
+    name: str
+    about: str
+    kind: str
+    arguments: tuple[str, ...]
+    seconds: int
+    needs_cuda: bool = True
+    modules: tuple[str, ...] = ()
+    is_parallel: bool = False
+
+    def missing(self, *, has_cuda: bool) -> str | None:
+        """What it lacks here; None if it can run."""
+        if self.needs_cuda and not has_cuda:
+            return "no CUDA"
+        wanted = ("pytest", *self.modules) if self.kind == "pytest" else self.modules
+        absent = [name for name in wanted if importlib.util.find_spec(name) is None]
+        return f"no {absent[0]}" if absent else None
+
+    def command(self, result: str) -> list[str]:
+        """What to run; the part writes its results to a file of that name.
+
+        Warnings are none of its business: a torch that nobody has tested with may have new ones.
+        """
+        if self.kind == "program":
+            return [sys.executable, *self.arguments]
+        if self.kind in ("bench", "bytes"):
+            return [sys.executable, *self.arguments, "--json", result]
+        options = ["-q", "-rfE", "--tb=short", "-o", "filterwarnings=default"]
+        options += ["-p", "no:cacheprovider", f"--junitxml={result}"]
+        if self.is_parallel and importlib.util.find_spec("xdist") is not None:
+            options += ["-n", str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2)))]
+        return [sys.executable, "-m", "pytest", *options, *self.arguments]
+
+
+_BENCH = ("-m", "amp_fx.bench")
+_STRESS = ("-X", "faulthandler", "-m", "tests.weights.stress_program")
+
+PARTS = (
+    Part(
+        "writes",
+        "kept casts: every kind of write, every optimizer, streams, CUDA graphs",
+        "pytest",
+        ("tests/gpu/test_weight_cache.py", "tests/gpu/test_writes.py"),
+        100,
+    ),
+    Part(
+        "scaler",
+        "float16: the scaler beside torch's, and no waiting for the device",
+        "pytest",
+        ("tests/gpu/test_grad_scaler.py", "tests/gpu/test_compiled_step.py"),
+        70,
+    ),
+    Part(
+        "models",
+        "whole models against eager autocast: outputs, gradients, dtypes",
+        "pytest",
+        ("tests/gpu/test_parity_models.py",),
+        70,
+        is_parallel=True,
+    ),
+    Part(
+        "ops",
+        "op_db against eager autocast: outputs, gradients, dtypes",
+        "pytest",
+        ("tests/gpu/test_parity_ops.py",),
+        80,
+        is_parallel=True,
+    ),
+    Part(
+        "stress",
+        "threads that call and write one model",
+        "program",
+        (*_STRESS, "data", "--seconds", "6", "--device", "cuda"),
+        35,
+    ),
+    Part(
+        "speed",
+        "native, amp_fx and the limit, timed in turns",
+        "bench",
+        (*_BENCH, "mlp", "gpt-decode", "gpt-train", "--device", "cuda", "--repeats", "5"),
+        95,
+    ),
+    Part(
+        "scaler speed",
+        "what loss scaling adds to a step",
+        "bench",
+        (*_BENCH, "scaler", "--device", "cuda", "--repeats", "5"),
+        30,
+    ),
+    Part(
+        "bytes",
+        "what the generated kernels move, counted",
+        "bytes",
+        (*_BENCH, "bytes", "gpt2", "--mode", "training"),
+        50,
+        needs_cuda=False,
+    ),
+)

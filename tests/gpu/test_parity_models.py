@@ -1,0 +1,94 @@
+"""Whole models on the device: amp_fx against eager ``torch.autocast``, both ways in.
+
+With the inner compiler ``"eager"`` outputs, gradients and the state afterwards are those of eager
+autocast bit for bit, as far as eager repeats itself; with inductor they are as near to the exact
+ones as what ``torch.compile`` makes under autocast, in the same dtypes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from amp_fx.dtypes import dtype_name
+from tests.gpu.place import DEVICE, MARKS
+from tests.parity import oracle
+from tests.parity.cases import CASES
+from tests.parity.models import (  # noqa: F401, each registers its cases
+    graph_breaks,
+    losses,
+    mutation,
+    opaque,
+    recurrent,
+    regions,
+    shapes,
+    transformers,
+    weights,
+)
+from tests.parity.oracle import LOW_DTYPES, Subject, Way
+from tests.parity.test_models import INDUCTOR_CASES, errors
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]
+
+
+def build(name: str, *, is_exact: bool = False) -> Subject:
+    """A case's subject on the device; skips those that have tensors of their own elsewhere."""
+    torch.manual_seed(oracle.SEED)
+    try:
+        with torch.device(DEVICE):
+            subject = CASES[name].build()
+    except RuntimeError as error:  # a generator of the CPU's
+        pytest.skip(f"cannot be made there: {error}")
+    subject.device = DEVICE
+    if is_exact:
+        for module in (subject.program, subject.module):
+            if isinstance(module, nn.Module):
+                module.double()
+        subject.args = tuple(
+            arg.detach().double().requires_grad_(arg.requires_grad)
+            if isinstance(arg, torch.Tensor) and arg.is_floating_point()
+            else arg
+            for arg in subject.args
+        )
+    return subject
+
+
+def skip_unless_eager_runs(name: str, way: Way, dtype: torch.dtype) -> None:
+    try:
+        oracle.run_eager(build(name), build(name), way, dtype)
+    except Exception as error:  # noqa: BLE001, whatever eager cannot do is not asked for
+        pytest.skip(f"eager autocast cannot run it there: {error}")
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, case in CASES.items() for way in case.ways]
+)
+def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None:
+    skip_unless_eager_runs(name, way, dtype)
+    found = oracle.check(lambda: build(name), way, dtype, **CASES[name].compile_options)
+    assert found is None, found
+
+
+@pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
+@pytest.mark.parametrize("name", INDUCTOR_CASES)
+def test_inductor_errs_no_more_than_native(name: str, way: Way) -> None:
+    """Errors against float64 stay within twice those of ``torch.compile`` under autocast."""
+    dtype = torch.bfloat16
+    skip_unless_eager_runs(name, way, dtype)
+    exact = oracle.run(build(name, is_exact=True), None)
+    oracle.reset()
+    native = oracle.run(build(name), dtype, torch.compile)
+    oracle.reset()
+    ours = oracle.run(
+        build(name),
+        dtype if way is Way.AMBIENT else None,
+        lambda f: oracle.compile_amp_fx(f, way, dtype, compiler="inductor"),
+    )
+    pairs = zip(errors(exact, ours), errors(exact, native), strict=True)
+    for i, (found, allowed) in enumerate(pairs):
+        assert found <= 2 * allowed + 1e-2, f"leaf {i}: {found:g}, native {allowed:g}"
+    if way is Way.AMBIENT:
+        for mine, theirs in zip(ours.outputs, native.outputs, strict=True):
+            assert getattr(mine, "dtype", None) == getattr(theirs, "dtype", None)

@@ -1,0 +1,193 @@
+"""``make gpu``: parts in processes of their own, with limits, and a report of what came out.
+
+Its parts for a device are tried on one alone; here are stub parts, and one that needs none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from amp_fx.bench import report as bench_report
+from amp_fx.bench.compare import Comparison, Figure, Measured
+from amp_fx.bench.settings import Settings
+from amp_fx.bench.timing import Timing
+from amp_fx.bench.traffic import command
+from amp_fx.bench.traffic.totals import Totals
+from tests.gpu import run, runner
+from tests.gpu.parts import KINDS, PARTS, Part
+from tests.gpu.run import environment, main, site_folder
+from tests.gpu.runner import FAILED, NOT_RUN, PASSED, TIMED_OUT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def program(name: str, text: str, *, seconds: int = 30, needs_cuda: bool = False) -> Part:
+    return Part(name, f"a stub, {name}", "program", ("-c", text), seconds, needs_cuda=needs_cuda)
+
+
+def report(folder: Path, *parts: Part, code: int = 0, arguments: tuple[str, ...] = ()) -> Any:
+    """Runs parts, and gives the outcomes by name, and the report as text."""
+    out = folder / "report"
+    assert main(["--out", str(out), *arguments], parts) == code
+    data = json.loads(out.with_suffix(".json").read_text())
+    text = out.with_suffix(".md").read_text()
+    return {part["name"]: part for part in data["parts"]}, text
+
+
+def test_it_goes_on_after_parts_that_fail_hang_or_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = (
+        program("fails", "import sys; print('before it fell'); sys.exit(3)"),
+        program("hangs", "import time; print('waiting', flush=True); time.sleep(60)", seconds=2),
+        program("crashes", "import os; os.abort()"),
+        program("well", "print('all is well')"),
+    )
+    start = time.monotonic()
+    found, text = report(tmp_path, *parts, code=1)
+    assert time.monotonic() - start < 40
+    statuses = {name: part["status"] for name, part in found.items()}
+    assert statuses == {"fails": FAILED, "hangs": TIMED_OUT, "crashes": FAILED, "well": PASSED}
+    assert "exit code 3" in found["fails"]["detail"]
+    assert found["fails"]["tail"] == ["before it fell"]
+    assert found["hangs"]["tail"] == ["waiting"]
+    assert "| hangs | TIMED OUT | ended after 2 s |" in text
+    printed = capsys.readouterr().out
+    assert printed.index("before it fell") < printed.index("all is well")
+
+
+def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(note)!r}).touch()"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
+    text = f"import subprocess, sys, time; {start}; time.sleep(60)"
+    found, _ = report(tmp_path, program("parent", text, seconds=2), code=1)
+    assert found["parent"]["status"] == TIMED_OUT
+    time.sleep(3)
+    assert not note.exists()
+
+
+def test_no_more_time_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LEAST", 1.0)
+    parts = [program(name, "import time; time.sleep(60)", seconds=50) for name in "ab"]
+    found, _ = report(tmp_path, *parts, code=1, arguments=("--budget", "2"))
+    assert found["a"]["status"] == TIMED_OUT
+    assert (found["b"]["status"], found["b"]["detail"]) == (NOT_RUN, "out of time")
+
+
+def test_parts_for_a_device_are_left_out_without_one(tmp_path: Path) -> None:
+    part = program("device", "", needs_cuda=True)
+    lacking = Part("lacking", "", "program", ("-c", ""), 9, needs_cuda=False, modules=("no_such",))
+    found, text = report(tmp_path, lacking, part)
+    assert found["lacking"]["detail"] == "no no_such"
+    if found["device"]["status"] == NOT_RUN:
+        assert found["device"]["detail"] == "no CUDA"
+        assert "none: only parts that need no CUDA" in text
+
+
+TESTS = """
+import pytest
+
+def test_right(record_property):
+    record_property("waits", 0)
+
+def test_wrong():
+    assert 1 == 2, "as it should be"
+
+@pytest.mark.skip
+def test_left_out():
+    pass
+"""
+
+
+def test_what_tests_say_is_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "test_stub.py").write_text(TESTS)
+    part = Part("tests", "", "pytest", (str(tmp_path / "test_stub.py"),), 60, needs_cuda=False)
+    found, text = report(tmp_path, part, code=1)
+    assert found["tests"]["detail"] == "exit code 1 1 passed, 1 failed, 1 skipped"
+    [failure] = found["tests"]["failures"]
+    assert "test_wrong" in failure
+    assert "as it should be" in failure
+    assert found["tests"]["figures"] == {"test_right: waits": "0"}
+    assert "- test_right: waits: 0" in text
+
+
+def written(name: str, kind: str, data: Any) -> Part:
+    """A stub that writes what a benchmark would."""
+    text = f"import sys; open(sys.argv[2], 'w').write({json.dumps(data)!r})"
+    return Part(name, "", kind, ("-c", text), 30, needs_cuda=False)
+
+
+def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
+    timing = Timing((0.002, 0.004), 1)
+    measured = tuple(Measured(name, timing, 2**21) for name in ("native", "amp_fx"))
+    outcomes: list[tuple[str, Comparison | Figure]] = [
+        ("mlp", Comparison("two layers", measured)),
+        ("mlp", Figure("a share", 2.5, "%")),
+    ]
+    speed = bench_report.Report(Settings(), "bench", {}, {}, outcomes)
+    counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
+    names = ("native", "amp_fx", "amp_fx, further", "limit")
+    row = command.Row("MLP", "cuda", "bfloat16", "training", dict.fromkeys(names, counted), {}, {})
+    found, text = report(
+        tmp_path,
+        written("speed", "bench", bench_report.as_json(speed)),
+        written("bytes", "bytes", command.as_json("bytes", {}, [row])),
+    )
+    assert found["speed"]["status"] == found["bytes"]["status"] == PASSED
+    assert "| `mlp`: two layers | amp_fx | 3 ms | 1.00 | - | 2 MiB |" in text
+    assert "- a share: 2.5 %" in text
+    assert "| MLP | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 1 | 1 | 1 |" in text
+
+
+def test_a_result_that_is_cut_off_costs_nothing_else(tmp_path: Path) -> None:
+    cut = "import sys; open(sys.argv[2], 'w').write('{')"
+    part = Part("cut", "", "bench", ("-c", cut), 30, needs_cuda=False)
+    found, _ = report(tmp_path, part, program("next", ""))
+    assert "cannot be read" in found["cut"]["detail"]
+    assert found["next"]["status"] == PASSED
+
+
+def test_a_part_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = (program("one", ""), program("two", ""))
+    found, _ = report(tmp_path, *parts, arguments=("two",))
+    assert list(found) == ["two"]
+    assert main(["three"], parts) == 2
+    assert "no part 'three'; there are 'one', 'two'" in capsys.readouterr().err
+
+
+def test_the_parts_fit_into_nine_minutes_and_name_what_is_there() -> None:
+    assert sum(part.seconds for part in PARTS) <= run.BUDGET <= 540
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        assert part.kind in KINDS
+        if part.kind == "pytest":
+            assert all((run.ROOT / path).exists() for path in part.arguments), part.arguments
+
+
+def test_the_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that finds it by the path alone, the backend has its name."""
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    with site_folder() as folder:
+        given = environment(folder)
+        assert "PYTHONPATH" in given
+        text = "import torch; print(torch._dynamo.list_backends())"
+        done = subprocess.run(
+            [sys.executable, "-c", text],
+            env={**os.environ, **given},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert (folder / "amp_fx-0.dist-info" / "entry_points.txt").exists()
+    assert "'amp_fx'" in done.stdout

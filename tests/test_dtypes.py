@@ -1,0 +1,124 @@
+"""dtypes: names of a dtype mean the same everywhere that one is taken."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from amp_fx import Policy
+from amp_fx.bench.__main__ import _parse_dtype
+from amp_fx.commands.demo import parse_settings
+from amp_fx.commands.explain import parse_input
+from amp_fx.dtypes import as_dtype
+from amp_fx.errors import OptionError, RegionError
+from amp_fx.options import Options
+from amp_fx.regions.devices import _checked_dtypes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAMES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "torch.bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "torch.half": torch.float16,
+}
+
+
+def of_backend(name: str) -> Any:
+    options: dict[str, Any] = {
+        "dtype": name,
+        "output_dtype": "autocast",
+        "compiler": "eager",
+    }
+    compiled = torch.compile(nn.Linear(4, 4), backend="amp_fx", options=options)
+    return compiled(torch.ones(1, 4)).dtype
+
+
+def of_compile(name: str) -> Any:
+    compiled = amp_fx.compile(nn.Linear(4, 4), dtype=name, options={"compiler": "eager"})
+    return compiled(torch.ones(1, 4)).dtype
+
+
+def of_region(name: str) -> Any:
+    with amp_fx.autocast("cpu", name):
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def of_region_with_policy(name: str) -> Any:
+    with amp_fx.autocast("cpu", name, policy="torch"):
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+def of_compiled_region(name: str) -> Any:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", name):
+            return x @ x
+
+    return torch.compile(product, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype
+
+
+def of_explanation(name: str) -> Any:
+    return getattr(torch, amp_fx.explain(nn.Linear(4, 4), dtype=name)(torch.ones(1, 4)).dtype)
+
+
+def of_policy(name: str) -> Any:
+    return Policy.default("cuda", dtype=name).low_dtype("cuda")
+
+
+def of_policy_file(name: str) -> Any:
+    return Policy.loads(f'format = 1\ndtype = "{name}"\n').low_dtype("cpu")
+
+
+def of_demo(name: str) -> Any:
+    arguments = argparse.Namespace(steps="2", device="cpu", dtype=name, compiler="eager")
+    return parse_settings(arguments).dtype
+
+
+PLACES: dict[str, Callable[[str], Any]] = {
+    "backend": of_backend,
+    "compile": of_compile,
+    "region": of_region,
+    "region with policy": of_region_with_policy,
+    "compiled region": of_compiled_region,
+    "explain": of_explanation,
+    "policy": of_policy,
+    "with_dtype": lambda name: Policy.default().with_dtype(name).low_dtype("cpu"),
+    "policy file": of_policy_file,
+    "demo": of_demo,
+    "bench": _parse_dtype,
+    "input shape": lambda name: parse_input(f"2:{name.removeprefix('torch.')}").dtype,
+    "register_device": lambda name: _checked_dtypes("privateuseone", [name])[0],
+    "options": lambda name: Options.parse({"dtype": name}).dtype,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["bf16", "fp16", "half", "bfloat16"])
+def test_every_place_takes_every_name(place: str, name: str) -> None:
+    assert PLACES[place](name) is NAMES[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names(name: str) -> None:
+    assert as_dtype(name) is NAMES[name]
+
+
+@pytest.mark.parametrize("value", ["load", "BF16", "nonsense", "", "torch.", 16, None, int])
+def test_what_is_no_dtype(value: object) -> None:
+    assert as_dtype(value) is None
+
+
+def test_a_wrong_name_is_refused_with_those_that_are_right() -> None:
+    with pytest.raises(RegionError, match=r"'bf17' is no dtype: give torch\.bfloat16"):
+        amp_fx.autocast("cpu", "bf17")
+    with pytest.raises(OptionError, match=r"'bf17' is no dtype: give torch\.bfloat16"):
+        amp_fx.compile(nn.Linear(4, 4), dtype="bf17")
