@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
+    from amp_fx.numerics.entry import accuracy
+    from amp_fx.numerics.report import AccuracyReport
 
 __all__ = [
+    "AccuracyReport",
     "CastPolicy",
     "Explanation",
     "GradScaler",
     "Policy",
+    "accuracy",
     "autocast",
     "compile",
     "custom_bwd",
@@ -43,7 +47,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AccuracyReport": "amp_fx.numerics.report",
     "Explanation": "amp_fx.explanation.explanation",
+    "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "register_pass": "amp_fx.added_passes",

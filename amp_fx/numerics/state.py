@@ -1,0 +1,176 @@
+"""Keeps what is the user's as it was: buffers, gradients, random numbers.
+
+Nothing has to be known of the program: the first write to a storage that the run has not made
+itself is noticed, and what was there before is kept aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_fx.errors import AccuracyError
+from amp_fx.numerics.repeat import below_everything, facts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class StateGuard:
+    """What a run may write to, as it was before.
+
+    Args:
+        low_parameters: Whether parameters in another dtype than float32 are let through.
+    """
+
+    def __init__(self, *, low_parameters: bool = False) -> None:
+        self.num_floats = 0
+        self._low_parameters = low_parameters
+        self._made: dict[int, StorageWeakRef] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def look_at(self, op: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes down the tensors that an op is called with.
+
+        Raises:
+            AccuracyError: One has no numbers, or is a parameter in another dtype.
+        """
+        for tensor in tensors:
+            refuse_strange(tensor)
+            self.num_floats += tensor.is_floating_point()
+            if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self._leaves:
+                continue
+            if isinstance(tensor, torch.nn.Parameter) and not self._low_parameters:
+                _refuse_parameter(tensor, op)
+            self._leaves[id(tensor)] = (tensor, tensor.grad)
+
+    def note_made(self, results: Any) -> None:
+        """Takes down what an op has made."""
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, torch.Tensor) and result.layout is torch.strided:
+                storage = result.untyped_storage()
+                if storage._cdata not in self._made:
+                    self._made[storage._cdata] = StorageWeakRef(storage)
+        if len(self._made) % 512 == 511:
+            for address in [a for a, made in self._made.items() if made.expired()]:
+                del self._made[address]
+
+    def save(self, written: Iterable[torch.Tensor]) -> None:
+        """Keeps what is about to be written to, if it is the user's."""
+        for tensor in written:
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address in self._made or address in self._kept:
+                continue
+            with below_everything():
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                self._kept[address] = (whole, whole.clone())
+
+    def restore(self) -> None:
+        """Puts back what was written to."""
+        with torch.no_grad(), below_everything():
+            for whole, before in self._kept.values():
+                whole.copy_(before)
+        for leaf, gradient in self._leaves.values():
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+        self._kept.clear()
+
+    def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The leaves that were met, and the gradients that they had."""
+        return list(self._leaves.values())
+
+
+class GuardMode(TorchDispatchMode):
+    """Runs a program as it is, with a guard, and counts what examining it will take.
+
+    Args:
+        guard: Told of every write.
+        reference: The dtype of the reference.
+    """
+
+    def __init__(self, guard: StateGuard, reference: torch.dtype) -> None:
+        super().__init__()
+        self.guard = guard
+        self.reference = reference
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,  # noqa: ARG002
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs one op."""
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.guard.look_at(func, tensors)
+        is_op = isinstance(func, torch._ops.OpOverload)
+        if is_op and not facts_of(func).is_view:
+            self.guard.save(facts_of(func).written(args, kwargs))
+        results = func(*args, **kwargs)
+        if is_op and not facts_of(func).is_view:
+            self.guard.note_made(results)
+            if any(t.requires_grad for t in tensors):
+                self._count(results)
+        return results
+
+    def _count(self, results: Any) -> None:
+        """Adds the roundings that are kept of an op, in two bytes each."""
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                is_low = result.dtype.itemsize < self.reference.itemsize
+                self.num_bytes += 2 * result.numel() * is_low
+
+    @contextlib.contextmanager
+    def counting_saved(self) -> Iterator[None]:
+        """Counts the shadows of what autograd saves meanwhile."""
+        seen: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and tensor.is_floating_point():
+                storage = tensor.untyped_storage()
+                if storage._cdata in self.guard._made and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    elements = storage.nbytes() // tensor.dtype.itemsize
+                    self.num_bytes += elements * max(tensor.itemsize, self.reference.itemsize)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def refuse_strange(tensor: torch.Tensor) -> None:
+    """Refuses what has no numbers.
+
+    Raises:
+        AccuracyError: The tensor is fake or on the ``meta`` device.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
+        raise AccuracyError(
+            f"the program is run, and a tensor of sizes {tuple(tensor.shape)} is {kind}: it has "
+            "no numbers; amp_fx.explain works without any"
+        )
+
+
+def _refuse_parameter(parameter: torch.Tensor, op: Any) -> None:
+    if parameter.dtype.is_complex or parameter.dtype == torch.float32:
+        return
+    what = "has float64" if parameter.dtype == torch.float64 else f"is in {parameter.dtype} already"
+    raise AccuracyError(
+        f"the model {what}: a parameter of sizes {tuple(parameter.shape)}, which {op} takes. What "
+        "autocast does to a program can be told of float32 models alone: call .float() on it"
+    )
