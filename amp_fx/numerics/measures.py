@@ -54,6 +54,11 @@ class Measures:
             setattr(self, field.name, joined)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the reference program's result is."""
+        return math.isfinite(self.max_abs)
+
+    @property
     def local(self) -> float:
         """Relative error (L2) of the op itself."""
         return relative(self.local_sq, self.local_ref_sq)

@@ -9,9 +9,11 @@ error since the start. What cannot be run again is listed as not examined.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +32,8 @@ from amp_fx.numerics.repeat import (
 from amp_fx.numerics.shadow import Shadows, is_tracked, widened
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from amp_fx.numerics.state import StateGuard
 
 aten = torch.ops.aten
@@ -78,13 +82,22 @@ class Rounding:
         seen: The op that made the error.
         position: Which of the results.
         eps: The error.
-        is_own: Whether it is the op's own error, not that of a constant that it takes.
+        is_written: Whether the op has written it in place.
+        geometry: Sizes, strides and offset where it was written to a view.
     """
 
     seen: Seen
     position: int
     eps: torch.Tensor
-    is_own: bool = True
+    is_written: bool = False
+    geometry: tuple[Any, Any, int] | None = None
+
+    def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of the result, given that of the node; None where it is another's."""
+        if self.geometry is not None and gradient.shape != self.eps.shape:
+            is_whole = gradient.is_contiguous() and gradient.storage_offset() == 0
+            return gradient.as_strided(*self.geometry) if is_whole else None
+        return gradient if gradient.shape == self.eps.shape else None
 
 
 class ShadowMode(TorchDispatchMode):
@@ -96,6 +109,8 @@ class ShadowMode(TorchDispatchMode):
         modules: Patterns of modules; others are run, and not measured. None measures all.
         is_brief: Whether only results in a low dtype are measured.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -118,9 +133,8 @@ class ShadowMode(TorchDispatchMode):
         self._reference = reference
         self._modules = modules
         self._is_brief = is_brief
-        self._forward_of: dict[int, Seen] = {}
+        self._site_of: dict[int, Site] = {}
         self._last_number = torch.autograd._get_sequence_nr() - 1
-        self._custom_number = -1
 
     def __torch_dispatch__(
         self,
@@ -139,8 +153,10 @@ class ShadowMode(TorchDispatchMode):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
         facts = facts_of(func)
         if facts.is_view:
-            self._count_node()
-            return func(*args, **kwargs)
+            results = func(*args, **kwargs)
+            if _all_share(results, tensors):
+                self._count_node()
+                return results
         self._guard.save(facts.written(args, kwargs))
         call = _Call(self, func, facts, args, kwargs, tensors)
         results = call.run() if call.is_touched() else call.run_as_it_is()
@@ -173,29 +189,28 @@ class ShadowMode(TorchDispatchMode):
         """Stage and site of an op that is about to be recorded, and the number of its node."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
-            forward = self._forward_of.get(node._sequence_nr())
-            site = forward.site if forward is not None else Site(op=_node_name(node))
+            site = self._site_of.get(node._sequence_nr()) or Site(op=_node_name(node))
             return "backward", site, None
         number = torch.autograd._get_sequence_nr() - 1
         site = self.places.here(kernel)
-        if torch.is_grad_enabled():
-            has_node = any(t.requires_grad for t in tensors)
-        else:  # a custom function makes its node before its forward runs
-            self._custom_number = number if number > self._last_number else self._custom_number
-            has_node = number == self._custom_number
+        is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if is_own or (not torch.is_grad_enabled() and number > self._last_number):
+            self._site_of[number] = site  # a custom function makes its node before its forward
         self._count_node()
-        return ("again" if node is not None else "forward"), site, number if has_node else None
+        is_again = node is not None and _is_in_checkpoint()
+        return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _count_node(self) -> None:
         self._last_number = torch.autograd._get_sequence_nr() - 1
 
-    def record(self, seen: Seen, number: int | None) -> None:
-        """Adds the record of an op."""
-        if seen.stage == "again":
-            return  # what a checkpoint computes again was there before
-        self.seen.append(seen)
-        if seen.stage == "forward" and number is not None:
-            self._forward_of[number] = seen
+    def site_of(self, number: int) -> Site:
+        """The site of the op with some node of autograd."""
+        return self._site_of.get(number, Site())
+
+    def record(self, seen: Seen) -> None:
+        """Adds the record of an op; what a checkpoint computes again was there before."""
+        if seen.stage != "again":
+            self.seen.append(seen)
 
     @property
     def reference(self) -> torch.dtype:
@@ -253,11 +268,11 @@ class _Call:
             total = float(result.sum()) if not result.is_complex() else 0.0
             if total - total == 0 or _has_infinity(self.tensors):
                 return
-        stage, site, number = self.mode.begin(self.facts.name, self.tensors)
+        stage, site, _ = self.mode.begin(self.facts.name, self.tensors)
         seen = self._new_record(stage, site, result)
         seen.is_origin = True
         seen.measures.max_abs = total
-        self.mode.record(seen, number)
+        self.mode.record(seen)
 
     def run(self) -> Any:
         """Runs the op, repeats it, and measures."""
@@ -320,9 +335,7 @@ class _Call:
         for position, (with_error, without) in enumerate(pairs):
             if with_error.is_floating_point():
                 eps = torch.sub(with_error, without).to(torch.bfloat16)
-                self.mode.roundings.setdefault(number, []).append(
-                    Rounding(seen, position, eps, is_own=False)
-                )
+                self.mode.roundings.setdefault(number, []).append(Rounding(seen, position, eps))
 
     def _states_before(self, needs_both: bool) -> tuple[Any, Any]:
         """The arguments for both repetitions, taken before the op writes to any."""
@@ -426,7 +439,7 @@ class _Call:
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, second, is_fresh=fresh)
         if is_measured and (seen.measures.numel or seen.measures.flips):
-            self.mode.record(seen, number)
+            self.mode.record(seen)
 
     def _widened_result(self, tensor: torch.Tensor | None) -> Any:
         return None if tensor is None else widened(tensor, self.reference)
@@ -468,7 +481,13 @@ class _Call:
             seen.exponents = exponents(shadow)
         if eps is None or number is None or seen.stage != "forward" or not found.local_sq:
             return
+        if not found.is_finite:
+            eps = torch.where(eps.isfinite(), eps, 0)
         kept = Rounding(seen, position, eps.to(torch.bfloat16))
+        if _is_in(result, self.written):
+            kept.is_written = True
+            if result._is_view():
+                kept.geometry = (result.size(), result.stride(), result.storage_offset())
         self.mode.roundings.setdefault(number, []).append(kept)
 
     def _new_record(self, stage: str, site: Site, result: torch.Tensor) -> Seen:
@@ -519,6 +538,26 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
     """Whether any has an infinite element or a NaN."""
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
     return any(not bool(t.isfinite().all()) for t in floats)
+
+
+def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether results are views, as an op's schema says that they may be."""
+    addresses = {_address(t) for t in tensors}
+    return all(_address(t) in addresses for t in _tensors(results))
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a checkpoint is running its forward again.
+
+    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
+    Relies on ``torch.utils.checkpoint`` having one file.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _node_name(node: Any) -> str:

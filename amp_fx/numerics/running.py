@@ -15,7 +15,8 @@ from amp_fx.explanation.table import human
 from amp_fx.numerics.measures import effect_of
 from amp_fx.numerics.mode import Seen, ShadowMode
 from amp_fx.numerics.repeat import below_everything
-from amp_fx.numerics.state import GuardMode, StateGuard
+from amp_fx.numerics.places import CallNotes
+from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,9 +96,9 @@ def run_step(
     Raises:
         AccuracyError: There is nothing to examine.
     """
-    guard = StateGuard()
+    guard = StateGuard(modules_of(step))
     with undisturbed(guard) as rewind:
-        plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard)
+        plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
         if plain is not None:
             if not guard.num_floats:
                 raise AccuracyError(
@@ -136,7 +137,6 @@ def undisturbed(guard: StateGuard) -> Iterator[Callable[[], None]]:
 class _Plain:
     """What running the step as it is gave."""
 
-    outputs: Any
     loss: float | None
     num_bytes: int
 
@@ -147,13 +147,21 @@ def _plain_run(
     kwargs: dict[str, Any],
     request: Request,
     guard: StateGuard,
+    rewind: Callable[[], None],
 ) -> _Plain:
+    """Runs the step as it is; without a count of memory inside of ``torch.func``."""
     mode = GuardMode(guard, request.reference)
-    with request.region(), mode.counting_saved(), mode:
-        outputs = step(*args, **kwargs)
-        loss = loss_of(outputs, request.loss)
-    value = None if loss is None else float(loss.detach())
-    return _Plain(None, value, mode.num_bytes)
+    try:
+        with request.region(), mode.counting_saved(), CallNotes(), mode:
+            loss = loss_of(step(*args, **kwargs), request.loss)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        guard.restore()
+        rewind()
+        with request.region(), CallNotes(), mode:
+            loss = loss_of(step(*args, **kwargs), request.loss)
+    return _Plain(None if loss is None else float(loss.detach()), mode.num_bytes)
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -271,23 +279,50 @@ def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Te
 
 def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
     """Sees to it that gradients meet the errors; returns the leaves of the graph."""
-    pending = [t.grad_fn for t in outputs if t.grad_fn is not None]
     leaves = [t for t in outputs if t.grad_fn is None]
-    known = set(pending)
-    while pending:
-        node: Any = pending.pop()
+    nodes: dict[int, Any] = {}
+    for node in _nodes_above(outputs):
         leaf = getattr(node, "variable", None)
         if leaf is not None and not node.next_functions:
             leaves.append(leaf)
             continue
-        roundings = mode.roundings.get(node._sequence_nr())
-        if roundings:
-            node.register_prehook(_hook(mode, roundings, scale))
+        nodes[node._sequence_nr()] = node
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            module = mode.site_of(node._sequence_nr()).module
+            why = "what ops inside of a custom function do to the loss is not known"
+            mode.leave_out(node.name().removesuffix("Backward"), module, why)
+    for number, roundings in mode.roundings.items():
+        found = nodes.get(number)
+        if found is None and roundings[0].is_written:
+            found = _node_of_write(nodes, number, is_view=roundings[0].geometry is not None)
+        if found is not None:
+            found.register_prehook(_hook(mode, roundings, scale))
+    return leaves
+
+
+def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd that outputs depend on."""
+    pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    known = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in known:
                 known.add(following)
                 pending.append(following)
-    return leaves
+
+
+def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
+    """The node of an op that writes in place, which is not the latest when the op runs.
+
+    Relies on autograd keeping a copy of what is overwritten, whose node comes after the op's, and
+    on a write to a view being a ``CopySlices`` of its base, whose node is made after the write.
+    """
+    if is_view:
+        found = nodes.get(number + 1)
+        return found if found is not None and found.name() == "CopySlices" else None
+    return nodes.get(number - 1)
 
 
 def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
@@ -307,14 +342,16 @@ def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any
 def _meet(
     mode: ShadowMode, roundings: list[Any], position: int, gradient: torch.Tensor, scale: float
 ) -> None:
-    met: set[bool] = set()
-    for rounding in reversed(roundings):
-        is_met = rounding.position == position and rounding.eps.shape == gradient.shape
-        if not is_met or (rounding.is_own and True in met):
-            continue  # of the ops of a custom function the last one gives its result
-        met.add(rounding.is_own)
-        shadow = mode.shadows.of(gradient)
-        effect, square = effect_of(gradient, shadow, rounding.eps)
+    for rounding in roundings:
+        if rounding.position != position and rounding.geometry is None:
+            continue
+        low = rounding.part_of(gradient)
+        shadow = rounding.part_of(mode.shadows.of(gradient))
+        if low is None or shadow is None:
+            continue
+        if mode.shadows.of(gradient) is gradient:
+            low = shadow
+        effect, square = effect_of(low, shadow, rounding.eps)
         seen = rounding.seen
         seen.effect = (seen.effect or 0.0) + effect / scale
         seen.effect_sq += square / scale**2

@@ -7,6 +7,8 @@ itself is noticed, and what was there before is kept aside.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +28,13 @@ class StateGuard:
     """What a run may write to, as it was before.
 
     Args:
-        low_parameters: Whether parameters in another dtype than float32 are let through.
+        modules: Modules whose attributes are put back too, as far as they are bound to others.
     """
 
-    def __init__(self, *, low_parameters: bool = False) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
         self.num_floats = 0
-        self._low_parameters = low_parameters
+        self._attributes = [_Attributes(m) for root in modules for m in root.modules()]
+        self._histories: dict[int, torch.Tensor] = {}
         self._made: dict[int, StorageWeakRef] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -47,7 +50,7 @@ class StateGuard:
             self.num_floats += tensor.is_floating_point()
             if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self._leaves:
                 continue
-            if isinstance(tensor, torch.nn.Parameter) and not self._low_parameters:
+            if isinstance(tensor, torch.nn.Parameter):
                 _refuse_parameter(tensor, op)
             self._leaves[id(tensor)] = (tensor, tensor.grad)
 
@@ -69,7 +72,12 @@ class StateGuard:
                 continue
             storage = tensor.untyped_storage()
             address = storage._cdata
-            if address in self._made or address in self._kept:
+            if address in self._made:
+                continue
+            base = tensor._base if tensor._base is not None else tensor
+            if base.grad_fn is None:
+                self._histories[id(base)] = base
+            if address in self._kept:
                 continue
             with below_everything():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -81,6 +89,12 @@ class StateGuard:
         with torch.no_grad(), below_everything():
             for whole, before in self._kept.values():
                 whole.copy_(before)
+            for base in self._histories.values():
+                if base.grad_fn is not None:
+                    base.detach_()
+        for attributes in self._attributes:
+            attributes.restore()
+        self._histories.clear()
         for leaf, gradient in self._leaves.values():
             if leaf.grad is not gradient:
                 leaf.grad = gradient
@@ -91,6 +105,59 @@ class StateGuard:
         return list(self._leaves.values())
 
 
+class _Attributes:
+    """What the attributes of a module are bound to."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        self._plain = dict(vars(module))
+        self._tables = {n: dict(v) for n, v in self._plain.items() if n in _TABLES}
+
+    def restore(self) -> None:
+        if type(self._module) is not self._class:
+            return  # a lazy module has made its parameters
+        found = vars(self._module)
+        for name in [name for name in found if name not in self._plain]:
+            del found[name]
+        found.update(self._plain)
+        for name, table in self._tables.items():
+            if not _is_same(found[name], table):
+                found[name].clear()
+                found[name].update(table)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_same(found: dict[str, Any], table: dict[str, Any]) -> bool:
+    return found.keys() == table.keys() and all(found[name] is table[name] for name in table)
+
+
+def modules_of(step: Any) -> list[torch.nn.Module]:
+    """The modules that a step is or knows: those of its variables, its closure and its object."""
+    owner = getattr(step, "__self__", None)
+    function = inspect.unwrap(step) if callable(step) else step
+    found: list[Any] = [step, owner, *(getattr(function, "__defaults__", None) or ())]
+    found += (getattr(function, "__kwdefaults__", None) or {}).values()
+    if isinstance(step, functools.partial):
+        found += [step.func, *step.args, *step.keywords.values()]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        known = getattr(function, "__globals__", {})
+        found += [known[name] for name in code.co_names if name in known]
+        found += [c.cell_contents for c in function.__closure__ or () if _has_content(c)]
+    modules = [value for value in found if isinstance(value, torch.nn.Module)]
+    return list(dict.fromkeys(modules))
+
+
+def _has_content(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - empty cells raise
+    except ValueError:
+        return False
+    return True
+
+
 class GuardMode(TorchDispatchMode):
     """Runs a program as it is, with a guard, and counts what examining it will take.
 
@@ -98,6 +165,8 @@ class GuardMode(TorchDispatchMode):
         guard: Told of every write.
         reference: The dtype of the reference.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, guard: StateGuard, reference: torch.dtype) -> None:
         super().__init__()
