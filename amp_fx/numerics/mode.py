@@ -148,7 +148,7 @@ class ShadowMode(TorchDispatchMode):
         if self.is_paused:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
-        self._guard.look_at(func, tensors)
+        self._guard.look_at(tensors)
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
         facts = facts_of(func)
@@ -160,14 +160,15 @@ class ShadowMode(TorchDispatchMode):
         self._guard.save(facts.written(args, kwargs))
         call = _Call(self, func, facts, args, kwargs, tensors)
         results = call.run() if call.is_touched() else call.run_as_it_is()
-        self._guard.note_made(results)
+        self._guard.note_made(results, tensors)
         return results
 
     def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
         self.leave_out(str(func), self.places.here("").module, why)
         with torch._C.DisableTorchFunction():
             results = func(*args, **kwargs)
-        self._guard.note_made(results)
+        tensors = _tensors((args, kwargs))
+        self._guard.note_made(results, tensors)
         return results
 
     def leave_out(self, op: str, module: str, why: str) -> None:

@@ -60,9 +60,7 @@ def facts_of(op: OpOverload) -> OpFacts:
     """What is known of an op."""
     schema = op._schema
     arguments = list(enumerate(schema.arguments))
-    writes = tuple(
-        (i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
-    )
+    writes = tuple((i, a.name) for i, a in arguments if _is_written(a))
     returns = [result.alias_info for result in schema.returns]
     is_view = bool(returns) and not writes and all(alias is not None for alias in returns)
     return OpFacts(
@@ -72,6 +70,15 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_empty=op.overloadpacket in _EMPTY,
     )
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that kernels of batch normalization write to, though their schemas do not say so."""
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    alias = argument.alias_info
+    return argument.name in _STATISTICS or (alias is not None and alias.is_write)
 
 
 def in_reference(

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.repeat import below_everything, facts_of
 
@@ -32,34 +33,57 @@ class StateGuard:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
-        self.num_floats = 0
+        self._dtypes: set[torch.dtype] = set()
+        self._parameter_dtypes: set[torch.dtype] = set()
         self._attributes = [_Attributes(m) for root in modules for m in root.modules()]
         self._histories: dict[int, torch.Tensor] = {}
         self._made: dict[int, StorageWeakRef] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
-    def look_at(self, op: Any, tensors: Iterable[torch.Tensor]) -> None:
+    def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down the tensors that an op is called with.
 
         Raises:
-            AccuracyError: One has no numbers, or is a parameter in another dtype.
+            AccuracyError: One has no numbers.
         """
         for tensor in tensors:
             refuse_strange(tensor)
-            self.num_floats += tensor.is_floating_point()
+            if tensor.is_floating_point():
+                self._dtypes.add(tensor.dtype)
+                if isinstance(tensor, torch.nn.Parameter):
+                    self._parameter_dtypes.add(tensor.dtype)
             if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self._leaves:
                 continue
-            if isinstance(tensor, torch.nn.Parameter):
-                _refuse_parameter(tensor, op)
             self._leaves[id(tensor)] = (tensor, tensor.grad)
 
-    def note_made(self, results: Any) -> None:
-        """Takes down what an op has made."""
+    def refuse_other_dtypes(self) -> None:
+        """Refuses a program of which nothing is in float32.
+
+        Raises:
+            AccuracyError: No op has met a float32 parameter or, if there are none, tensor.
+        """
+        found = self._parameter_dtypes or self._dtypes
+        if not found:
+            raise AccuracyError(
+                "no op of the program takes a floating-point tensor: nothing can lose accuracy"
+            )
+        if torch.float32 in found:
+            return
+        names = " and ".join(sorted(dtype_name(dtype) for dtype in found))
+        what = "model" if self._parameter_dtypes else "program"
+        raise AccuracyError(
+            f"the {what} is in {names}: what autocast does can be told of float32 {what}s alone"
+            + ("; call .float() on it" if self._parameter_dtypes else "")
+        )
+
+    def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes down what an op has made, of the tensors that it was called with."""
+        given = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
         for result in pytree.tree_leaves(results):
             if isinstance(result, torch.Tensor) and result.layout is torch.strided:
                 storage = result.untyped_storage()
-                if storage._cdata not in self._made:
+                if storage._cdata not in self._made and storage._cdata not in given:
                     self._made[storage._cdata] = StorageWeakRef(storage)
         if len(self._made) % 512 == 511:
             for address in [a for a, made in self._made.items() if made.expired()]:
@@ -185,13 +209,13 @@ class GuardMode(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.guard.look_at(func, tensors)
+        self.guard.look_at(tensors)
         is_op = isinstance(func, torch._ops.OpOverload)
         if is_op and not facts_of(func).is_view:
             self.guard.save(facts_of(func).written(args, kwargs))
         results = func(*args, **kwargs)
         if is_op and not facts_of(func).is_view:
-            self.guard.note_made(results)
+            self.guard.note_made(results, tensors)
             if any(t.requires_grad for t in tensors):
                 self._count(results)
         return results
@@ -233,13 +257,3 @@ def refuse_strange(tensor: torch.Tensor) -> None:
             f"the program is run, and a tensor of sizes {tuple(tensor.shape)} is {kind}: it has "
             "no numbers; amp_fx.explain works without any"
         )
-
-
-def _refuse_parameter(parameter: torch.Tensor, op: Any) -> None:
-    if parameter.dtype.is_complex or parameter.dtype == torch.float32:
-        return
-    what = "has float64" if parameter.dtype == torch.float64 else f"is in {parameter.dtype} already"
-    raise AccuracyError(
-        f"the model {what}: a parameter of sizes {tuple(parameter.shape)}, which {op} takes. What "
-        "autocast does to a program can be told of float32 models alone: call .float() on it"
-    )
