@@ -104,8 +104,9 @@ def measure_float(
     if result.is_complex():
         parts = [None if t is None else torch.view_as_real(t) for t in (result, repeated, shadow)]
         result, repeated, shadow = parts  # type: ignore[assignment]
-    eps = None if repeated is None else torch.sub(result, repeated)
-    error = eps if repeated is shadow else torch.sub(result, shadow)
+    wide = result.to(shadow.dtype)  # arithmetic on two dtypes takes five times as long
+    eps = None if repeated is None else torch.sub(wide, repeated)
+    error = eps if repeated is shadow else torch.sub(wide, shadow)
     assert error is not None
     low, high = torch.aminmax(shadow)
     numbers = [_square(error), _square(shadow), low, high]
@@ -209,7 +210,9 @@ def effect_of(
         shadow: The same in the reference program.
         eps: The error of the result.
     """
-    moved = torch.add(shadow, gradient).mul_(eps) if gradient is not shadow else shadow * eps * 2
+    eps = eps.to(shadow.dtype)
+    moved = gradient.to(shadow.dtype) + shadow if gradient is not shadow else shadow * 2
+    moved *= eps
     effect, square = torch.stack([moved.sum(), _square(moved)]).tolist()
     if not math.isfinite(effect) and gradient is not shadow:
         return effect_of(shadow, shadow, eps)

@@ -28,10 +28,11 @@ CANCELLED = 0.03
 """... that then is at least so large, of the result."""
 LEAST_ELEMENTS = 8
 """Smaller results may be small by chance."""
-EFFECT = 0.003
-"""The part of the loss that alike ops of one place may move it by, to first order ..."""
-MANY = 16
-"""... or half of that, for so many: their errors then have a common sign."""
+EFFECT_UNITS, LEAST_EFFECT = 1.5, 0.002
+"""The part of the loss that alike ops of one place may move it by, to first order, in units of one
+rounding, and what it is at least."""
+MANY = 64
+"""From so many ops on a quarter of it is enough: their errors then have a common sign."""
 LOST_GRADIENT = 0.5
 """The part of a gradient's norm that flushing to zero may take."""
 HOPS = 4
@@ -155,7 +156,8 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         batches = max(n.num_batches for n in several)
         moved = sum(n.effect or 0.0 for n in several) / batches
         part = abs(moved) / loss
-        threshold = EFFECT / 2 if len(several) >= MANY else EFFECT
+        threshold = max(EFFECT_UNITS * UNIT[several[0].dtype], LEAST_EFFECT)
+        threshold = threshold / 4 if len(several) >= MANY else threshold
         if part <= threshold or not math.isfinite(part):
             continue
         count = f"{len(several)} ops of it together move" if len(several) > 1 else "moves"
