@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from amp_fx.explanation.network import to_networkx
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
+    from amp_fx.numerics.search import search
+    from amp_fx.numerics.search_result import SearchResult
 
 __all__ = [
     "AccuracyReport",
@@ -31,6 +33,7 @@ __all__ = [
     "Explanation",
     "GradScaler",
     "Policy",
+    "SearchResult",
     "accuracy",
     "autocast",
     "compile",
@@ -42,17 +45,20 @@ __all__ = [
     "register_device",
     "register_op",
     "register_pass",
+    "search",
     "to_networkx",
     "weight_cache",
 ]
 
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
+    "SearchResult": "amp_fx.numerics.search_result",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "register_pass": "amp_fx.added_passes",
+    "search": "amp_fx.numerics.search",
     "to_networkx": "amp_fx.explanation.network",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""

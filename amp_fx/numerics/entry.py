@@ -83,10 +83,10 @@ def accuracy(
     target, given = unwrap(step, "amp_fx.accuracy")
     asked = Asked(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=_policy(policy, given),
+        policy=policy_for(policy, given),
         device_type=given.device_type,
         reference=_reference(reference),
-        scale=_scale(scale),
+        scale=scale_for(scale),
         loss=loss,
         modules=_patterns(modules),
     )
@@ -131,7 +131,8 @@ def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
     return found, settings or RegionSettings(None, None, None)
 
 
-def _policy(policy: Any, given: RegionSettings) -> Policy:
+def policy_for(policy: Any, given: RegionSettings) -> Policy:
+    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
     if policy is None:
         return given.policy or ambient_policy() or as_policy("torch")
     return as_policy(policy)
@@ -144,7 +145,12 @@ def _reference(reference: Any) -> torch.dtype:
     return found
 
 
-def _scale(scale: Any) -> float:
+def scale_for(scale: Any) -> float:
+    """A scale of the loss, checked.
+
+    Raises:
+        OptionError: It is no positive number.
+    """
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not 0 < scale < math.inf:
         raise OptionError(f"scale={scale!r} is no positive number")

@@ -108,10 +108,11 @@ def run_step(
 
 
 @contextlib.contextmanager
-def undisturbed(guard: StateGuard) -> Iterator[Callable[[], None]]:
+def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
     """Puts everything back in the end; gives what sets random numbers back at once.
 
-    What was compiled runs eagerly inside, so that every op is seen and Dynamo compiles nothing.
+    What was compiled runs eagerly inside, so that every op is seen and Dynamo compiles nothing,
+    unless it is told otherwise.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices):
@@ -124,7 +125,7 @@ def undisturbed(guard: StateGuard) -> Iterator[Callable[[], None]]:
                 torch.cuda.set_rng_state_all(others)
 
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager" if is_eager else "default"):
                 yield rewind
         finally:
             guard.restore()

@@ -108,6 +108,12 @@ class StateGuard:
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
                 self._kept[address] = (whole, whole.clone())
 
+    def save_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keeps tensors that compiled code may write to, unseen, and their gradients."""
+        several = list(tensors)
+        self.look_at(several)
+        self.save(several)
+
     def restore(self) -> None:
         """Puts back what was written to."""
         with torch.no_grad(), below_everything():

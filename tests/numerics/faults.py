@@ -319,3 +319,47 @@ class Bare(nn.Module):
 
 
 MODELS = {"bare": Bare, "gpt": TinyGPT, "resnet": TinyResNet}
+
+
+class Scores(nn.Module):
+    """Scores that overflow float16, and their softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x * 200) @ (x * 200).transpose(-1, -2)
+        return (scores / 1e5).softmax(-1) @ x
+
+
+class Rms(nn.Module):
+    """A norm of small values, whose mean of squares float16 flushes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = x * 2e-4
+        return small * (small.pow(2).mean(-1, keepdim=True) + 1e-12).rsqrt()
+
+
+class Loss(nn.Module):
+    """A cross entropy without the maximum taken off."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        large = logits * 12
+        sums = large.exp().sum(-1).log()
+        return (sums - large.gather(-1, targets[:, None])[:, 0]).mean()
+
+
+class Broken(nn.Module):
+    """A GPT-like model with three faults; none of its repairs helps alone."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(50, WIDTH), nn.Embedding(16, WIDTH)
+        extras = [Scores(), Rms()]
+        self.h = nn.ModuleList(
+            Layer(extras[i] if i < len(extras) else None) for i in range(depth)
+        )
+        self.norm, self.head, self.loss = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50), Loss()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        for layer in self.h:
+            x = layer(x)
+        return self.loss(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
