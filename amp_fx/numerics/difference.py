@@ -48,9 +48,7 @@ class ReportDiff:
         """As text."""
         lines = [
             Text(f"loss {self.before.loss} -> {self.after.loss}"),
-            Text(
-                f"error {number(self.before.output_error)} -> {number(self.after.output_error)}"
-            ),
+            Text(f"error {number(self.before.output_error)} -> {number(self.after.output_error)}"),
             *(Text(f"gone: {suspect}") for suspect in self.gone),
             *(Text(f"new: {suspect}") for suspect in self.new),
         ]

@@ -160,7 +160,8 @@ def scale_for(scale: Any) -> float:
 def _patterns(modules: Any) -> tuple[str, ...] | None:
     if modules is None:
         return None
-    found = (modules,) if isinstance(modules, str) else tuple(modules)
+    given = (modules,) if isinstance(modules, str) else modules
+    found = tuple(given) if isinstance(given, (tuple, list)) else ()
     if not all(isinstance(pattern, str) for pattern in found) or not found:
         raise OptionError(f"modules={modules!r}: give patterns of module paths, like 'h.3.*'")
     return found
@@ -198,7 +199,7 @@ def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
 
 def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a step, so that a module's paths begin at the module and not at a variable."""
-    return step.__call__ if isinstance(step, torch.nn.Module) else step  # type: ignore[operator]
+    return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
 def _examine(

@@ -1,9 +1,9 @@
-"""A small set of which all members are needed: found by asking whether sets do, as seldom as may be.
+"""A small set of which all members are needed, found by asking of few sets whether they do.
 
 The ranking comes first: sets are the beginnings of it, twice as long each time, and the first one
 that does is then divided as QuickXplain does it (Junker, AAAI 2004): which of the later half is
-needed if all of the former is there? That takes about 2 k log2(n / k) questions for k of n. If more is
-never worse, the set is 1-minimal; whether it is gets asked in the end in any case.
+needed if all of the former is there? That takes about 2 k log2(n / k) questions for k of n. If
+more is never worse, the set is 1-minimal; whether it is gets asked in the end in any case.
 """
 
 from __future__ import annotations

@@ -30,6 +30,12 @@ from amp_fx.numerics.repeat import (
     random_state,
 )
 from amp_fx.numerics.shadow import Shadows, is_tracked, widened
+from amp_fx.numerics.torch_private import (
+    address_of,
+    latest_node_number,
+    number_of,
+    running_node,
+)
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -90,7 +96,7 @@ class Rounding:
     position: int
     eps: torch.Tensor
     is_written: bool = False
-    geometry: tuple[Any, Any, int] | None = None
+    geometry: tuple[Any, ...] | None = None
 
     def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the result, given that of the node; None where it is another's."""
@@ -100,7 +106,7 @@ class Rounding:
         return gradient if gradient.shape == self.eps.shape else None
 
 
-class ShadowMode(TorchDispatchMode):
+class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs everything under it with a shadow.
 
     Args:
@@ -120,7 +126,7 @@ class ShadowMode(TorchDispatchMode):
         *,
         is_brief: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shadows = Shadows(reference)
         self.notes = CallNotes()
         self.places = Places(self.notes)
@@ -134,12 +140,12 @@ class ShadowMode(TorchDispatchMode):
         self._modules = modules
         self._is_brief = is_brief
         self._site_of: dict[int, Site] = {}
-        self._last_number = torch.autograd._get_sequence_nr() - 1
+        self._last_number = latest_node_number()
 
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -188,11 +194,11 @@ class ShadowMode(TorchDispatchMode):
 
     def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
         """Stage and site of an op that is about to be recorded, and the number of its node."""
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is not None and not torch.is_grad_enabled():
-            site = self._site_of.get(node._sequence_nr()) or Site(op=_node_name(node))
+            site = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
             return "backward", site, None
-        number = torch.autograd._get_sequence_nr() - 1
+        number = latest_node_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if is_own or (not torch.is_grad_enabled() and number > self._last_number):
@@ -202,7 +208,7 @@ class ShadowMode(TorchDispatchMode):
         return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _count_node(self) -> None:
-        self._last_number = torch.autograd._get_sequence_nr() - 1
+        self._last_number = latest_node_number()
 
     def site_of(self, number: int) -> Site:
         """The site of the op with some node of autograd."""
@@ -282,7 +288,7 @@ class _Call:
             or not any(t.is_floating_point() for t in self.tensors if not _is_in(t, self.written))
         )
         stage, site, number = self.mode.begin(self.facts.name, self.tensors)
-        inside = {_address(t) for t in self.tensors}
+        inside = {address_of(t) for t in self.tensors}
         with below_everything():
             mixed = self._mixed_arguments() if stage == "forward" and number is not None else None
             before = self._states_before(mixed is not None) if not is_drawn else None
@@ -298,7 +304,7 @@ class _Call:
                 self.mode.leave_out(self.facts.name, site.module, why)
                 self._follow(results)
                 return results
-            again = self._again(*mixed, rewind) if mixed is not None else None
+            again = self._again(mixed, rewind) if mixed is not None else None
             self._compare(results, shadow, repeated, (stage, site, number), inside)
             if again is not None and repeated is not None and number is not None:
                 self._note_errors_of_constants(repeated, again, number)
@@ -381,17 +387,18 @@ class _Call:
             ]
             return found[0], found[1] or (found[0] if not self.has_diverged else None), ""
         try:
-            shadow = self._again(*before[0], rewind)
+            shadow = self._again(before[0], rewind)
         except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
             line = str(error).strip().split("\n")[0]
             return None, None, f"it does not run in {dtype_name(self.reference)} ({line})"
         if _shapes(shadow) != _shapes(results):
             return None, None, "its sizes depend on the numbers, which differ"
         if before[1] is not None:
-            return shadow, self._again(*before[1], rewind), ""
+            return shadow, self._again(before[1], rewind), ""
         return shadow, None if self.has_diverged else shadow, ""
 
-    def _again(self, args: Any, kwargs: Any, rewind: Any) -> Any:
+    def _again(self, call: tuple[Any, Any], rewind: Any) -> Any:
+        args, kwargs = call
         if rewind is None:
             return self.op(*args, **kwargs)
         after = self._rewinder()
@@ -428,22 +435,21 @@ class _Call:
             if not (result.is_floating_point() or result.is_complex()):
                 self._compare_discrete(seen, result, second)
                 continue
-            third = self._widened_result(third)
-            second = self._widened_result(second)
+            wide = widened(second, self.reference)
+            again = None if third is None else widened(third, self.reference)
+            if second is third:
+                again = wide
             if is_measured or self.shadows.is_low(result.dtype):
-                self._measure(seen, position, result, second, third, number, is_measured)
+                self._measure(seen, position, result, wide, again, number, is_measured)
             entry = self.shadows.note(result)
             entry.origin, entry.error = seen.index, seen.measures.accumulated
-            if is_written or _address(result) in inside:
+            if is_written or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
-                self.shadows.put(result, second, is_fresh=fresh)
+                self.shadows.put(result, wide, is_fresh=fresh)
         if is_measured and (seen.measures.numel or seen.measures.flips):
             self.mode.record(seen)
-
-    def _widened_result(self, tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else widened(tensor, self.reference)
 
     def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> None:
         if result is shadow or torch.equal(result, shadow):
@@ -528,11 +534,7 @@ def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _shares(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    return any(_address(tensor) == _address(other) for other in tensors)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return any(address_of(tensor) == address_of(other) for other in tensors)
 
 
 def _has_infinity(tensors: list[torch.Tensor]) -> bool:
@@ -543,8 +545,8 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
 
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
     """Whether results are views, as an op's schema says that they may be."""
-    addresses = {_address(t) for t in tensors}
-    return all(_address(t) in addresses for t in _tensors(results))
+    addresses = {address_of(t) for t in tensors}
+    return all(address_of(t) in addresses for t in _tensors(results))
 
 
 def _is_in_checkpoint() -> bool:

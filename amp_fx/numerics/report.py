@@ -291,14 +291,10 @@ def _common(
     return (low, high) if low <= high else None
 
 
-def _joined_nodes(
-    ours: tuple[OpRecord, ...], theirs: tuple[OpRecord, ...]
-) -> tuple[OpRecord, ...]:
+def _joined_nodes(ours: tuple[OpRecord, ...], theirs: tuple[OpRecord, ...]) -> tuple[OpRecord, ...]:
     """Ops that are the same but for the batch as one record; others after them."""
-    found: dict[tuple[Any, ...], OpRecord] = {}
+    found = dict(_with_keys(ours))
     renamed: dict[int, int] = {}
-    for key, node in _with_keys(ours):
-        found[key] = node
     start = max((n.index for n in ours), default=-1) + 1
     for key, node in _with_keys(theirs):
         mine = found.get(key)

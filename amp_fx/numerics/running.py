@@ -14,9 +14,10 @@ from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
 from amp_fx.numerics.measures import effect_of
 from amp_fx.numerics.mode import Seen, ShadowMode
-from amp_fx.numerics.repeat import below_everything
 from amp_fx.numerics.places import CallNotes
+from amp_fx.numerics.repeat import below_everything
 from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
+from amp_fx.numerics.torch_private import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -224,9 +225,7 @@ def _float_outputs(outputs: Any) -> list[torch.Tensor]:
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
 
-def _values_of(
-    mode: ShadowMode, loss: torch.Tensor | None
-) -> tuple[float | None, float | None]:
+def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | None, float | None]:
     if loss is None:
         return None, None
     with below_everything():
@@ -284,9 +283,9 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         if leaf is not None and not node.next_functions:
             leaves.append(leaf)
             continue
-        nodes[node._sequence_nr()] = node
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            module = mode.site_of(node._sequence_nr()).module
+        nodes[number_of(node)] = node
+        if _is_custom(node):
+            module = mode.site_of(number_of(node)).module
             why = "what ops inside of a custom function do to the loss is not known"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
     for number, roundings in mode.roundings.items():
@@ -296,6 +295,11 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         if found is not None:
             found.register_prehook(_hook(mode, roundings, scale))
     return leaves
+
+
+def _is_custom(node: Any) -> bool:
+    """Whether a node is that of a custom function."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:

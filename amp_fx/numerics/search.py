@@ -142,10 +142,10 @@ def _budget(value: Any) -> int:
 
 
 def _patterns(keep: Any) -> tuple[str, ...]:
-    found = (keep,) if isinstance(keep, str) else tuple(keep or ())
-    if not all(isinstance(pattern, str) for pattern in found):
+    found = (keep,) if isinstance(keep, str) else keep or ()
+    if not isinstance(found, (tuple, list)) or not all(isinstance(p, str) for p in found):
         raise OptionError(f"keep={keep!r}: give patterns of module paths, like 'h.*.mlp'")
-    return found
+    return tuple(found)
 
 
 def _compiler(value: Any) -> str | None:
@@ -232,8 +232,8 @@ class _Search:
         differs = _default_metric(self._outcome(None), self.reference)
         if differs > self.options.tolerance:
             raise SearchError(
-                f"the step differs from run to run, by {differs:.3g} in float32, which is more than "
-                f"the tolerance {self.options.tolerance:g}: let it seed what it draws"
+                f"the step differs from run to run, by {differs:.3g} in float32, which is more "
+                f"than the tolerance {self.options.tolerance:g}: let it seed what it draws"
             )
         if differs:
             self.notes.append(f"the step differs from run to run, by {differs:.3g} in float32")
@@ -266,9 +266,7 @@ class _Search:
             raise SearchError(f"the metric gave {value!r}, which is no number")
         return math.inf if math.isnan(value) else float(value)
 
-    def _outcome(
-        self, policy: Policy | None, call: Callable[..., Any] | None = None
-    ) -> _Outcome:
+    def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:
         """Runs the step: under a policy, or in float32."""
         guard = StateGuard(modules_of(self.step))
         region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -322,7 +320,7 @@ class _Search:
                 value = self._value(self._outcome(policy, compiled))
             except AmpFxError:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever the inner compiler raises
                 text = str(error).strip().split("\n")[0]
                 warnings.warn(
                     f"amp_fx.search: the compiled step could not be run: {text}", stacklevel=4
@@ -359,7 +357,9 @@ def _default_metric(low: _Outcome, reference: _Outcome) -> float:
 
 
 def _relative(low: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
-    error = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(low, reference, strict=True))
+    error = sum(
+        float((a.double() - b.double()).square().sum()) for a, b in zip(low, reference, strict=True)
+    )
     norm = sum(float(b.double().square().sum()) for b in reference)
     if error == 0:
         return 0.0

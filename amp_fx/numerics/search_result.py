@@ -110,9 +110,7 @@ class SearchResult:
             f"{self.evaluations} runs"
         )
         lines = [Text(head)]
-        lines.append(
-            Text("none can be left out" if self.is_minimal else "not shown to be minimal")
-        )
+        lines.append(Text("none can be left out" if self.is_minimal else "not shown to be minimal"))
         if self.compiled_value is not None:
             lines.append(Text(f"compiled by {self.compiler}: {number(self.compiled_value)}"))
         lines += [Text(note) for note in self.notes]

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from amp_fx.numerics.torch_private import StorageReference, address_of
 
 SWEEP_EVERY = 32
 """New storages after which shadows of dead ones are let go."""
@@ -29,7 +30,7 @@ class Entry:
         error: The relative error that it had then.
     """
 
-    alive: StorageWeakRef
+    alive: StorageReference
     shadow: torch.UntypedStorage | None = None
     ratio: int = 1
     origin: int = -1
@@ -59,18 +60,17 @@ class Shadows:
 
     def entry(self, tensor: torch.Tensor) -> Entry | None:
         """What is known of a tensor's storage; None for what came from outside."""
-        return self._entries.get(_address(tensor))
+        return self._entries.get(address_of(tensor))
 
     def note(self, tensor: torch.Tensor) -> Entry:
         """The same, from now on known."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = address_of(tensor)
         found = self._entries.get(address)
         if found is None:
             self._num_new += 1
             if self._num_new >= SWEEP_EVERY:
                 self._sweep()
-            found = self._entries[address] = Entry(StorageWeakRef(storage))
+            found = self._entries[address] = Entry(StorageReference(tensor.untyped_storage()))
         return found
 
     def has_diverged(self, tensor: torch.Tensor) -> bool:
@@ -140,7 +140,7 @@ class Shadows:
         self._num_new = 0
         held = [e.shadow.nbytes() for e in self._entries.values() if e.shadow is not None]
         self.peak_bytes = max(self.peak_bytes, sum(held))
-        for address in [a for a, e in self._entries.items() if e.alive.expired()]:
+        for address in [a for a, e in self._entries.items() if e.alive.is_dead()]:
             del self._entries[address]
 
 
@@ -171,10 +171,6 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
         tensor, "__tensor_flatten__"
     )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _fits(found: Entry, tensor: torch.Tensor, shadows: Shadows) -> bool:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.repeat import below_everything, facts_of
+from amp_fx.numerics.torch_private import StorageReference, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ class StateGuard:
         self._parameter_dtypes: set[torch.dtype] = set()
         self._attributes = [_Attributes(m) for root in modules for m in root.modules()]
         self._histories: dict[int, torch.Tensor] = {}
-        self._made: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, StorageReference] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
@@ -79,14 +79,14 @@ class StateGuard:
 
     def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down what an op has made, of the tensors that it was called with."""
-        given = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+        given = {address_of(t) for t in tensors if t.layout is torch.strided}
         for result in pytree.tree_leaves(results):
             if isinstance(result, torch.Tensor) and result.layout is torch.strided:
-                storage = result.untyped_storage()
-                if storage._cdata not in self._made and storage._cdata not in given:
-                    self._made[storage._cdata] = StorageWeakRef(storage)
+                address = address_of(result)
+                if address not in self._made and address not in given:
+                    self._made[address] = StorageReference(result.untyped_storage())
         if len(self._made) % 512 == 511:
-            for address in [a for a, made in self._made.items() if made.expired()]:
+            for address in [a for a, made in self._made.items() if made.is_dead()]:
                 del self._made[address]
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
@@ -94,8 +94,7 @@ class StateGuard:
         for tensor in written:
             if tensor.layout is not torch.strided:
                 continue
-            storage = tensor.untyped_storage()
-            address = storage._cdata
+            storage, address = tensor.untyped_storage(), address_of(tensor)
             if address in self._made:
                 continue
             base = tensor._base if tensor._base is not None else tensor
@@ -188,7 +187,7 @@ def _has_content(cell: Any) -> bool:
     return True
 
 
-class GuardMode(TorchDispatchMode):
+class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a program as it is, with a guard, and counts what examining it will take.
 
     Args:
@@ -199,7 +198,7 @@ class GuardMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, guard: StateGuard, reference: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.reference = reference
         self.num_bytes = 0
@@ -207,7 +206,7 @@ class GuardMode(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -240,9 +239,9 @@ class GuardMode(TorchDispatchMode):
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided and tensor.is_floating_point():
-                storage = tensor.untyped_storage()
-                if storage._cdata in self.guard._made and storage._cdata not in seen:
-                    seen.add(storage._cdata)
+                storage, address = tensor.untyped_storage(), address_of(tensor)
+                if address in self.guard._made and address not in seen:
+                    seen.add(address)
                     elements = storage.nbytes() // tensor.dtype.itemsize
                     self.num_bytes += elements * max(tensor.itemsize, self.reference.itemsize)
             return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,7 @@ def _is_kept(nodes: Iterable[OpRecord], keep: Sequence[str]) -> bool:
 def _weight(nodes: Iterable[OpRecord]) -> float:
     several = list(nodes)
     signed = abs(sum(n.effect or 0.0 for n in several))
-    random = sum(n.effect_rms**2 for n in several) ** 0.5
-    return max(signed, random)
+    return max(signed, math.hypot(*(n.effect_rms for n in several)))
 
 
 def _unit(nodes: list[OpRecord], why: str) -> Unit:
