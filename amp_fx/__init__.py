@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
+    from amp_fx.numerics.watching import watch
 
 __all__ = [
     "AccuracyReport",
@@ -47,6 +48,7 @@ __all__ = [
     "register_pass",
     "search",
     "to_networkx",
+    "watch",
     "weight_cache",
 ]
 
@@ -60,6 +62,7 @@ _LAZY = {
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
     "to_networkx": "amp_fx.explanation.network",
+    "watch": "amp_fx.numerics.watching",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
 

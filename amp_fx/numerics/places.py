@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-import amp_fx
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from amp_fx.policies.module_path import ModuleStack
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = tuple(str(Path(amp_fx.__path__[0]) / room) for room in ("numerics", "regions", "front"))
+_OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("numerics", "regions", "front"))
 
 
 class Site(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,7 +203,8 @@ def _shadow_run(
     num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
     low, reference = _values_of(mode, loss)
     with below_everything():
-        output_error = _output_error(mode, [loss] if loss is not None else floats)
+        compared = floats if loss is None or request.is_brief else [loss]
+        output_error = _output_error(mode, compared)
     gradients = _backward(mode, loss, floats, request)
     is_same = None if plain is None or mode.num_healed else plain.loss == low
     return Run(
@@ -354,6 +356,8 @@ def _meet(
         if mode.shadows.of(gradient) is gradient:
             low = shadow
         effect, square = effect_of(low, shadow, rounding.eps)
+        if not math.isfinite(effect) or not math.isfinite(square):
+            continue  # where something overflowed there is no first order
         seen = rounding.seen
         seen.effect = (seen.effect or 0.0) + effect / scale
         seen.effect_sq += square / scale**2

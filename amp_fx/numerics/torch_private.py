@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -44,3 +47,14 @@ def number_of(node: Any) -> int:
 def running_node() -> Any:
     """The node whose backward is running in this thread; None if none is."""
     return torch._C._current_autograd_node()
+
+
+def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
+    """Lets autograd not know of writes to tensors that are taken back, as in a running backward.
+
+    Relies on ``torch.autograd._unsafe_preserve_version_counter``.
+    """
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(
+        tuple(tensors)
+    )
+    return context

@@ -209,7 +209,7 @@ def test_a_compiled_step_is_looked_into() -> None:
     assert report.dtype == "float16"
     assert report.nodes == amp_fx.accuracy(net, dtype="float16")(*inputs).nodes
     inside = torch.compile(net, backend="eager")
-    found = amp_fx.accuracy(lambda x, y: inside(x, y), dtype="float16")(*inputs)
+    found = amp_fx.accuracy(lambda *batch: inside(*batch) * 1, dtype="float16")(*inputs)
     assert found.loss == report.loss
 
 
@@ -420,7 +420,7 @@ def test_options_are_checked(options: Any, error: type[Exception], message: str)
 
 
 def test_only_modules_and_functions() -> None:
-    with pytest.raises(CompileTargetError, match="amp_fx.accuracy takes a module or a function"):
+    with pytest.raises(CompileTargetError, match=r"amp_fx\.accuracy takes a module or a function"):
         amp_fx.accuracy(nn.Linear)  # type: ignore[arg-type]
 
 
