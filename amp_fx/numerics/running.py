@@ -325,7 +325,7 @@ def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
     """
     if is_view:
         found = nodes.get(number + 1)
-        return found if found is not None and found.name() == "CopySlices" else None
+        return found if found is not None and found.name().endswith("CopySlices") else None
     return nodes.get(number - 1)
 
 

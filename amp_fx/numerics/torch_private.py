@@ -54,7 +54,7 @@ def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
 
     Relies on ``torch.autograd._unsafe_preserve_version_counter``.
     """
-    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(
-        tuple(tensors)
-    )
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    context: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
     return context

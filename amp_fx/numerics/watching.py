@@ -17,7 +17,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
-from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, policy_for, report_of, unwrap
+from amp_fx.numerics.entry import (
+    Asked,
+    caller_of,
+    device_type_of,
+    low_dtype_of,
+    policy_for,
+    report_of,
+    unwrap,
+)
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.torch_private import unseen_writes
 from amp_fx.numerics.words import number, share
@@ -122,7 +130,8 @@ class Watch:
             )
             devices = {t.device for t in pytree.tree_leaves(copies) if isinstance(t, torch.Tensor)}
             buffers = [(b, b.detach().clone()) for b in model.buffers()]
-            self._kept = _Kept(self._step, *copies, _random_states(devices), buffers)
+            states = _random_states(devices)
+            self._kept = _Kept(self._step, copies[0], copies[1], states, buffers)
 
     def _after(self, _: torch.nn.Module, __: Any, outputs: Any) -> None:
         kept = self._kept
@@ -168,7 +177,7 @@ class Watch:
 
         request = Request(region, loss=loss, is_brief=True)
         with torch.enable_grad(), kept.restored():
-            run = run_step(target.__call__, kept.args, kept.kwargs, request)
+            run = run_step(caller_of(target), kept.args, kept.kwargs, request)
         name = type(target).__name__
         return WatchLine(kept.step, report_of(run, name, dtype, device_type, self._asked))
 

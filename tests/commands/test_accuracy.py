@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from amp_fx import Policy
 from amp_fx.cli import main
@@ -14,6 +13,8 @@ from tests.numerics.faults import Bare, Scores
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
 HERE = "tests.commands.test_accuracy"
 

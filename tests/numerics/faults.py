@@ -318,7 +318,7 @@ class Bare(nn.Module):
         return x, torch.randint(10, (4, 16), generator=generator)
 
 
-MODELS = {"bare": Bare, "gpt": TinyGPT, "resnet": TinyResNet}
+MODELS: dict[str, Any] = {"bare": Bare, "gpt": TinyGPT, "resnet": TinyResNet}
 
 
 class Scores(nn.Module):

@@ -18,7 +18,16 @@ import amp_fx
 from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.numerics.report import AccuracyReport
 from tests.numerics.faults import Bare, TinyGPT, TinyResNet
-from tests.parity import test_models as parity
+from tests.parity.cases import CASES
+from tests.parity.models import (  # noqa: F401 - they register their cases
+    losses,
+    mutation,
+    opaque,
+    recurrent,
+    shapes,
+    transformers,
+    weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +51,7 @@ PARITY = (
 def subject_step(name: str) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A model of the parity tests with a loss, and the leaves that it has."""
     torch.manual_seed(1)
-    subject = parity.CASES[name].build()
+    subject = CASES[name].build()
 
     def step() -> Tensor:
         generator = torch.Generator().manual_seed(3)
@@ -134,6 +143,23 @@ def test_the_effect_of_an_op_by_hand(rng: torch.Generator) -> None:
     assert report.predicted_error == pytest.approx(report.error, rel=0.02)
 
 
+def test_the_effect_of_writes_in_place(rng: torch.Generator) -> None:
+    """Of a whole tensor and of a part: both errors are met by their gradients."""
+    w, x = (torch.randn(64, 64, generator=rng, requires_grad=True) for _ in range(2))
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        y = w @ x
+        y.mul_(x.to(y.dtype)).add_(0.7)
+        y[:32].mul_(1.3)
+        return (y.float() + 3).square().mean()
+
+    report = amp_fx.accuracy(step)(w, x)
+    written = [n for n in report.nodes if n.kernel.endswith("_") and n.stage == "forward"]
+    assert [n.kernel for n in written] == ["aten::mul_", "aten::add_", "aten::mul_"]
+    assert all(n.effect for n in written)
+    assert report.predicted_error == pytest.approx(report.error, rel=0.05)
+
+
 def test_overflows_and_zeros_by_hand() -> None:
     x = torch.tensor([1.0, 300.0, 1e-5, -1e-5, 0.0, -400.0])
 
@@ -156,7 +182,8 @@ def test_both_overflows_of_a_chain_are_seen_in_one_run() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = (self.one(x) * 1e6).float() * 1e-6
-            return (self.two(x) * 1e6).square().mean()
+            result: Tensor = (self.two(x) * 1e6).square().mean()
+            return result
 
     report = amp_fx.accuracy(Twice(), dtype="float16")(torch.randn(4, 4))
     assert [s.line for s in report.suspects[:2]] == sorted(s.line for s in report.suspects[:2])
@@ -193,7 +220,8 @@ def test_a_step_that_trains_is_taken_back() -> None:
         loss = net(x, y)
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        result: Tensor = loss.detach()
+        return result
 
     report = amp_fx.accuracy(step)(x, y)
     assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
@@ -226,7 +254,8 @@ def test_a_checkpoint_gives_what_its_function_gives() -> None:
     net = Bare()
 
     def plain(x: Tensor, y: Tensor) -> Tensor:
-        return net(x, y)
+        result: Tensor = net(x, y)
+        return result
 
     def saving(x: Tensor, y: Tensor) -> Tensor:
         loss: Tensor = checkpoint(net, x, y, use_reentrant=False)
@@ -313,7 +342,8 @@ def test_the_scale_that_float16_gradients_need() -> None:
     x = torch.randn(64, 32)
 
     def step(x: Tensor) -> Tensor:
-        return net(x).float().square().mean() * 1e-4
+        result: Tensor = net(x).float().square().mean() * 1e-4
+        return result
 
     before = amp_fx.accuracy(step, dtype="float16")(x)
     assert before.flushed_gradients > 0.05
@@ -356,7 +386,8 @@ def test_a_policy_by_range() -> None:
             nn.init.constant_(self.large.weight, 200.0)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.large(self.small(x)).float().mean()
+            result: Tensor = self.large(self.small(x)).float().mean()
+            return result
 
     x = torch.rand(4, 8) + 1
     report = amp_fx.accuracy(Net(), dtype="float16")(x)
@@ -421,7 +452,7 @@ def test_options_are_checked(options: Any, error: type[Exception], message: str)
 
 def test_only_modules_and_functions() -> None:
     with pytest.raises(CompileTargetError, match=r"amp_fx\.accuracy takes a module or a function"):
-        amp_fx.accuracy(nn.Linear)  # type: ignore[arg-type]
+        amp_fx.accuracy(nn.Linear)
 
 
 def test_batch_norm_and_dropout_with_functional_calls() -> None:

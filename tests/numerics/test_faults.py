@@ -97,7 +97,8 @@ def test_where_the_reference_has_a_nan_already() -> None:
             self.fc = nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.fc(x) - 100).log().mean()
+            result: torch.Tensor = (self.fc(x) - 100).log().mean()
+            return result
 
     report = amp_fx.accuracy(Net())(torch.randn(4, 8))
     assert report.reference_problem is not None

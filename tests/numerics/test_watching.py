@@ -38,7 +38,7 @@ def train(
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype):
             loss = nn.functional.cross_entropy(net(x), y) * factor
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
     return [t.detach().clone() for t in net.state_dict().values()]
 
@@ -61,7 +61,8 @@ def test_the_training_is_the_same_to_the_bit() -> None:
 
 def test_numbers_are_those_of_the_step() -> None:
     """The same step under ``accuracy``, with the loss that the training has."""
-    net, found = made(), []
+    net = made()
+    found: list[WatchLine] = []
     with amp_fx.watch(net, every=100, to=found.append):
         train(net, 1)
     other = made()
