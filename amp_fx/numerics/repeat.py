@@ -28,6 +28,26 @@ _EMPTY = tuple(
 )
 
 
+MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *(
+            "clone",
+            "_unsafe_view",
+            "unsafe_split",
+            "cat",
+            "stack",
+            "gather",
+            "index",
+            "index_select",
+        ),
+        *("embedding", "where", "masked_fill", "relu", "threshold", "neg", "abs", "flip", "roll"),
+        *("constant_pad_nd", "repeat", "max_pool2d_with_indices", "sort", "topk", "max", "min"),
+    )
+)
+"""Ops that round nothing: they move and choose."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
     """What the schema of an op says.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.repeat import below_everything, facts_of
+from amp_fx.numerics.repeat import MOVES, below_everything, facts_of
 from amp_fx.numerics.torch_private import StorageReference, address_of
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guard = guard
         self.reference = reference
         self.num_bytes = 0
+        self._off: set[int] = set()
 
     def __torch_dispatch__(
         self,
@@ -221,16 +222,30 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         if is_op and not facts_of(func).is_view:
             self.guard.note_made(results, tensors)
-            if any(t.requires_grad for t in tensors):
-                self._count(results)
+            moves = facts_of(func).name in MOVES
+            self._count(results, tensors, rounds=not moves)
         return results
 
-    def _count(self, results: Any) -> None:
-        """Adds the roundings that are kept of an op, in two bytes each."""
+    def _count(self, results: Any, tensors: list[torch.Tensor], *, rounds: bool) -> None:
+        """Adds the roundings that are kept of an op, in two bytes each, and notes what is off."""
+        has_gradient = rounds and any(t.requires_grad for t in tensors)
+        is_off = any(self._is_off(t) for t in tensors)
         for result in pytree.tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.is_floating_point():
-                is_low = result.dtype.itemsize < self.reference.itemsize
-                self.num_bytes += 2 * result.numel() * is_low
+            if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+                continue
+            if has_gradient and self._is_low(result):
+                self.num_bytes += 2 * result.numel()
+            if is_off and result.layout is torch.strided:
+                self._off.add(address_of(result))
+
+    def _is_low(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.itemsize < self.reference.itemsize
+
+    def _is_off(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a shadow of its own: it is low, or made of what has."""
+        if tensor.layout is not torch.strided:
+            return False
+        return self._is_low(tensor) or address_of(tensor) in self._off
 
     @contextlib.contextmanager
     def counting_saved(self) -> Iterator[None]:
@@ -240,7 +255,8 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided and tensor.is_floating_point():
                 storage, address = tensor.untyped_storage(), address_of(tensor)
-                if address in self.guard._made and address not in seen:
+                is_made = address in self.guard._made and self._is_off(tensor)
+                if is_made and address not in seen:
                     seen.add(address)
                     elements = storage.nbytes() // tensor.dtype.itemsize
                     self.num_bytes += elements * max(tensor.itemsize, self.reference.itemsize)
