@@ -11,7 +11,7 @@ import torch
 from amp_fx.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from amp_fx.numerics.mode import Seen
+    from amp_fx.numerics.seen import Seen
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """The largest relative error of one rounding, by dtype."""

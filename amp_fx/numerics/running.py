@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
 from amp_fx.numerics.measures import effect_of
-from amp_fx.numerics.mode import Seen, ShadowMode
+from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.repeat import below_everything
 from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
@@ -22,6 +22,8 @@ from amp_fx.numerics.torch_private import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from amp_fx.numerics.seen import Seen
 
 log = logging.getLogger(__name__)
 
