@@ -286,8 +286,10 @@ class ShadowedCall:
         found, eps = measure_float(
             result, repeated if is_low else None, shadow, counts_zeros=counts_zeros
         )
-        if found.overflows > found.fills or found.poisoned:
-            heal(result, repeated, shadow)
+        if found.inherited and not _has_infinity(self.tensors):
+            found.singular = found.inherited
+        if found.overflows > found.fills or found.poisoned or found.singular:
+            heal(result, repeated, shadow, is_singular=bool(found.singular))
             self.mode.num_healed += 1
         if not is_measured:
             return

@@ -24,6 +24,7 @@ class Measures:
         fills: Those among them that are one large negative number in the reference: a mask's.
         inherited: Those that are so already for the inputs given, and not in the reference program.
         poisoned: NaNs among them, where the reference program has none.
+        singular: Those among them that come of finite inputs: the logarithm of what became zero.
         flushed: Elements that are zero where the same op in the reference is not.
         nonzero: Elements that are not zero there.
         lost: Elements that are zero where the reference program's are not.
@@ -40,6 +41,7 @@ class Measures:
     fills: int = 0
     inherited: int = 0
     poisoned: int = 0
+    singular: int = 0
     flushed: int = 0
     nonzero: int = 0
     lost: int = 0
@@ -183,17 +185,26 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def heal(result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor) -> None:
+def heal(
+    result: torch.Tensor,
+    repeated: torch.Tensor | None,
+    shadow: torch.Tensor,
+    *,
+    is_singular: bool,
+) -> None:
     """Puts the dtype's largest numbers where a result overflowed, so that the run can go on.
 
     What the same op in the reference makes infinite, such as a mask, stays; where a mask has
-    made a NaN, the reference program's number is taken.
+    made a NaN, the reference program's number is taken, and so it is where finite inputs gave
+    something infinite in both.
     """
     limit = torch.finfo(result.dtype).max
     if repeated is not None:
         bad = ~result.isfinite() & repeated.isfinite()
         result.copy_(torch.where(bad, repeated.clamp(-limit, limit).to(result.dtype), result))
     bad = result.isnan() & ~shadow.isnan()
+    if is_singular:
+        bad |= ~result.isfinite() & shadow.isfinite()
     result.copy_(torch.where(bad, shadow.clamp(-limit, limit).to(result.dtype), result))
 
 

@@ -94,4 +94,4 @@ def _level(strength: float) -> int:
 
 def origins_of(report: AccuracyReport) -> frozenset[str]:
     """The ops in which something overflows."""
-    return frozenset(node.name for node in report.nodes if node.overflows > node.fills)
+    return frozenset(node.name for node in report.nodes if node.is_overflow)

@@ -46,6 +46,8 @@ class OpRecord:
         fills: Those among them that are one large negative number: a mask's.
         inherited: Elements that are so because an input is.
         poisoned: NaNs among them, where the reference program has none.
+        singular: Elements that are infinite or NaN though the inputs are finite, on the same
+            inputs in the reference too: the logarithm of what became zero.
         flushed: Elements that became zero and are none in the reference on the same inputs.
         nonzero: Elements that are not zero there.
         lost: Elements that are zero, and none in the reference program.
@@ -77,6 +79,7 @@ class OpRecord:
     fills: int
     inherited: int
     poisoned: int
+    singular: int
     flushed: int
     nonzero: int
     lost: int
@@ -112,6 +115,11 @@ class OpRecord:
     def name(self) -> str:
         """Unique in a report: ``"forward_12"``."""
         return f"{self.stage}_{self.index}"
+
+    @property
+    def is_overflow(self) -> bool:
+        """Whether something becomes infinite or NaN here, other than a mask."""
+        return self.overflows > self.fills or self.singular > 0
 
     @property
     def label(self) -> str:
@@ -213,6 +221,7 @@ def record_of(seen: Seen) -> OpRecord:
         fills=measures.fills,
         inherited=measures.inherited,
         poisoned=measures.poisoned,
+        singular=measures.singular,
         flushed=measures.flushed,
         nonzero=measures.nonzero,
         lost=measures.lost,
@@ -238,6 +247,7 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
         fills=ours.fills + theirs.fills,
         inherited=ours.inherited + theirs.inherited,
         poisoned=ours.poisoned + theirs.poisoned,
+        singular=ours.singular + theirs.singular,
         flushed=ours.flushed + theirs.flushed,
         nonzero=ours.nonzero + theirs.nonzero,
         lost=ours.lost + theirs.lost,

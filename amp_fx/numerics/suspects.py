@@ -35,10 +35,13 @@ MANY = 64
 """From so many ops on a quarter of it is enough: their errors then have a common sign."""
 LOST_GRADIENT = 0.5
 """The part of a gradient's norm that flushing to zero may take."""
+PASSED_ON = 4.0
+"""An op that amplifies more than that passes on what another one has rounded."""
 HOPS = 4
 """How far up the cause of an overflow or a cancellation is looked for."""
 
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
+_DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,7 @@ def _findings(
 ) -> Iterator[_Finding]:
     if node.dtype not in UNIT:
         return
-    if node.overflows > node.fills or (node.fills and any(n.poisoned for n in nodes)):
+    if node.is_overflow or (node.fills and any(n.poisoned for n in nodes)):
         yield _overflow(node, by_index)
     if node.stage == "forward":
         yield from _forward_findings(node, by_index)
@@ -112,6 +115,8 @@ def _forward_findings(node: OpRecord, by_index: dict[int, OpRecord]) -> Iterator
 
 
 def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+    if node.singular:
+        return _singularity(node, by_index)
     why = overflow_words(node)
     if node.kernel.removeprefix("aten::").rstrip("_") not in _DIVISIONS:
         return _Finding("overflow", node, node, float(node.overflows), why)
@@ -121,6 +126,23 @@ def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     cause = above[0]
     why = f"{flush_words(cause)}, and `{node.label}` after it overflows: {why}"
     return _Finding("overflow", node, cause, float(node.overflows), why)
+
+
+def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+    """The op mended is the one whose rounding reached zero, or where else it is infinite."""
+    why = f"{node.singular} of {node.numel} elements become infinite or NaN"
+    above = [n for n in _upstream(node, by_index) if n.stage == node.stage and n.dtype in UNIT]
+    inside = [n for n in above if n.module == node.module]
+    most = max((n.underflow for n in inside or above), default=0.0)
+    flushed = [n for n in inside or above if n.flushed and n.underflow >= most / 4]
+    rounded = [n for n in inside or above if n.local > 0 and n.amplification < PASSED_ON]
+    # A difference shows what its inputs have lost, and the first flush brings on the others.
+    makers = [n for n in rounded if n.kernel.removeprefix("aten::") not in _DIFFERENCES]
+    cause = next(iter([*reversed(flushed), *makers, *rounded]), node)
+    if cause is not node:
+        told = flush_words(cause) if cause.flushed else f"it rounds by {number(cause.local)}"
+        why = f"{told}, and in `{node.label}` after it {why}"
+    return _Finding("overflow", node, cause, float(node.singular), why)
 
 
 def _cancellation(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:

@@ -51,7 +51,7 @@ class Row:
     @property
     def overflows(self) -> int:
         """Elements that overflow."""
-        return sum(n.overflows for n in self.nodes)
+        return sum(n.overflows + n.singular for n in self.nodes)
 
 
 def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:

@@ -54,7 +54,7 @@ class WatchLine:
     @property
     def overflows(self) -> int:
         """Elements that overflow, in the forward and in the backward."""
-        return sum(node.overflows - node.fills for node in self.report.nodes)
+        return sum(n.overflows - n.fills + n.singular for n in self.report.nodes)
 
     @property
     def largest(self) -> tuple[tuple[str, float], ...]:
@@ -72,7 +72,7 @@ class WatchLine:
         report = self.report
         parts = [f"step {self.step}: error of the outputs {number(report.output_error)}"]
         if self.overflows:
-            first = next(n for n in report.nodes if n.overflows > n.fills)
+            first = next(n for n in report.nodes if n.is_overflow)
             where = f"{first.module}: " if first.module else ""
             parts.append(f"{self.overflows} overflows, first {where}{first.label} ({first.stage})")
         if self.largest:

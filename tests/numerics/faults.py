@@ -210,6 +210,43 @@ def clock(x: Tensor) -> Tensor:
     return x + ((steps * 1.001) * (x * 0 + 1)).sin()
 
 
+@fault("bfloat16", "sigmoid")
+def logarithm_of_what_became_zero(x: Tensor) -> Tensor:
+    p = (x * 2).sigmoid()
+    return x + 0.1 * (p * (1 - p).log())
+
+
+@fault("float16", "sub", "mul", "add")
+def inverse_of_a_difference(x: Tensor) -> Tensor:
+    return x + 1e-6 / ((x * 1e-4 + 1) - 1 + 1e-12)
+
+
+@fault("float16", "mul", "pow", "add")
+def normalize_tiny(x: Tensor) -> Tensor:
+    tiny = x * 3e-4
+    return tiny / (tiny * tiny).sum(-1, keepdim=True).sqrt()
+
+
+@fault("bfloat16", "sub", "add", "square")
+def finite_difference(x: Tensor) -> Tensor:
+    step = 1e-3
+    return ((x + step).square() - (x - step).square()) / (2 * step)
+
+
+@fault("float16", "bmm", "matmul")
+def covariance(x: Tensor) -> Tensor:
+    y = x.transpose(1, 2) * 130
+    return x + torch.bmm(y, y.transpose(1, 2)).diagonal(dim1=-2, dim2=-1)[:, None] * 1e-6
+
+
+@fault("bfloat16", "add")
+def momentum_of_small_steps(x: Tensor) -> Tensor:
+    state = torch.full_like(x, 8.0)
+    for _ in range(150):
+        state = state + 0.004 * x
+    return x + (state - 8)
+
+
 class Sound(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x)

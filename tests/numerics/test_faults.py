@@ -31,10 +31,11 @@ def test_the_first_line_names_module_and_op_of_a_fault(name: str) -> None:
     assert first.file == __file__.replace("test_faults", "faults")
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
-def test_faults_inside_of_models(model: str) -> None:
+def test_faults_inside_of_models(model: str, every: int) -> None:
     harmful, right = [], []
-    for name, fault in FAULTS.items():
+    for name, fault in [*FAULTS.items()][::every]:
         report = amp_fx.accuracy(planted(model, name), dtype=fault.dtype)(*MODELS[model].inputs())
         assert report.loss is not None
         assert report.reference_loss is not None
@@ -44,7 +45,7 @@ def test_faults_inside_of_models(model: str) -> None:
         assert report.suspects, name
         assert report.suspects[0].module == MODELS[model].place, f"{name}: {report.suspects[0]}"
         right += [name] if report.suspects[0].op in fault.ops else []
-    assert len(harmful) >= 12
+    assert len(harmful) >= 16 // every
     assert len(right) >= 0.8 * len(harmful)
 
 
