@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
+    from amp_fx.numerics.entry import accuracy
+    from amp_fx.numerics.report import AccuracyReport
+    from amp_fx.numerics.search import search
+    from amp_fx.numerics.search_result import SearchResult
+    from amp_fx.numerics.watching import watch
 
 __all__ = [
+    "AccuracyReport",
     "CastPolicy",
     "Explanation",
     "GradScaler",
     "Policy",
+    "SearchResult",
+    "accuracy",
     "autocast",
     "compile",
     "custom_bwd",
@@ -38,16 +46,23 @@ __all__ = [
     "register_device",
     "register_op",
     "register_pass",
+    "search",
     "to_networkx",
+    "watch",
     "weight_cache",
 ]
 
 _LAZY = {
+    "AccuracyReport": "amp_fx.numerics.report",
+    "SearchResult": "amp_fx.numerics.search_result",
     "Explanation": "amp_fx.explanation.explanation",
+    "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "register_pass": "amp_fx.added_passes",
+    "search": "amp_fx.numerics.search",
     "to_networkx": "amp_fx.explanation.network",
+    "watch": "amp_fx.numerics.watching",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
 

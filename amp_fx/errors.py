@@ -50,6 +50,14 @@ class ExplainError(AmpFxError, RuntimeError):
     """A model cannot be explained: it cannot be traced, or its inputs do not fit it."""
 
 
+class AccuracyError(AmpFxError, RuntimeError):
+    """A program's accuracy cannot be examined: what is there to run has no float32 numbers."""
+
+
+class SearchError(AmpFxError, RuntimeError):
+    """A search cannot go on: the metric fails or gives no number, or nothing reaches it."""
+
+
 class DrawError(AmpFxError, ValueError):
     """A picture cannot be drawn or written: a wrong ending, level, focus or folder."""
 

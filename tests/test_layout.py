@@ -27,6 +27,7 @@ ORDER = (
     ),
     ("front", "grad_scaler"),
     ("explanation",),
+    ("numerics",),
     ("drawing", "drift", "demo"),
     ("bench",),
     ("commands",),

@@ -13,6 +13,12 @@ COLORS = {
 OTHER = "#e4e4e4"
 """Fill of what runs in integers, booleans or other dtypes."""
 
+HEAT = ("#f4f4f4", "#fff3c4", "#ffdf80", "#ffb84d", "#ff8534", "#e5412d")
+"""Fill by a strength from 0 to 5, of a report of accuracy."""
+
+ALARM = "#b00020"
+"""The line around what overflows."""
+
 INK = "#333333"
 CAST = "#c0392b"
 KEPT = "#1b7f5c"

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 import graphviz  # type: ignore[import-untyped]
 
-from amp_fx.drawing.colors import CAST, COLORS, FAINT, INK, KEPT, OTHER
+from amp_fx.drawing.colors import ALARM, CAST, COLORS, FAINT, HEAT, INK, KEPT, OTHER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from amp_fx.drawing.boxes import Box, BoxGraph
 
 FONT = "Helvetica,Arial,sans-serif"
@@ -43,12 +45,18 @@ class Page:
         counts: How many modules a folded path stands for.
         types: Classes of modules by their paths.
         has_legend: Whether colours and shapes are explained below.
+        levels: How strongly nodes are coloured, by name; None colours by dtype.
+        outlined: Names of nodes whose boxes get a dashed line.
+        measure: What the strength stands for.
     """
 
     title: str
     counts: dict[str, int]
     types: dict[str, str]
     has_legend: bool = True
+    levels: Mapping[str, int] | None = None
+    outlined: frozenset[str] = frozenset()
+    measure: str = ""
 
 
 def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
@@ -105,14 +113,14 @@ def _draw_module(
     inner: dict[str, dict[str, Box]] = {}
     for name, box in boxes.items():
         if box.module == path:
-            _draw_box(dot, names[name], box)
+            _draw_box(dot, names[name], box, page)
             continue
         inner.setdefault(_child(path, box.module), {})[name] = box
     for outermost, found in inner.items():
         child = _only_inside(outermost, found)
         if len(found) == 1:
             [(name, box)] = found.items()
-            _draw_box(dot, names[name], _named_after(box, path, page))
+            _draw_box(dot, names[name], _named_after(box, path, page), page)
             continue
         with dot.subgraph(name=f"cluster_{prefix}{child}") as frame:
             frame.attr(label=_module_label(child, path, page), tooltip=child)
@@ -155,12 +163,16 @@ def _module_label(child: str, path: str, page: Page) -> str:
     return f'<<TABLE BORDER="0" CELLPADDING="0" CELLSPACING="0"><TR>{cells}</TR></TABLE>>'
 
 
-def _draw_box(dot: graphviz.Digraph, name: str, box: Box) -> None:
+def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
     style = dict(STYLES[box.kind])
-    if "filled" in style["style"]:
+    if page.levels is not None and "filled" in style["style"]:
+        style["fillcolor"] = HEAT[max((page.levels.get(m, 0) for m in box.members), default=0)]
+    elif "filled" in style["style"]:
         style["fillcolor"] = _fill(box)
         if box.kind == "module" and len(box.shares) > 1:
             style["style"] = "striped"
+    if page.outlined.intersection(box.members):
+        style |= {"style": f"{style['style']},dashed", "color": ALARM, "penwidth": "3"}
     lines = [f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in box.lines]
     above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # the lid
     label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}</B>", *lines])
@@ -191,14 +203,31 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     counted = any(" kept" in line for box in boxes if box.kind == "module" for line in box.lines)
     if not counted or "kept" in kinds:
         kinds.discard("module")
-    colors = [d for d in COLORS if d in dtypes]
-    others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
-    fills = "".join(_swatch(COLORS.get(d, OTHER), d) for d in [*colors, *others])
+    fills = _heat_legend(page) if page.levels is not None else _dtype_legend(dtypes)
     signs = "".join(_sign(kind) for kind in LEGEND if kind in kinds)
     rows = "".join(
         f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells
     )
     return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
+
+
+def _dtype_legend(dtypes: list[str]) -> str:
+    colors = [d for d in COLORS if d in dtypes]
+    others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
+    return "".join(_swatch(COLORS.get(d, OTHER), f"runs in {d}") for d in [*colors, *others])
+
+
+def _heat_legend(page: Page) -> str:
+    words = [f"least {page.measure}", *[" "] * (len(HEAT) - 2), f"most {page.measure}"]
+    fills = "".join(_swatch(color, word) for color, word in zip(HEAT, words, strict=True))
+    return fills + (_alarm_sign() if page.outlined else "")
+
+
+def _alarm_sign() -> str:
+    return (
+        f'<TD BORDER="2" COLOR="{ALARM}" STYLE="DASHED">'
+        '<FONT POINT-SIZE="10">  dashed: overflows here  </FONT></TD>'
+    )
 
 
 def _row(cells: str) -> str:
@@ -208,7 +237,7 @@ def _row(cells: str) -> str:
 def _swatch(color: str, text: str) -> str:
     return (
         f'<TD BGCOLOR="{color}" BORDER="1" COLOR="{INK}">'
-        f'<FONT POINT-SIZE="10">  runs in {html.escape(text)}  </FONT></TD>'
+        f'<FONT POINT-SIZE="10">  {html.escape(text)}  </FONT></TD>'
     )
 
 

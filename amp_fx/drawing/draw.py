@@ -21,6 +21,8 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import as_record
 from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.records import GraphRecord
+from amp_fx.numerics.picture import MEASURES, as_explanation, levels_of, origins_of
+from amp_fx.numerics.report import AccuracyReport
 
 if TYPE_CHECKING:
     import os
@@ -51,6 +53,7 @@ class View:
         fold: Whether repeated modules are folded into one.
         before: Whether the graph is shown as captured.
         has_legend: Whether colours and shapes are explained.
+        color: What boxes are coloured by: ``"dtype"``, or a measure of a report.
     """
 
     level: str | None = None
@@ -59,6 +62,7 @@ class View:
     fold: bool = True
     before: bool = False
     has_legend: bool = True
+    color: str = "dtype"
 
 
 class Drawing:
@@ -69,12 +73,17 @@ class Drawing:
     """
 
     def __init__(
-        self, explanation: Explanation, records: tuple[GraphRecord, ...], view: View
+        self,
+        explanation: Explanation,
+        records: tuple[GraphRecord, ...],
+        view: View,
+        report: AccuracyReport | None = None,
     ) -> None:
+        self.report = report
         self.explanation = explanation
         self.records = records
         self.view = view
-        self._dot, self.boxes = _picture(explanation, records, view)
+        self._dot, self.boxes = _picture(explanation, records, view, report)
 
     @property
     def source(self) -> str:
@@ -133,7 +142,7 @@ class Drawing:
 
 
 def draw(
-    explanation_or_graph: Explanation | GraphRecord | fx.GraphModule | fx.Graph,
+    explanation_or_graph: Explanation | GraphRecord | AccuracyReport | fx.GraphModule | fx.Graph,
     path: str | os.PathLike[str] | None = None,
     *,
     level: str | None = None,
@@ -143,6 +152,7 @@ def draw(
     fold: bool = True,
     before: bool = False,
     legend: bool = True,
+    color: str | None = None,
 ) -> Drawing:
     """Draws explained graphs with the casts that were put in, through Graphviz.
 
@@ -150,7 +160,8 @@ def draw(
     of weights that are kept are cylinders; edges tell dtype and shape; frames are modules.
 
     Args:
-        explanation_or_graph: What ``amp_fx.explain`` gave, one of its graphs, or an FX graph.
+        explanation_or_graph: What ``amp_fx.explain`` gave, one of its graphs, what
+            ``amp_fx.accuracy`` gave, or an FX graph.
         path: Where to write it: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a
             page that needs no network, to pan, zoom and search in. None writes nothing.
         level: ``"op"`` draws every op, ``"module"`` closes modules so that the picture
@@ -161,6 +172,10 @@ def draw(
         fold: Whether repeated modules of a list are folded into one with a count.
         before: Whether the graph is shown as captured, without casts.
         legend: Whether colours and shapes are explained above the picture.
+        color: What boxes are coloured by. A report of ``amp_fx.accuracy`` has ``"effect"`` (what
+            errors do to the loss; the default there), ``"error"`` (that since the start) and
+            ``"headroom"`` (how near values come to the dtype's limit) besides ``"dtype"``; ops in
+            which something overflows get a dashed line. The page has a switch for it.
 
     Returns:
         The picture.
@@ -173,18 +188,32 @@ def draw(
         raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
     if path is not None:
         check_path(path)
+    report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
+    color = _checked_color(color, report)
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
         records = tuple(_chosen(explanation, graph))
-    view = View(level, focus, ghosts, fold, before, legend)
-    drawing = Drawing(explanation, tuple(records), view)
+    view = View(level, focus, ghosts, fold, before, legend, color)
+    drawing = Drawing(explanation, tuple(records), view, report)
     if path is not None:
         drawing.save(path)
     return drawing
 
 
+def _checked_color(color: str | None, report: AccuracyReport | None) -> str:
+    if color is None:
+        return "dtype" if report is None else MEASURES[0]
+    allowed = ("dtype",) if report is None else ("dtype", *MEASURES)
+    if color not in allowed:
+        of = "" if report is not None else " (others are for what amp_fx.accuracy gives)"
+        raise DrawError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{of}")
+    return color
+
+
 def _as_explanation(given: Any) -> Explanation:
+    if isinstance(given, AccuracyReport):
+        return as_explanation(given)
     if isinstance(given, Explanation):
         return given
     if isinstance(given, fx.GraphModule):
@@ -230,7 +259,10 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _picture(
-    explanation: Explanation, records: tuple[GraphRecord, ...], view: View
+    explanation: Explanation,
+    records: tuple[GraphRecord, ...],
+    view: View,
+    report: AccuracyReport | None,
 ) -> tuple[graphviz.Digraph, dict[str, BoxGraph]]:
     counts: dict[str, int] = {}
     types: dict[str, str] = {}
@@ -253,7 +285,12 @@ def _picture(
     stage = ", as captured" if view.before else ""
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"
     title += f": {view.focus}" if view.focus else ""
-    return to_dot(graphs, Page(title, counts, types, view.has_legend)), graphs
+    page = Page(title, counts, types, view.has_legend)
+    if report is not None:
+        levels = None if view.color == "dtype" else levels_of(report, view.color)
+        outlined = origins_of(report)
+        page = dataclasses.replace(page, levels=levels, outlined=outlined, measure=view.color)
+    return to_dot(graphs, page), graphs
 
 
 def _zoomed(

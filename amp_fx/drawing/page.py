@@ -8,9 +8,11 @@ import json
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.drawing.colors import COLORS, HEAT, OTHER
 from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import treatment
 from amp_fx.explanation.table import human
+from amp_fx.numerics.picture import MEASURES, levels_of
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing
@@ -37,6 +39,10 @@ def page_of(drawing: Drawing) -> str:
         "before": _nodes(drawing, before=True),
         "after": _nodes(drawing, before=False),
         "casts": _casts(drawing),
+        "levels": _levels(drawing),
+        "heat": HEAT,
+        "colors": {**COLORS, "other": OTHER},
+        "color": drawing.view.color,
     }
     text = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
@@ -53,6 +59,21 @@ def page_of(drawing: Drawing) -> str:
     return text
 
 
+def _levels(drawing: Drawing) -> dict[str, dict[str, int]]:
+    """By measure of a report, how strongly each node is coloured; empty without one."""
+    if drawing.report is None:
+        return {}
+    keys = {
+        node.name: _key(record, node.name) for record in drawing.records for node in record.nodes
+    }
+    return {
+        measure: {
+            keys[n]: level for n, level in levels_of(drawing.report, measure).items() if n in keys
+        }
+        for measure in MEASURES
+    }
+
+
 def _views(drawing: Drawing) -> dict[str, Drawing]:
     """By name, the pictures that the page switches between; the one asked for comes first."""
     from amp_fx.drawing.draw import Drawing as _Drawing
@@ -64,7 +85,7 @@ def _views(drawing: Drawing) -> dict[str, Drawing]:
     for level in levels:
         for before in sides:
             view = dataclasses.replace(drawing.view, level=level, before=before)
-            made = _Drawing(drawing.explanation, drawing.records, view)
+            made = _Drawing(drawing.explanation, drawing.records, view, drawing.report)
             num_boxes = sum(len(graph) for graph in made.boxes.values())
             if level == asked or num_boxes <= MOST_OPS:
                 found[f"{'before' if before else 'after'}-{level}"] = made

@@ -92,6 +92,18 @@ def run_stand_in(
 
 
 @contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Compiles what is compiled inside as if for the first time, and forgets it afterwards.
+
+    Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``, where torch has that.
+    """
+    before = Counter(counters["graph_break"])
+    with _sizes_forgotten(), _without_limit():
+        yield
+    counters["graph_break"] = before
+
+
+@contextlib.contextmanager
 def _sizes_forgotten() -> Iterator[None]:
     """Keeps Dynamo from taking sizes for dynamic that differ from those explained.
 

@@ -264,7 +264,7 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
         is_listed: Whether a table has the op, so that somebody knows that it can be cast.
     """
     name, _, overload = op.partition(".")
-    if not torch._C._dispatch_has_kernel(op) and not _has_schema(name, overload):
+    if not torch._C._dispatch_has_kernel(op) and not has_schema(op):
         return True
     schema = torch._C._get_schema(name, overload)
     if schema.is_mutable:
@@ -278,12 +278,25 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
     return computes(schema)
 
 
-def _has_schema(name: str, overload: str) -> bool:
+def has_schema(op: str) -> bool:
+    """Whether an op overload is registered, by its qualified name."""
+    name, _, overload = op.partition(".")
     try:
         torch._C._get_schema(name, overload)
     except RuntimeError:
         return False
     return True
+
+
+def is_changeable(op: str) -> bool:
+    """Whether what holds for a module holds for an op overload, by its qualified name.
+
+    Private ops are what public ones are made of; those that a table lists are changed too.
+    """
+    if not has_schema(op) or op.partition("::")[2].startswith("_"):
+        return False
+    name, _, overload = op.partition(".")
+    return computes(torch._C._get_schema(name, overload))
 
 
 def computes(schema: torch.FunctionSchema) -> bool:

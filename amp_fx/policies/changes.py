@@ -8,13 +8,13 @@ import fnmatch
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, takes_policy
+from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.op_names import (
     find_overloads,
@@ -26,13 +26,16 @@ from amp_fx.tables.op_names import (
 from amp_fx.tables.presets import PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from amp_fx.policies.module_path import ModuleStack
 
 Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
 """Called with an op's qualified overload name, the path of the module around it, and the sizes
 and dtypes of its tensors; gives a cast policy, its name, or None for no opinion."""
+
+ModulePolicy: TypeAlias = "CastPolicy | str | Mapping[Any, CastPolicy | str]"
+"""What ``Policy.with_modules`` takes for one module: a policy, or policies by op."""
 
 MODULE_POLICIES = (
     CastPolicy.LOWER_PRECISION_FP,
@@ -71,10 +74,25 @@ class ModuleOverride:
         pattern: A glob for the path of a module, a regular expression for all of it, or a
             class; modules inside of a module that fits belong to it.
         policy: How the ops are cast that run there.
+        op: The op that alone is meant, as the user wrote it; empty for all ops.
+        overloads: The overloads that this means, by qualified name.
+        why: A reason for people to read, which a policy file gets as a comment.
     """
 
     pattern: str | re.Pattern[str] | type
     policy: CastPolicy
+    op: str = ""
+    overloads: tuple[str, ...] = ()
+    why: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def origin(self) -> str:
+        """What to call it in messages and decisions."""
+        return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
+
+    def holds_for(self, op: str) -> bool:
+        """Whether an op, by its qualified overload name, is meant."""
+        return not self.op or op in self.overloads
 
     def fits(self, stack: ModuleStack) -> bool:
         """Whether one of the modules around an op is meant."""
@@ -259,21 +277,52 @@ def is_glob(pattern: str) -> bool:
     return any(sign in pattern for sign in "*?[")
 
 
-def module_overrides(given: Mapping[Any, CastPolicy | str]) -> tuple[ModuleOverride, ...]:
+def module_overrides(
+    given: Mapping[Any, ModulePolicy], listed: Iterable[str]
+) -> tuple[ModuleOverride, ...]:
     """The entries of one call of ``with_modules``.
 
     Args:
         given: Policies by module: a glob for paths, a compiled regular expression or
-            ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``.
+            ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``. A
+            mapping gives policies to single ops inside of the module.
+        listed: Ops that tables have, perhaps of another torch version.
 
     Raises:
-        PolicyError: A pattern is none of these, or a policy is unknown.
+        PolicyError: A pattern is none of these, an op or a policy is unknown, or the op is one
+            that modules cannot change.
     """
+    known = frozenset(listed)
     return tuple(
-        ModuleOverride(
-            _module_pattern(pattern), to_policy(f"module {pattern!r}", value, MODULE_POLICIES)
-        )
+        override
         for pattern, value in given.items()
+        for override in _overrides_of(pattern, value, known)
+    )
+
+
+def _overrides_of(
+    pattern: object, value: ModulePolicy, listed: frozenset[str]
+) -> Iterable[ModuleOverride]:
+    where, found = f"module {pattern!r}", _module_pattern(pattern)
+    if not isinstance(value, Mapping):
+        return [ModuleOverride(found, to_policy(where, value, MODULE_POLICIES))]
+    ops = [(op_text(op), each) for op, each in value.items()]
+    policies = [to_policy(f"{where}, op {op!r}", each, MODULE_POLICIES) for op, each in ops]
+    return [
+        ModuleOverride(found, policy, op, _changeable(where, op, listed))
+        for (op, _), policy in zip(ops, policies, strict=True)
+    ]
+
+
+def _changeable(where: str, op: str, listed: frozenset[str]) -> tuple[str, ...]:
+    """The overloads that an op's name means, of those that what holds for a module holds for."""
+    found = expand_ops(op, listed)
+    changeable = tuple(name for name in found if is_changeable(name))
+    if changeable or not any(has_schema(name) for name in found):
+        return changeable or found
+    raise PolicyError(
+        f"{where}: op {op!r} is private, writes to its inputs, gives a view of them or takes no "
+        "tensor; what holds for a module is for public ops that make new tensors"
     )
 
 

@@ -20,7 +20,7 @@ from amp_fx.policies.calls import (
     bind,
     cast_arguments,
     castable_tensors,
-    computes,
+    is_changeable,
     is_eligible,
     qualified_name,
     result_dtype,
@@ -113,7 +113,7 @@ class Resolver:
                 origin = f"args {override.pattern!r}"
                 self._args[op] = origin, {**before, **dict(override.args)}
         self._by_op = functools.cache(self._find_by_op)
-        self.module_override = functools.cache(self._find_module_override)
+        self.module_overrides = functools.cache(self._find_module_overrides)
 
     @property
     def depends_on_module(self) -> bool:
@@ -124,7 +124,7 @@ class Resolver:
         """Equal for two places in which equal calls are treated alike."""
         if self._rules:
             return stack
-        return self.module_override(stack) if self._modules else None
+        return self.module_overrides(stack) if self._modules else None
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
         """What is done to a call; None if nothing is laid down for its op.
@@ -140,10 +140,10 @@ class Resolver:
             policy = _ask(rule, call, stack)
             if policy is not None:
                 return Decision(policy, f"rule {rule.name}")
-        override: ModuleOverride | None = self.module_override(stack)
-        if override is None:
-            return by_op
-        return Decision(override.policy, f"module {override.text!r}")
+        overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
+        name = qualified_name(call[0])
+        override = next((m for m in overrides if m.holds_for(name)), None)
+        return by_op if override is None else Decision(override.policy, override.origin)
 
     def _is_adjustable(self, call: Call, device_type: str, by_op: Decision | None) -> bool:
         if by_op is None and not is_adjustable(call[0]):
@@ -164,17 +164,21 @@ class Resolver:
             return Decision(found.policy, "register_op", tuple(merged.items()))
         return Decision(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
 
-    def _find_module_override(self, stack: ModuleStack) -> ModuleOverride | None:
-        return next((m for m in reversed(self._modules) if m.fits(stack)), None)
+    def _find_module_overrides(self, stack: ModuleStack) -> tuple[ModuleOverride, ...]:
+        """What holds in a place, the one that wins first, up to one that is for all ops."""
+        found: list[ModuleOverride] = []
+        for override in reversed(self._modules):
+            if override.fits(stack):
+                found.append(override)
+                if not override.op:
+                    break
+        return tuple(found)
 
 
 @functools.cache
 def is_adjustable(op: OpOverload) -> bool:
-    """Whether what holds for all ops of a module holds for this one.
-
-    Private ops are what public ones are made of; those that a table lists are adjusted too.
-    """
-    return not op._schema.name.partition("::")[2].startswith("_") and computes(op._schema)
+    """Whether what holds for all ops of a module holds for this one (``is_changeable``)."""
+    return is_changeable(qualified_name(op))
 
 
 def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:

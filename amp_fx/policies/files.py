@@ -92,6 +92,7 @@ def to_text(
     entries: Mapping[str, Any],
     tables: Mapping[str, Mapping[str, str]],
     groups: Mapping[str, list[dict[str, Any]]],
+    comments: Mapping[tuple[str, int, str], list[str]] | None = None,
 ) -> str:
     """The text of a policy file.
 
@@ -99,19 +100,28 @@ def to_text(
         entries: What stands at the top.
         tables: ``[tables.<device type>]``.
         groups: Tables that may stand several times, by key.
+        comments: Lines above an entry of a group, by the group's key, its number and the entry.
     """
+    comments = comments or {}
     lines = [_HEAD.rstrip(), *(f"{key} = {_value(value)}" for key, value in entries.items())]
     for device, table in tables.items():
         lines += ["", f"[tables.{_key(device)}]", *_entry_lines(table)]
     for key, several in groups.items():
         header = f"[{key}]" if len(several) == 1 else f"[[{key}]]"
-        for group in several:
-            lines += ["", header, *_entry_lines(group)]
+        for index, group in enumerate(several):
+            lines += ["", header]
+            for entry, line in zip(group, _entry_lines(group), strict=True):
+                lines += [_comment(text) for text in comments.get((key, index, entry), ())]
+                lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def _entry_lines(entries: Mapping[str, Any]) -> Iterable[str]:
     return (f"{_key(key)} = {_value(value)}" for key, value in entries.items())
+
+
+def _comment(text: str) -> str:
+    return f"# {' '.join(text.split())}"
 
 
 def _value(value: Any) -> str:

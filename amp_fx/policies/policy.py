@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError
 from amp_fx.policies.changes import (
-    ModuleOverride,
     arg_override,
     module_overrides,
     op_overrides,
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.changes import (
         ArgOverride,
+        ModuleOverride,
+        ModulePolicy,
         OpOverride,
         Rule,
         RuleOverride,
@@ -155,10 +156,10 @@ class Policy:
         """
         if not self.resolver.depends_on_module:
             return self
-        override = self.resolver.module_override(stack)
+        overrides = self.resolver.module_overrides(stack)
         return dataclasses.replace(
             self,
-            modules=() if override is None else (ModuleOverride("*", override.policy),),
+            modules=tuple(dataclasses.replace(m, pattern="*") for m in reversed(overrides)),
             rules=tuple(rule.at(path_of(stack)) for rule in self.rules),
         )
 
@@ -208,7 +209,7 @@ class Policy:
         tables = {device: with_changes(table, added) for device, table in self.tables.items()}
         return dataclasses.replace(self, tables=tables, ops=(*self.ops, *added))
 
-    def with_modules(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
+    def with_modules(self, policies: Mapping[Any, ModulePolicy]) -> Policy:
         """A copy that casts the ops inside of some modules otherwise.
 
         Args:
@@ -217,12 +218,15 @@ class Policy:
                 or ``"re:..."`` for the whole path, or a class, which its subclasses belong to.
                 Modules inside belong to a module too. It holds for all ops that make new
                 tensors (``treatment``): one of ``lower_precision_fp``, ``fp32``, ``promote``,
-                ``keep`` and ``same_as_input``.
+                ``keep`` and ``same_as_input``. A mapping instead is for single ops in the
+                module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
+                ops are named as in ``with_ops``.
 
         Raises:
-            PolicyError: A pattern is none of these, or a policy is unknown.
+            PolicyError: A pattern is none of these, an op or a policy is unknown, or the op
+                is a view, writes to its inputs or is private.
         """
-        added = module_overrides(policies)
+        added = module_overrides(policies, self._listed())
         return dataclasses.replace(self, modules=(*self.modules, *added))
 
     def with_rule(self, rule: Rule | str) -> Policy:

@@ -9,6 +9,7 @@
 
     [modules]
     "decoder.*.norm" = "fp32"
+    "decoder.0.attn" = { matmul = "fp32" }   # single ops inside of the module
 
     [args]
     index_add = { source = "same_as:self" }
@@ -27,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies import files
-from amp_fx.policies.changes import OpOverride, find_object, is_glob, to_policy
+from amp_fx.policies.changes import (
+    ModuleOverride,
+    OpOverride,
+    find_object,
+    is_glob,
+    to_policy,
+)
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
 
 if TYPE_CHECKING:
@@ -210,10 +217,43 @@ def to_text(policy: Policy) -> str:
     }
     groups = {
         "ops": _op_groups(policy.ops),
-        "modules": _groups_of((m.text, m.policy.value) for m in policy.modules),
+        "modules": _module_groups(policy.modules),
         "args": _groups_of((a.pattern, dict(a.args)) for a in policy.args),
     }
-    return files.to_text(entries, tables, groups)
+    comments = {(m.text, m.op): m.why for m in policy.modules if m.why}
+    return files.to_text(entries, tables, groups, _comments(groups["modules"], comments))
+
+
+def _comments(
+    groups: list[dict[str, Any]], reasons: dict[tuple[str, str], str]
+) -> dict[tuple[str, int, str], list[str]]:
+    """The reasons of modules by place in the file; those of single ops begin with the op."""
+    found: dict[tuple[str, int, str], list[str]] = {}
+    for index, group in enumerate(groups):
+        for pattern, value in group.items():
+            ops = list(value) if isinstance(value, dict) else [""]
+            lines = [(op, reasons[pattern, op]) for op in ops if (pattern, op) in reasons]
+            several = len(ops) > 1
+            found["modules", index, pattern] = [
+                f"{op}: {why}" if several else why for op, why in lines
+            ]
+    return found
+
+
+def _module_groups(overrides: Iterable[ModuleOverride]) -> list[dict[str, Any]]:
+    """Entries in order; what is laid down for several ops of one module is one entry."""
+    groups: list[dict[str, Any]] = []
+    for override in overrides:
+        last = next(reversed(groups[-1].items()), ("", None)) if groups else ("", None)
+        value = {override.op: override.policy.value} if override.op else override.policy.value
+        joins = last[0] == override.text and isinstance(last[1], dict) and isinstance(value, dict)
+        if joins and override.op not in last[1]:  # type: ignore[operator]
+            last[1].update(value)  # type: ignore[union-attr]
+            continue
+        if not groups or override.text in groups[-1]:
+            groups.append({})
+        groups[-1][override.text] = value
+    return groups
 
 
 def _dtype_entry(policy: Policy) -> dict[str, Any]:

@@ -157,6 +157,35 @@ def test_numbers_of_a_module(way: str, net: Decoder, x: torch.Tensor) -> None:
     assert_equal_bits(actual, outputs_and_grads(net, net, x, torch.autocast("cpu")))
 
 
+def test_an_op_inside_of_a_module_is_flipped_and_no_other(net: Decoder, x: torch.Tensor) -> None:
+    policy = DEFAULT.with_modules({"blocks.1": {"matmul": "fp32"}})
+    origin = "module 'blocks.1', op 'matmul'"
+    assert flipped(net, x, policy) == {
+        ("matmul", "blocks.1.attn.scores", "fp32", origin),
+        ("matmul", "blocks.1.attn", "fp32", origin),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_of_an_op_inside_of_a_module(way: str, net: Decoder, x: torch.Tensor) -> None:
+    """The softmax of the scores takes what their product gives."""
+    policy = DEFAULT.with_modules({"blocks.*.attn.scores": {"matmul": "fp32"}})
+    actual = run(way, net, x, policy)
+    for module in net.modules():
+        if isinstance(module, Scores):
+            in_float32(module)
+    assert_equal_bits(actual, outputs_and_grads(net, net, x, torch.autocast("cpu")))
+
+
+def test_later_beats_earlier_for_single_ops_too(net: Decoder, x: torch.Tensor) -> None:
+    both = DEFAULT.with_modules({"head": {"linear": "fp32"}, "*": {"matmul": "keep"}})
+    assert winner(net, x, both).policy == "fp32"
+    assert winner(net, x, both.with_modules({"*": "keep"})).policy == "keep"
+    assert winner(net, x, DEFAULT.with_modules({"*": "keep"})).policy == "keep"
+    last = DEFAULT.with_modules({"*": "keep"}).with_modules({"head": {"linear": "fp32"}})
+    assert winner(net, x, last).policy == "fp32"
+
+
 def test_views_writes_and_explicit_dtypes_stay(x: torch.Tensor) -> None:
     class Net(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -314,6 +343,9 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
         (lambda p: p.with_ops({"nothing_*": "fp32"}), "no op of torch .* fits 'nothing_.'"),
         (lambda p: p.with_modules({"a": "fp32_set_opt_dtype"}), "is not one of lower_precision_fp"),
         (lambda p: p.with_modules({3: "fp32"}), "module 3 is neither the path"),
+        (lambda p: p.with_modules({"a": {"matmull": "fp32"}}), "no op 'matmull'; near names"),
+        (lambda p: p.with_modules({"a": {"mm": "fp31"}}), "module 'a', op 'mm': 'fp31' is not"),
+        (lambda p: p.with_modules({"a": {"view": "fp32"}}), "for public ops that make new"),
         (lambda p: p.with_modules({int: "fp32"}), "not one of torch.nn.Module"),
         (lambda p: p.with_modules({"re:(": "fp32"}), "is no regular expression"),
         (lambda p: p.with_rule("nowhere:f"), "cannot be imported"),
@@ -352,6 +384,7 @@ def by_name(*_: Any) -> None:
 def everything() -> Policy:
     policy = Policy.default("cuda", torch.float16).with_ops({"softmax": "keep", "*mm": "fp32"})
     policy = policy.with_modules({"a.*": "fp32", Attention: "keep", re.compile("b+"): "promote"})
+    policy = policy.with_modules({"c": {"mm": "fp32", "exp": "keep"}})
     return policy.with_args("cat", {"tensors": "fp32"}).with_rule(by_name)
 
 

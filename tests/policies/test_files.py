@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,11 @@ CHANGES = st.one_of(
     st.tuples(st.just("with_ops"), st.dictionaries(st.sampled_from(OPS), values(SIMPLE))),
     st.tuples(
         st.just("with_modules"),
-        st.dictionaries(st.sampled_from(MODULES), values(MODULE_POLICIES)),
+        st.dictionaries(
+            st.sampled_from(MODULES),
+            values(MODULE_POLICIES)
+            | st.dictionaries(st.sampled_from(OPS), values(MODULE_POLICIES)),
+        ),
     ),
     st.tuples(st.just("with_rule"), st.just(a_rule)),
     st.tuples(st.just("with_dtype"), st.sampled_from([torch.float16, torch.bfloat16])),
@@ -69,6 +74,21 @@ def test_a_glob_that_came_later_still_wins() -> None:
     again = Policy.loads(str(policy))
     assert again.rule(torch.ops.aten.mm.default, "cpu") is CastPolicy.KEEP
     assert again == policy
+
+
+def test_a_reason_is_a_comment_above_its_line() -> None:
+    policy = DEFAULT.with_modules({"h.0": {"mm": "fp32", "exp": "keep"}, "head": "fp32"})
+    reasons = ("too large:\n|x| up to 1e5", "", "why not")
+    told = [dataclasses.replace(m, why=why) for m, why in zip(policy.modules, reasons, strict=True)]
+    text = str(dataclasses.replace(policy, modules=tuple(told)))
+    assert text.splitlines()[-5:] == [
+        "[modules]",
+        "# mm: too large: |x| up to 1e5",
+        '"h.0" = { mm = "fp32", exp = "keep" }',
+        "# why not",
+        'head = "fp32"',
+    ]
+    assert Policy.loads(text) == policy
 
 
 def test_a_view_that_an_override_lists_is_not_cast_by_an_earlier_one() -> None:

@@ -1,0 +1,130 @@
+"""``python -m amp_fx accuracy``: which op hurts in low precision, and what repairs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.commands.explain import load, parse_input
+from amp_fx.drawing.draw import FORMATS, check_path, draw
+from amp_fx.errors import OptionError
+from amp_fx.numerics.entry import accuracy
+from amp_fx.numerics.search import search
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx accuracy mypackage.train:make_step --dtype float16
+  python -m amp_fx accuracy torch.nn.functional:gelu --input-shape 8,64 --dtype bfloat16
+  python -m amp_fx accuracy mypackage.train:make_step --search 1e-2 --save amp.toml
+
+The target is a module, a class of modules or a function. What can be called without arguments
+is called: it makes the step, or a pair of the step and a tuple of its inputs. Inputs that are
+given by shape are random numbers, integers are zeros.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``accuracy`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "accuracy",
+        help="show which op loses accuracy in low precision, and find what repairs it",
+        description="Runs a step in low precision with a float32 shadow, forward and backward.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="package.module:name of a step or of what makes it")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
+    )
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's of the device")
+    parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
+    parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
+    parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
+    )
+    parser.add_argument(
+        "--search",
+        type=float,
+        metavar="TOLERANCE",
+        help="find a small set of ops for float32 that brings the error below this",
+    )
+    parser.add_argument("--budget", type=int, default=60, help="runs of the search, at most")
+    parser.add_argument("--save", metavar="PATH", help="write the policy that was found: amp.toml")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        1 if there are suspects and no search was asked for, else 0.
+
+    Raises:
+        AmpFxError: The target cannot be loaded or run, or an argument is wrong.
+    """
+    _check(args)
+    torch.manual_seed(args.seed)
+    step, inputs = load(args.target)
+    if args.input_shape:
+        inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+    if args.search is not None:
+        return _search(step, inputs, args)
+    options = {"dtype": args.dtype, "policy": args.policy, "scale": args.scale}
+    report = accuracy(step, modules=args.modules, **options)(*inputs)
+    sys.stdout.write(f"{report.to_json() if args.json else report}\n")
+    if args.draw:
+        draw(report, args.draw)
+        sys.stderr.write(f"wrote {args.draw}\n")
+    return 1 if report.suspects else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.draw is not None:
+        check_path(args.draw)
+    if args.save is None:
+        return
+    if args.search is None:
+        raise OptionError("--save writes what --search has found: give both")
+    if not args.save.endswith(".toml"):
+        raise OptionError(f"--save {args.save}: a policy file's name ends in .toml")
+    if not Path(args.save).parent.is_dir():
+        raise OptionError(f"--save {args.save}: there is no folder {str(Path(args.save).parent)!r}")
+
+
+def _random(zeros: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(zeros) if zeros.is_floating_point() else zeros
+
+
+def _search(step: Callable[..., Any], inputs: tuple[Any, ...], args: argparse.Namespace) -> int:
+    result = search(
+        step,
+        tolerance=args.search,
+        dtype=args.dtype,
+        policy=args.policy,
+        scale=args.scale,
+        budget=args.budget,
+    )(*inputs)
+    sys.stdout.write(f"{result.to_json() if args.json else result}\n")
+    if args.draw:
+        draw(result.report, args.draw)
+        sys.stderr.write(f"wrote {args.draw}\n")
+    if args.save:
+        result.policy.save(args.save)
+        sys.stderr.write(f"wrote {args.save}\n")
+    return 0

@@ -1,0 +1,1 @@
+"""``amp_fx.accuracy``, ``amp_fx.search`` and ``amp_fx.watch``: which op hurts, and its repair."""

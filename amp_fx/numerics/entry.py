@@ -1,0 +1,275 @@
+"""``amp_fx.accuracy``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
+from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.numerics.records import GradientRecord, record_of
+from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
+from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.state import refuse_strange
+from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.policies.policy import as_policy
+from amp_fx.regions.policy_codes import ambient_policy
+from amp_fx.regions.region import autocast
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable
+
+    from amp_fx.numerics.running import Run
+    from amp_fx.policies.policy import Policy
+
+REFERENCES = (torch.float32, torch.float64)
+
+
+def accuracy(
+    step: Callable[..., Any],
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    reference: torch.dtype | str = "float32",
+    scale: float = 1.0,
+    loss: Callable[[Any], Any] | None = None,
+    modules: str | Iterable[str] | None = None,
+) -> Callable[..., AccuracyReport]:
+    """Tells what low precision does to a step: which op hurts, and how much.
+
+    ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, with
+    a second value of every tensor in the reference precision underneath. Where an op
+    overflows, the largest number of the dtype is put and the run goes on, so that later ones
+    show too. Nothing changes: buffers, gradients and random numbers are put back, and nothing
+    is compiled; a program's own Python state is not known, and a step of two runs happens to it.
+
+    What eager autocast rounds after every op, inductor's fused kernels keep in float32 inside of
+    a kernel: errors of compiled programs are the same or smaller.
+
+    Args:
+        step: A module or a function. If the first tensor that it gives is a floating-point
+            scalar, that is the loss; if it gives another, effects are on all outputs, in a
+            random direction. A step may call ``backward`` itself. What was compiled is looked
+            into, and the settings of ``amp_fx.compile`` hold.
+        dtype: What low-precision ops run in; by default autocast's for the device type.
+        policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
+            of a region around the call, else PyTorch's.
+        reference: ``"float32"``: the program without autocast; or ``"float64"``, which tells
+            the errors of float32 ops too.
+        scale: What the loss is multiplied with for the backward, as a gradient scaler does.
+        loss: Makes a scalar of what the step gives.
+        modules: Patterns of modules (``"h.3.*"``) outside of which nothing is measured. All is
+            still run three times.
+
+    Returns:
+        A function that takes the step's arguments and gives an ``AccuracyReport``. Given one
+        list of tuples it takes these for batches, and adds up.
+
+    Raises:
+        OptionError: An option has a value that is not allowed.
+        PolicyError: The policy is none of these.
+        CompileTargetError: The step is neither a module nor a function.
+        AccuracyError: When called: tensors are fake or on ``meta``, the model is in float64 or
+            in a low dtype already, no op takes a floating-point tensor, or there is no tensor
+            to begin a backward with.
+    """
+    target, given = unwrap(step, "amp_fx.accuracy")
+    asked = Asked(
+        dtype=given.dtype if dtype is None else as_dtype(dtype),
+        policy=policy_for(policy, given),
+        device_type=given.device_type,
+        reference=_reference(reference),
+        scale=scale_for(scale),
+        loss=loss,
+        modules=_patterns(modules),
+    )
+
+    @functools.wraps(target, assigned=("__doc__",), updated=())
+    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
+        if len(args) == 1 and not kwargs and _is_batches(args[0]):
+            reports = [_examine(target, asked, batch, {}) for batch in args[0]]
+            return functools.reduce(AccuracyReport.__add__, reports)
+        return _examine(target, asked, args, kwargs)
+
+    return accuracy_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What ``accuracy`` was asked for, checked."""
+
+    dtype: torch.dtype | None
+    policy: Policy
+    device_type: str | None
+    reference: torch.dtype = torch.float32
+    scale: float = 1.0
+    loss: Callable[[Any], Any] | None = None
+    modules: tuple[str, ...] | None = None
+    is_brief: bool = False
+
+
+def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
+    """What was compiled, and the region that ``amp_fx.compile`` puts around it.
+
+    Raises:
+        CompileTargetError: It is neither a module nor a function.
+    """
+    if isinstance(step, type) or not callable(step):
+        raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
+    settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
+    inner = getattr(step, "_orig_mod", None)
+    if inner is None and not getattr(step, "_torchdynamo_disable", False):
+        inner = getattr(step, "_torchdynamo_orig_callable", None)
+    found = inner if callable(inner) else step
+    return found, settings or RegionSettings(None, None, None)
+
+
+def policy_for(policy: Any, given: RegionSettings) -> Policy:
+    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
+    if policy is None:
+        return given.policy or ambient_policy() or as_policy("torch")
+    return as_policy(policy)
+
+
+def _reference(reference: Any) -> torch.dtype:
+    found = as_dtype(reference)
+    if found not in REFERENCES:
+        raise OptionError(f"reference={reference!r} is neither 'float32' nor 'float64'")
+    return found
+
+
+def scale_for(scale: Any) -> float:
+    """A scale of the loss, checked.
+
+    Raises:
+        OptionError: It is no positive number.
+    """
+    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not is_number or not 0 < scale < math.inf:
+        raise OptionError(f"scale={scale!r} is no positive number")
+    return float(scale)
+
+
+def _patterns(modules: Any) -> tuple[str, ...] | None:
+    if modules is None:
+        return None
+    given = (modules,) if isinstance(modules, str) else modules
+    found = tuple(given) if isinstance(given, (tuple, list)) else ()
+    if not all(isinstance(pattern, str) for pattern in found) or not found:
+        raise OptionError(f"modules={modules!r}: give patterns of module paths, like 'h.3.*'")
+    return found
+
+
+def _is_batches(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(b, tuple) for b in value)
+
+
+def device_type_of(step: Any, args: Any, asked: Asked) -> str:
+    """The device type that autocasts: that of the tensors, an accelerator before the CPU."""
+    if asked.device_type is not None:
+        return asked.device_type
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    if isinstance(step, torch.nn.Module):
+        tensors += [*step.parameters(), *step.buffers()]
+    for tensor in tensors:
+        refuse_strange(tensor)
+    found = {tensor.device.type for tensor in tensors} - {"cpu"}
+    return next(iter(sorted(found)), "cpu")
+
+
+def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
+    """The low dtype: the one asked for, the policy's, or autocast's for the device.
+
+    Raises:
+        OptionError: The device does not autocast to it.
+    """
+    dtype = asked.dtype or asked.policy.low_dtype(device_type) or default_dtype(device_type)
+    if dtype.itemsize >= asked.reference.itemsize:
+        raise OptionError(f"dtype={dtype} is not below the reference {asked.reference}")
+    check_device_dtype(device_type, dtype)
+    return dtype
+
+
+def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls a step, so that a module's paths begin at the module and not at a variable."""
+    return step.__call__ if isinstance(step, torch.nn.Module) else step
+
+
+def _examine(
+    step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AccuracyReport:
+    device_type = device_type_of(step, (args, kwargs), asked)
+    dtype = low_dtype_of(asked, device_type)
+    request = Request(
+        region=functools.partial(autocast, device_type, dtype, policy=asked.policy),
+        reference=asked.reference,
+        scale=asked.scale,
+        loss=asked.loss,
+        modules=asked.modules,
+        is_brief=asked.is_brief,
+    )
+    run = run_step(caller_of(step), args, kwargs, request)
+    if asked.modules is not None and not run.seen:
+        raise AccuracyError(f"modules={asked.modules!r} fits no module in which an op turns low")
+    return report_of(run, name_of(step), dtype, device_type, asked)
+
+
+def name_of(step: Any) -> str:
+    """What to call a step."""
+    return str(getattr(step, "__qualname__", None) or type(step).__name__)
+
+
+def report_of(
+    run: Run, name: str, dtype: torch.dtype, device_type: str, asked: Asked
+) -> AccuracyReport:
+    """The report of a run."""
+    return AccuracyReport(
+        model=name,
+        used_policy=asked.policy,
+        dtype=dtype_name(dtype),
+        device_type=device_type,
+        reference=dtype_name(asked.reference),
+        scale=asked.scale,
+        loss=run.low_loss,
+        reference_loss=run.reference_loss,
+        output_error=run.output_error,
+        is_probed=run.is_probed,
+        is_repeatable=run.is_repeatable,
+        nodes=tuple(record_of(seen) for seen in run.seen),
+        gradients=tuple(GradientRecord(**vars(g)) for g in run.gradients),
+        suggested_scale=_suggested_scale(run, asked.scale) if dtype == torch.float16 else None,
+        not_examined=tuple(
+            UnexaminedRecord(op, module, why) for (op, module), why in run.not_examined.items()
+        ),
+        memory=MemoryRecord(run.predicted_bytes, run.num_bytes),
+    )
+
+
+SMALLEST_EXPONENT = -23
+"""Of the smallest number of float16, 2**-24, as ``torch.frexp`` has it: in [0.5, 1) * 2**-23."""
+
+
+def _suggested_scale(run: Run, scale: float) -> tuple[float, float] | None:
+    """Powers of two between which a float16 backward neither flushes much nor overflows."""
+    samples = [(s.exponents, s.measures) for s in run.seen if s.exponents is not None]
+    exponents = [e.cpu().long() for e, _ in samples if e.numel()]
+    largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
+    if not exponents or not largest:
+        return None
+    weights = [m.numel / e.numel() for e, m in samples if e.numel()]
+    counts = torch.zeros(600, dtype=torch.float64)
+    for found, weight in zip(exponents, weights, strict=True):
+        ones = torch.full(found.shape, weight, dtype=torch.float64)
+        counts.scatter_add_(0, (found + 300).clamp(0, 599), ones)
+    share = counts.cumsum(0) / counts.sum()
+    first = int((share > 0.01).nonzero()[0]) - 300
+    low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
+    high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
+    return (low, high) if low <= high else None

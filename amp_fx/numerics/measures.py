@@ -1,0 +1,238 @@
+"""Numbers about one result: its error, its range, what overflowed and what was flushed to zero."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+
+@dataclasses.dataclass
+class Measures:
+    """Sums over the elements of one result; sums of several results add up.
+
+    Attributes:
+        numel: Elements.
+        local_sq: Squared error of the op itself: its result less that on the same inputs in the
+            reference.
+        local_ref_sq: Squares of the latter.
+        error_sq: Squared error against the reference program.
+        shadow_sq: Squares of the latter's result.
+        max_abs: Its largest absolute value; NaN if it has one.
+        overflows: Elements that are infinite or NaN where the same op in the reference is finite.
+        fills: Those among them that are one large negative number in the reference: a mask's.
+        inherited: Those that are so already for the inputs given, and not in the reference program.
+        poisoned: NaNs among them, where the reference program has none.
+        singular: Those among them that come of finite inputs: the logarithm of what became zero.
+        flushed: Elements that are zero where the same op in the reference is not.
+        nonzero: Elements that are not zero there.
+        lost: Elements that are zero where the reference program's are not.
+        flips: Elements of a discrete result that differ.
+    """
+
+    numel: int = 0
+    local_sq: float = 0.0
+    local_ref_sq: float = 0.0
+    error_sq: float = 0.0
+    shadow_sq: float = 0.0
+    max_abs: float = 0.0
+    overflows: int = 0
+    fills: int = 0
+    inherited: int = 0
+    poisoned: int = 0
+    singular: int = 0
+    flushed: int = 0
+    nonzero: int = 0
+    lost: int = 0
+    flips: int = 0
+
+    def add(self, other: Measures) -> None:
+        """Adds those of another result."""
+        for field in dataclasses.fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            is_maximum = field.name == "max_abs"
+            joined = _largest(ours, theirs) if is_maximum else ours + theirs
+            setattr(self, field.name, joined)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the reference program's result is."""
+        return math.isfinite(self.max_abs)
+
+    @property
+    def local(self) -> float:
+        """Relative error (L2) of the op itself."""
+        return relative(self.local_sq, self.local_ref_sq)
+
+    @property
+    def accumulated(self) -> float:
+        """Relative error (L2) against the reference program."""
+        return relative(self.error_sq, self.shadow_sq)
+
+
+def relative(error_sq: float, reference_sq: float) -> float:
+    """The quotient of two norms, given by their squares; infinite for an error of nothing."""
+    if error_sq == 0:
+        return 0.0
+    return math.sqrt(error_sq / reference_sq) if reference_sq else math.inf
+
+
+def _largest(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def measure_float(
+    result: torch.Tensor,
+    repeated: torch.Tensor | None,
+    shadow: torch.Tensor,
+    *,
+    counts_zeros: bool,
+) -> tuple[Measures, torch.Tensor | None]:
+    """Measures a floating-point result; all numbers are read at once.
+
+    Args:
+        result: What the op gave.
+        repeated: What it gives in the reference for the same inputs; None where it ran so.
+        shadow: What the reference program has.
+        counts_zeros: Whether zeros are counted: where the dtype's range is short.
+
+    Returns:
+        The numbers, and the error of the op itself, element by element.
+    """
+    found = Measures(result.numel())
+    if not result.numel():
+        return found, None
+    if result.is_complex():
+        parts = [None if t is None else torch.view_as_real(t) for t in (result, repeated, shadow)]
+        result, repeated, shadow = parts  # type: ignore[assignment]
+    wide = result.to(shadow.dtype)  # arithmetic on two dtypes takes five times as long
+    eps = None if repeated is None else torch.sub(wide, repeated)
+    error = eps if repeated is shadow else torch.sub(wide, shadow)
+    assert error is not None
+    low, high = torch.aminmax(shadow)
+    numbers = [_square(error), _square(shadow), low, high]
+    if eps is not None and error is not eps:
+        assert repeated is not None
+        numbers += [_square(eps), _square(repeated)]
+    if counts_zeros and repeated is not None:
+        zeros = result == 0
+        numbers += [((repeated != 0) & zeros).sum(), torch.count_nonzero(repeated)]
+        numbers.append(numbers[-2] if error is eps else ((shadow != 0) & zeros).sum())
+    read = torch.stack([n.to(torch.float64) for n in numbers]).tolist()
+    found.error_sq, found.shadow_sq = read[:2]
+    found.max_abs = _largest(abs(read[2]), abs(read[3]))
+    if counts_zeros and repeated is not None:
+        found.flushed, found.nonzero, found.lost = map(int, read[-3:])
+    if eps is not None:
+        found.local_sq, found.local_ref_sq = read[:2] if error is eps else read[4:6]
+    if not _is_sound(found):
+        _measure_again(found, result, repeated, shadow)
+    return found, eps
+
+
+def _is_sound(found: Measures) -> bool:
+    """Whether sums of squares neither overflowed nor underflowed."""
+    sums = (found.error_sq, found.shadow_sq, found.local_sq, found.local_ref_sq)
+    return all(map(math.isfinite, sums)) and (found.max_abs == 0 or found.shadow_sq > 1e-30)
+
+
+def _measure_again(
+    found: Measures, result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor
+) -> None:
+    """The same in float64, over the elements that are finite; counts the others."""
+    wide = [None if t is None else t.to(torch.float64) for t in (result, repeated, shadow)]
+    y, r, s = wide
+    assert y is not None
+    assert s is not None
+    bad = ~y.isfinite()
+    fine = s.isfinite() & ~bad
+    if r is not None:
+        found.overflows = int((bad & r.isfinite()).sum())
+        if found.overflows:
+            found.fills = _num_fills(y, r)
+        found.inherited = int((bad & ~r.isfinite() & s.isfinite()).sum())
+        found.poisoned = int((y.isnan() & r.isnan() & ~s.isnan()).sum())
+        here = r.isfinite() & ~bad
+        found.local_sq = float(((y - r)[here] ** 2).sum())
+        found.local_ref_sq = float((r[here] ** 2).sum())
+    else:
+        found.inherited = int((bad & s.isfinite()).sum())
+        found.poisoned = int((y.isnan() & ~s.isnan()).sum())
+    found.error_sq = float(((y - s)[fine] ** 2).sum())
+    found.shadow_sq = float((s[fine] ** 2).sum())
+
+
+def _num_fills(result: torch.Tensor, repeated: torch.Tensor) -> int:
+    """How many elements became minus infinity that are one and the same large negative number."""
+    over = repeated[~result.isfinite() & repeated.isfinite()]
+    is_one = bool((over == over[0]).all()) and float(over[0]) <= -1e4
+    return int(over.numel()) if is_one else 0
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of squares."""
+    flat = dense(tensor)
+    return torch.dot(flat, flat)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in a row, in any order, without a copy where they lie so."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).reshape(-1)
+    return tensor.reshape(-1)
+
+
+def heal(
+    result: torch.Tensor,
+    repeated: torch.Tensor | None,
+    shadow: torch.Tensor,
+    *,
+    is_singular: bool,
+) -> None:
+    """Puts the dtype's largest numbers where a result overflowed, so that the run can go on.
+
+    What the same op in the reference makes infinite, such as a mask, stays; where a mask has
+    made a NaN, the reference program's number is taken, and so it is where finite inputs gave
+    something infinite in both.
+    """
+    limit = torch.finfo(result.dtype).max
+    if repeated is not None:
+        bad = ~result.isfinite() & repeated.isfinite()
+        result.copy_(torch.where(bad, repeated.clamp(-limit, limit).to(result.dtype), result))
+    bad = result.isnan() & ~shadow.isnan()
+    if is_singular:
+        bad |= ~result.isfinite() & shadow.isfinite()
+    result.copy_(torch.where(bad, shadow.clamp(-limit, limit).to(result.dtype), result))
+
+
+def effect_of(
+    gradient: torch.Tensor, shadow: torch.Tensor, eps: torch.Tensor
+) -> tuple[float, float]:
+    """What an error does to the loss, to first order, and the sum of squares over elements.
+
+    The gradient is the mean of those in the low and in the reference program, which makes the
+    second order vanish.
+
+    Args:
+        gradient: The loss by the result, in the low program.
+        shadow: The same in the reference program.
+        eps: The error of the result.
+    """
+    eps = eps.to(shadow.dtype)
+    moved = gradient.to(shadow.dtype) + shadow if gradient is not shadow else shadow * 2
+    moved *= eps
+    effect, square = torch.stack([moved.sum(), _square(moved)]).tolist()
+    if not math.isfinite(effect) and gradient is not shadow:
+        return effect_of(shadow, shadow, eps)
+    return effect / 2, square / 4
+
+
+def exponents(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
+    """Binary exponents of a sample of the elements that are not zero."""
+    flat = dense(tensor)
+    sample = flat[:: max(1, flat.numel() // most)]
+    sample = sample[(sample != 0) & sample.isfinite()]
+    return torch.frexp(sample).exponent

@@ -1,0 +1,179 @@
+"""Runs a program with a shadow in the reference precision underneath, op by op.
+
+The mode stands below autograd and autocast: it sees casts, views, writes in place, and the
+backward, in eager code of any kind. Each op that meets a low dtype runs up to three times
+(``calls.py``). What cannot be run again is listed as not examined.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_fx.numerics.calls import ShadowedCall, tensors_in
+from amp_fx.numerics.places import CallNotes, Places, Site
+from amp_fx.numerics.repeat import facts_of
+from amp_fx.numerics.shadow import Shadows, is_tracked
+from amp_fx.numerics.torch_private import (
+    address_of,
+    latest_node_number,
+    number_of,
+    running_node,
+)
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from amp_fx.numerics.seen import Rounding, Seen
+    from amp_fx.numerics.state import StateGuard
+
+
+class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs everything under it with a shadow.
+
+    Args:
+        reference: The dtype of the reference.
+        guard: Told of every write.
+        modules: Patterns of modules; others are run, and not measured. None measures all.
+        is_brief: Whether only results in a low dtype are measured.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        reference: torch.dtype,
+        guard: StateGuard,
+        modules: tuple[str, ...] | None = None,
+        *,
+        is_brief: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shadows = Shadows(reference)
+        self.notes = CallNotes()
+        self.places = Places(self.notes)
+        self.seen: list[Seen] = []
+        self.not_examined: dict[tuple[str, str], str] = {}
+        self.roundings: dict[int, list[Rounding]] = {}
+        self.num_healed = 0
+        self.is_paused = False
+        self._guard = guard
+        self._reference = reference
+        self._modules = modules
+        self._is_brief = is_brief
+        self._site_of: dict[int, Site] = {}
+        self._last_number = latest_node_number()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs one op."""
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        self._guard.look_at(tensors)
+        if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
+            return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
+        facts = facts_of(func)
+        if facts.is_view:
+            results = func(*args, **kwargs)
+            if _all_share(results, tensors):
+                self._count_node()
+                return results
+        self._guard.save(facts.written(args, kwargs))
+        call = ShadowedCall(self, func, facts, args, kwargs, tensors)
+        results = call.run() if call.is_touched() else call.run_as_it_is()
+        self._guard.note_made(results, tensors)
+        return results
+
+    def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
+        self.leave_out(str(func), self.places.here("").module, why)
+        with torch._C.DisableTorchFunction():
+            results = func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        self._guard.note_made(results, tensors)
+        return results
+
+    def leave_out(self, op: str, module: str, why: str) -> None:
+        """Lists an op as not examined."""
+        self.not_examined.setdefault((op, module), why)
+
+    def is_wanted(self, site: Site) -> bool:
+        """Whether ops of a site are measured."""
+        if self._modules is None:
+            return True
+        return any(
+            fnmatchcase(site.module, pattern) or fnmatchcase(site.module, f"{pattern}.*")
+            for pattern in self._modules
+        )
+
+    def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
+        """Stage and site of an op that is about to be recorded, and the number of its node."""
+        node = running_node()
+        if node is not None and not torch.is_grad_enabled():
+            site = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
+            return "backward", site, None
+        number = latest_node_number()
+        site = self.places.here(kernel)
+        is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if is_own or (not torch.is_grad_enabled() and number > self._last_number):
+            self._site_of[number] = site  # a custom function makes its node before its forward
+        self._count_node()
+        is_again = node is not None and _is_in_checkpoint()
+        return ("again" if is_again else "forward"), site, number if is_own else None
+
+    def _count_node(self) -> None:
+        self._last_number = latest_node_number()
+
+    def site_of(self, number: int) -> Site:
+        """The site of the op with some node of autograd."""
+        return self._site_of.get(number, Site())
+
+    def record(self, seen: Seen) -> None:
+        """Adds the record of an op; what a checkpoint computes again was there before."""
+        if seen.stage != "again":
+            self.seen.append(seen)
+
+    @property
+    def reference(self) -> torch.dtype:
+        """The dtype of the reference."""
+        return self._reference
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether only results in a low dtype are measured."""
+        return self._is_brief
+
+
+def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether results are views, as an op's schema says that they may be."""
+    addresses = {address_of(t) for t in tensors}
+    return all(address_of(t) in addresses for t in tensors_in(results))
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a checkpoint is running its forward again.
+
+    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
+    Relies on ``torch.utils.checkpoint`` having one file.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _node_name(node: Any) -> str:
+    return str(node.name()).removesuffix("Backward0")

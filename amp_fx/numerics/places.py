@@ -1,0 +1,194 @@
+"""Where in the user's program an op runs: its module, its source line, and what a policy calls it.
+
+A policy names ops as autocast sees them (``linear``), the dispatcher runs what these are made of
+(``t``, ``addmm``). A function mode notes which function of torch the program has called.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from amp_fx.errors import PolicyError
+from amp_fx.policies.calls import is_changeable
+from amp_fx.policies.changes import expand_ops
+from amp_fx.policies.module_path import name_of
+from amp_fx.regions.module_stack import current_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from amp_fx.policies.module_path import ModuleStack
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("numerics", "regions", "front"))
+
+
+class Site(NamedTuple):
+    """Where an op runs.
+
+    Attributes:
+        module: The path of the innermost module around it; empty in the outermost one.
+        module_type: That module's class.
+        op: What a policy calls it; empty where no policy reaches it.
+        file: The source file of the line that calls it, or empty.
+        line: The line's number, or 0.
+        code: The line's text.
+    """
+
+    module: str = ""
+    module_type: str = ""
+    op: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+
+class CallNotes(TorchFunctionMode):
+    """Notes the function of torch that the program is calling, with a number for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Callable[..., Any] | None = None
+        self.number = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls the function."""
+        outer, self.function = self.function, func
+        self.number += 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.function = outer
+            self.number += 1
+
+
+class Places:
+    """Finds the sites of ops; asked while they run."""
+
+    def __init__(self, notes: CallNotes) -> None:
+        self._notes = notes
+        self._last: tuple[int, str, Site] | None = None
+        self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
+        """The outermost modules that were called, by ``id``, with their names."""
+
+    def here(self, kernel: str) -> Site:
+        """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
+        if self._notes.function is not None and self._last is not None:
+            number, name, site = self._last
+            if number == self._notes.number and name == kernel:
+                return site
+        stack = current_stack()
+        self._note_root(stack)
+        file, line = _user_line(sys._getframe(1))
+        site = Site(
+            module=name_of(stack),
+            module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
+            op=policy_op(self._notes.function, kernel),
+            file=file,
+            line=line,
+            code=linecache.getline(file, line).strip() if file else "",
+        )
+        self._last = (self._notes.number, kernel, site)
+        return site
+
+    def _note_root(self, stack: ModuleStack) -> None:
+        """Remembers the outermost module that is being called, to name its parameters."""
+        frame: FrameType | None = sys._getframe(2) if stack else None
+        found = None
+        while frame is not None:
+            if frame.f_code is _CALL:
+                found = frame.f_locals["self"]
+            frame = frame.f_back
+        if found is not None:
+            self.roots.setdefault(id(found), (stack[0][2], found))
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def _user_line(frame: FrameType | None) -> tuple[str, int]:
+    """The innermost line on Python's stack that is neither torch's nor ours."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, *_OURS, "<")):
+            return name, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+_OTHER_NAMES = {
+    "cross_entropy": "cross_entropy_loss",
+    "radd": "add",
+    "rsub": "rsub",
+    "rmul": "mul",
+    "rdiv": "div",
+    "truediv": "div",
+    "rtruediv": "reciprocal",
+    "rmatmul": "matmul",
+    "floordiv": "floor_divide",
+    "rpow": "pow",
+    "ne": "ne",
+}
+"""What functions are called that have another name than their op."""
+
+_MADE_OF = {
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "cudnn_batch_norm": "batch_norm",
+    "convolution": "conv2d",
+    "_convolution": "conv2d",
+    "addmm": "linear",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
+    "nll_loss_forward": "nll_loss",
+    "native_dropout": "dropout",
+}
+"""What autocast sees of ops that are made of others, where the function that was called is one of
+Python's, made of several."""
+
+
+@functools.lru_cache(maxsize=4096)
+def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
+    """What a policy calls an op.
+
+    Args:
+        function: The function of torch that the program has called, if any.
+        kernel: The op of the dispatcher: ``"aten::addmm"``.
+
+    Returns:
+        The name; empty for what no policy changes, such as views and writes.
+    """
+    called = getattr(function, "__name__", "") if function is not None else ""
+    bare = called.strip("_") if called.startswith("__") else called
+    name = kernel.removeprefix("aten::")
+    candidates = (_OTHER_NAMES.get(bare, bare), _MADE_OF.get(name, ""), name, name.lstrip("_"))
+    return next((op for op in candidates if op and is_policy_op(op)), "")
+
+
+@functools.cache
+def is_policy_op(name: str) -> bool:
+    """Whether ``Policy.with_modules`` takes an op."""
+    try:
+        return any(is_changeable(op) for op in expand_ops(name))
+    except PolicyError:
+        return False

@@ -1,0 +1,333 @@
+"""What ``amp_fx.accuracy`` gives: data, and the ways to look at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import AccuracyError
+from amp_fx.numerics.records import joined
+from amp_fx.numerics.suspects import find_suspects
+
+if TYPE_CHECKING:
+    from amp_fx.numerics.difference import ReportDiff
+    from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
+    from amp_fx.policies.policy import Policy
+
+SCHEMA = 1
+"""The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRecord:
+    """Memory of shadows and errors at the end of the forward, in bytes.
+
+    Attributes:
+        predicted: As the run before without shadows foretold it; 0 if there was none.
+        actual: As it was.
+    """
+
+    predicted: int
+    actual: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnexaminedRecord:
+    """An op that could not be examined, and why; its result is taken for exact."""
+
+    op: str
+    module: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AccuracyReport:
+    """How low precision changes a step: the loss, every op, every gradient.
+
+    Attributes:
+        model: Name of the step.
+        used_policy: The policy that the step ran under.
+        dtype: The low dtype.
+        device_type: The device type that autocasts.
+        reference: The dtype of the reference.
+        scale: What the loss was multiplied with for the backward.
+        loss: The loss in low precision, summed over batches; None where the step gives none.
+        reference_loss: The same of the reference program.
+        output_error: The relative error (L2) of the loss, or of all outputs; the largest batch's.
+        is_probed: Whether there is no loss, and the backward began with random signs.
+        is_repeatable: Whether two runs in low precision gave the same loss; None where that
+            was not compared, or something overflowed.
+        nodes: The ops that met a low dtype or its errors, in order.
+        gradients: Those of parameters and of inputs that require one.
+        suggested_scale: For float16, the range of scales at which less than 1 % of the elements of
+            low gradients are flushed and the largest has two bits of room; None if there is
+            no such scale, or no such gradient.
+        not_examined: What could not be examined.
+        memory: What examining took.
+        num_batches: How many batches were added up.
+    """
+
+    model: str
+    used_policy: Policy
+    dtype: str
+    device_type: str
+    reference: str
+    scale: float
+    loss: float | None
+    reference_loss: float | None
+    output_error: float
+    is_probed: bool
+    is_repeatable: bool | None
+    nodes: tuple[OpRecord, ...]
+    gradients: tuple[GradientRecord, ...]
+    suggested_scale: tuple[float, float] | None
+    not_examined: tuple[UnexaminedRecord, ...]
+    memory: MemoryRecord
+    num_batches: int = 1
+
+    @functools.cached_property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """The ops that do harm, the worst first; empty for a sound program."""
+        if self.reference_problem is not None:
+            return ()
+        loss = None if self.reference_loss is None else self.reference_loss / self.num_batches
+        return find_suspects(self.nodes, loss)
+
+    @property
+    def error(self) -> float | None:
+        """What low precision adds to the loss; None where there is none."""
+        if self.loss is None or self.reference_loss is None:
+            return None
+        return self.loss - self.reference_loss
+
+    @property
+    def predicted_error(self) -> float:
+        """The sum of the first-order effects of all ops."""
+        return sum(node.effect for node in self.nodes if node.effect is not None)
+
+    @property
+    def reference_problem(self) -> OpRecord | None:
+        """Where the reference program itself becomes infinite or NaN, if its loss does."""
+        is_fine = self.reference_loss is None or math.isfinite(self.reference_loss)
+        if is_fine and math.isfinite(self.output_error):
+            return None
+        origins = [node for node in self.nodes if node.is_origin]
+        nans = [node for node in origins if math.isnan(node.max_abs)]
+        if self.reference_loss is None and not nans:
+            return None
+        return next(iter(nans + origins), None)
+
+    @property
+    def flushed_gradients(self) -> float:
+        """The share of elements of low gradients that are flushed to zero."""
+        low = [node for node in self.nodes if node.stage == "backward" and node.nonzero]
+        return sum(n.flushed for n in low) / max(1, sum(n.nonzero for n in low))
+
+    def mended(self, base: Policy | None = None) -> Policy:
+        """A policy that runs every suspect of the forward in float32 that a policy can reach.
+
+        Not verified; ``amp_fx.search`` finds the smallest such policy, and checks it by running.
+
+        Args:
+            base: What to start from; None takes the policy of the report.
+        """
+        from amp_fx.numerics.policies import policy_of_suspects
+
+        return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
+
+    def policy(self, max_abs: float = 512.0, base: Policy | None = None) -> Policy:
+        """A policy that keeps float32 where values come near the limits of the low dtype.
+
+        That is the rule of NVIDIA's ModelOpt (``data_max``) and Torch-TensorRT, by values that
+        were seen here, with an entry and a reason for each op.
+
+        Args:
+            max_abs: The largest absolute value that may stay low.
+            base: What to start from; None takes the policy of the report.
+
+        Raises:
+            AccuracyError: ``max_abs`` is no positive number.
+        """
+        from amp_fx.numerics.policies import policy_of_ranges
+
+        if isinstance(max_abs, bool) or not isinstance(max_abs, (int, float)) or not max_abs > 0:
+            raise AccuracyError(f"max_abs={max_abs!r} is no positive number")
+        return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
+
+    def diff(self, other: AccuracyReport) -> ReportDiff:
+        """What is otherwise in another report of the same step.
+
+        Args:
+            other: Under another policy or dtype, say.
+        """
+        from amp_fx.numerics.difference import compare
+
+        return compare(self, other)
+
+    def __add__(self, other: AccuracyReport) -> AccuracyReport:
+        """The report of the batches of both: counts add up, errors are the larger ones.
+
+        Raises:
+            AccuracyError: They are not of the same step, dtype and scale.
+        """
+        if not isinstance(other, AccuracyReport):
+            return NotImplemented
+        return _added(self, other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dictionaries, lists, strings and numbers.
+
+        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), those of the attributes, but for
+        ``used_policy`` (its text), and ``suspects``, ``error``, ``predicted_error`` and
+        ``flushed_gradients``; a node has ``amplification``, ``underflow``, ``headroom`` and
+        ``sqnr`` (in decibels) too. Numbers that JSON lacks are strings: ``"nan"``, ``"inf"``.
+        """
+        plain = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("nodes", "used_policy")
+        }
+        found = {
+            "schema": SCHEMA,
+            "torch": torch.__version__,
+            **plain,
+            "used_policy": str(self.used_policy),
+            "error": self.error,
+            "predicted_error": self.predicted_error,
+            "flushed_gradients": self.flushed_gradients,
+            "suspects": self.suspects,
+            "nodes": [_node_dict(node) for node in self.nodes],
+        }
+        plain_dict: dict[str, Any] = _plain(found)
+        return plain_dict
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        """The table, as wide as the terminal."""
+        from amp_fx.numerics.table import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"<AccuracyReport of {self.model} in {self.dtype}: loss {self.loss} "
+            f"({self.reference} {self.reference_loss}), {len(self.suspects)} suspects>"
+        )
+
+    def _repr_html_(self) -> str:
+        from amp_fx.numerics.table import as_html
+
+        return as_html(self)
+
+
+def _node_dict(node: OpRecord) -> dict[str, Any]:
+    sqnr = -20 * math.log10(node.local) if node.local > 0 else math.inf
+    return {
+        **dataclasses.asdict(node),
+        "amplification": node.amplification,
+        "underflow": node.underflow,
+        "headroom": node.headroom,
+        "sqnr": sqnr,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Only what JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _added(ours: AccuracyReport, theirs: AccuracyReport) -> AccuracyReport:
+    for name in ("model", "dtype", "reference", "scale", "used_policy"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise AccuracyError(
+                f"reports of batches add up for one and the same step: {name} is "
+                f"{getattr(ours, name)!r} in one and {getattr(theirs, name)!r} in the other"
+            )
+    return dataclasses.replace(
+        ours,
+        loss=_sum(ours.loss, theirs.loss),
+        reference_loss=_sum(ours.reference_loss, theirs.reference_loss),
+        output_error=max(ours.output_error, theirs.output_error),
+        is_repeatable=_both(ours.is_repeatable, theirs.is_repeatable),
+        nodes=_joined_nodes(ours.nodes, theirs.nodes),
+        gradients=_joined_gradients(ours.gradients, theirs.gradients),
+        suggested_scale=_common(ours.suggested_scale, theirs.suggested_scale),
+        not_examined=tuple(dict.fromkeys((*ours.not_examined, *theirs.not_examined))),
+        num_batches=ours.num_batches + theirs.num_batches,
+    )
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _both(a: bool | None, b: bool | None) -> bool | None:
+    return None if a is None and b is None else a is not False and b is not False
+
+
+def _common(
+    a: tuple[float, float] | None, b: tuple[float, float] | None
+) -> tuple[float, float] | None:
+    if a is None or b is None:
+        return a or b
+    low, high = max(a[0], b[0]), min(a[1], b[1])
+    return (low, high) if low <= high else None
+
+
+def _joined_nodes(ours: tuple[OpRecord, ...], theirs: tuple[OpRecord, ...]) -> tuple[OpRecord, ...]:
+    """Ops that are the same but for the batch as one record; others after them."""
+    found = dict(_with_keys(ours))
+    renamed: dict[int, int] = {}
+    start = max((n.index for n in ours), default=-1) + 1
+    for key, node in _with_keys(theirs):
+        mine = found.get(key)
+        renamed[node.index] = mine.index if mine is not None else start + node.index
+        if mine is not None:
+            found[key] = joined(mine, node)
+            continue
+        inputs = tuple(renamed[i] for i in node.inputs if i in renamed)
+        found[key] = dataclasses.replace(node, index=renamed[node.index], inputs=inputs)
+    return tuple(found.values())
+
+
+def _with_keys(nodes: tuple[OpRecord, ...]) -> list[tuple[tuple[Any, ...], OpRecord]]:
+    counts: dict[tuple[Any, ...], int] = {}
+    found = []
+    for node in nodes:
+        key = (node.stage, node.module, node.op, node.kernel, node.dtype)
+        counts[key] = counts.get(key, 0) + 1
+        found.append(((*key, counts[key]), node))
+    return found
+
+
+def _joined_gradients(
+    ours: tuple[GradientRecord, ...], theirs: tuple[GradientRecord, ...]
+) -> tuple[GradientRecord, ...]:
+    found = {gradient.name: gradient for gradient in ours}
+    for gradient in theirs:
+        mine = found.get(gradient.name, gradient)
+        found[gradient.name] = dataclasses.replace(
+            mine,
+            error=max(mine.error, gradient.error),
+            cosine=min(mine.cosine, gradient.cosine),
+            flushed=max(mine.flushed, gradient.flushed),
+            max_abs=max(mine.max_abs, gradient.max_abs),
+        )
+    return tuple(found.values())

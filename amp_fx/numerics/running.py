@@ -1,0 +1,403 @@
+"""Runs a step, forward and backward, under the shadow, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_fx.errors import AccuracyError
+from amp_fx.explanation.table import human
+from amp_fx.numerics.measures import effect_of
+from amp_fx.numerics.mode import ShadowMode
+from amp_fx.numerics.places import CallNotes
+from amp_fx.numerics.repeat import below_everything
+from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
+from amp_fx.numerics.torch_private import number_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from amp_fx.numerics.seen import Seen
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What ``accuracy`` was asked for.
+
+    Attributes:
+        region: Makes the region of mixed precision that the step runs in.
+        reference: The dtype of the reference.
+        scale: What the loss is multiplied with.
+        loss: Gives the loss of what the step gives; None takes that itself.
+        modules: Patterns of modules to measure; None measures all.
+        is_brief: Whether the run is not repeated, for the sake of its cost.
+    """
+
+    region: Callable[[], contextlib.AbstractContextManager[Any]]
+    reference: torch.dtype = torch.float32
+    scale: float = 1.0
+    loss: Callable[[Any], Any] | None = None
+    modules: tuple[str, ...] | None = None
+    is_brief: bool = False
+
+
+@dataclasses.dataclass
+class GradientSeen:
+    """The gradient of one leaf: in the low program and in the reference."""
+
+    name: str
+    shape: tuple[int, ...]
+    error: float
+    cosine: float
+    flushed: float
+    max_abs: float
+
+
+@dataclasses.dataclass
+class Run:
+    """What one run under the shadow gave.
+
+    Attributes:
+        seen: The ops, in order.
+        low_loss: The loss of the low program; None without a loss.
+        reference_loss: That of the reference program.
+        healed_loss: That of the low program with overflows put right.
+        output_error: Relative error of all outputs together.
+        gradients: Those of leaves.
+        not_examined: Ops that could not be, with their modules and the reasons.
+        is_probed: Whether a random direction of the outputs stands for a loss.
+        is_repeatable: Whether two runs gave the same loss; None if there was one only.
+        predicted_bytes: Memory of shadows and errors at the end of the forward, as foretold.
+        num_bytes: The same, as it was.
+    """
+
+    seen: list[Seen]
+    low_loss: float | None
+    reference_loss: float | None
+    healed_loss: float | None
+    output_error: float
+    gradients: list[GradientSeen]
+    not_examined: dict[tuple[str, str], str]
+    is_probed: bool
+    is_repeatable: bool | None
+    predicted_bytes: int
+    num_bytes: int
+
+
+def run_step(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
+) -> Run:
+    """Runs a step under the shadow.
+
+    Raises:
+        AccuracyError: There is nothing to examine.
+    """
+    guard = StateGuard(modules_of(step))
+    with undisturbed(guard) as rewind:
+        plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
+        if plain is not None:
+            guard.refuse_other_dtypes()
+            log.info("examining takes about %s more memory", human(plain.num_bytes))
+            guard.restore()
+            rewind()
+        return _shadow_run(step, args, kwargs, request, guard, plain)
+
+
+@contextlib.contextmanager
+def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
+    """Puts everything back in the end; gives what sets random numbers back at once.
+
+    What was compiled runs eagerly inside, so that every op is seen and Dynamo compiles nothing,
+    unless it is told otherwise.
+    """
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
+        cpu = torch.get_rng_state()
+        others = torch.cuda.get_rng_state_all() if devices else []
+
+        def rewind() -> None:
+            torch.set_rng_state(cpu)
+            if others:
+                torch.cuda.set_rng_state_all(others)
+
+        try:
+            with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+                yield rewind
+        finally:
+            guard.restore()
+
+
+@dataclasses.dataclass
+class _Plain:
+    """What running the step as it is gave."""
+
+    loss: float | None
+    num_bytes: int
+
+
+def _plain_run(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    guard: StateGuard,
+    rewind: Callable[[], None],
+) -> _Plain:
+    """Runs the step as it is; without a count of memory inside of ``torch.func``."""
+    mode = GuardMode(guard, request.reference)
+    try:
+        with request.region(), mode.counting_saved(), CallNotes(), mode:
+            loss = loss_of(step(*args, **kwargs), request.loss)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        guard.restore()
+        rewind()
+        with request.region(), CallNotes(), mode:
+            loss = loss_of(step(*args, **kwargs), request.loss)
+    return _Plain(None if loss is None else float(loss.detach()), mode.num_bytes)
+
+
+def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
+    """The loss: what a function makes of the outputs, or the first of them if it is a scalar.
+
+    Raises:
+        AccuracyError: The function gives no floating-point scalar.
+    """
+    if given is not None:
+        found = given(outputs)
+        if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
+            return found.reshape(())
+        what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        raise AccuracyError(f"loss=... gives {what}, not a floating-point scalar")
+    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
+    return tensors[0] if is_loss else None
+
+
+def _shadow_run(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    guard: StateGuard,
+    plain: _Plain | None,
+) -> Run:
+    mode = ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
+    with request.region(), mode.notes, mode:
+        outputs = step(*args, **kwargs)
+        loss = loss_of(outputs, request.loss)
+    floats = _float_outputs(outputs)
+    if loss is None and not floats:
+        raise AccuracyError(
+            "the step gives neither a loss nor any floating-point tensor; give loss=, a function "
+            "that makes a scalar of what the step gives"
+        )
+    roundings = [r for several in mode.roundings.values() for r in several]
+    num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
+    low, reference = _values_of(mode, loss)
+    with below_everything():
+        compared = floats if loss is None or request.is_brief else [loss]
+        output_error = _output_error(mode, compared)
+    gradients = _backward(mode, loss, floats, request)
+    is_same = None if plain is None or mode.num_healed else plain.loss == low
+    return Run(
+        seen=mode.seen,
+        low_loss=plain.loss if plain is not None and mode.num_healed else low,
+        reference_loss=reference,
+        healed_loss=low,
+        output_error=output_error,
+        gradients=gradients,
+        not_examined=mode.not_examined,
+        is_probed=loss is None,
+        is_repeatable=is_same,
+        predicted_bytes=plain.num_bytes if plain is not None else 0,
+        num_bytes=num_bytes,
+    )
+
+
+def _float_outputs(outputs: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(outputs)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | None, float | None]:
+    if loss is None:
+        return None, None
+    with below_everything():
+        return float(loss.detach()), float(mode.shadows.of(loss.detach()))
+
+
+def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
+    error = reference = 0.0
+    for output in outputs:
+        shadow = mode.shadows.of(output.detach()).double()
+        error += float(torch.sub(output.detach(), shadow).square().sum())
+        reference += float(shadow.square().sum())
+    return float((error / reference) ** 0.5) if reference else 0.0
+
+
+def _backward(
+    mode: ShadowMode,
+    loss: torch.Tensor | None,
+    floats: list[torch.Tensor],
+    request: Request,
+) -> list[GradientSeen]:
+    """Runs the backward, if the step has not, and compares the gradients of leaves."""
+    outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
+    if any(seen.stage == "backward" for seen in mode.seen) or not outputs:
+        return _own_gradients(mode)
+    leaves = _prepare(mode, outputs, request.scale)
+    if not leaves:
+        return []
+    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+        directions = [_direction(t, request.scale, is_loss=loss is not None) for t in outputs]
+    with mode:
+        found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
+    return [
+        _compare(mode, name, gradient)
+        for name, gradient in zip(_names(mode, leaves), found, strict=True)
+        if gradient is not None
+    ]
+
+
+def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
+    """What the backward begins with: the scale, or signs by chance for outputs without a loss."""
+    if is_loss:
+        return torch.full_like(output, scale)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
+    return (signs * scale).to(output.device, output.dtype)
+
+
+def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
+    """Sees to it that gradients meet the errors; returns the leaves of the graph."""
+    leaves = [t for t in outputs if t.grad_fn is None]
+    nodes: dict[int, Any] = {}
+    for node in _nodes_above(outputs):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not node.next_functions:
+            leaves.append(leaf)
+            continue
+        nodes[number_of(node)] = node
+        if _is_custom(node):
+            module = mode.site_of(number_of(node)).module
+            why = "what ops inside of a custom function do to the loss is not known"
+            mode.leave_out(node.name().removesuffix("Backward"), module, why)
+    for number, roundings in mode.roundings.items():
+        found = nodes.get(number)
+        if found is None and roundings[0].is_written:
+            found = _node_of_write(nodes, number, is_view=roundings[0].geometry is not None)
+        if found is not None:
+            found.register_prehook(_hook(mode, roundings, scale))
+    return leaves
+
+
+def _is_custom(node: Any) -> bool:
+    """Whether a node is that of a custom function."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of autograd that outputs depend on."""
+    pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    known = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                pending.append(following)
+
+
+def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
+    """The node of an op that writes in place, which is not the latest when the op runs.
+
+    Relies on autograd keeping a copy of what is overwritten, whose node comes after the op's, and
+    on a write to a view being a ``CopySlices`` of its base, whose node is made after the write.
+    """
+    if is_view:
+        found = nodes.get(number + 1)
+        return found if found is not None and found.name().endswith("CopySlices") else None
+    return nodes.get(number - 1)
+
+
+def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
+    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        mode.is_paused = True
+        try:
+            with below_everything():
+                for position, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        _meet(mode, roundings, position, gradient, scale)
+        finally:
+            mode.is_paused = False
+
+    return hook
+
+
+def _meet(
+    mode: ShadowMode, roundings: list[Any], position: int, gradient: torch.Tensor, scale: float
+) -> None:
+    for rounding in roundings:
+        if rounding.position != position and rounding.geometry is None:
+            continue
+        low = rounding.part_of(gradient)
+        shadow = rounding.part_of(mode.shadows.of(gradient))
+        if low is None or shadow is None:
+            continue
+        if mode.shadows.of(gradient) is gradient:
+            low = shadow
+        effect, square = effect_of(low, shadow, rounding.eps)
+        if not math.isfinite(effect) or not math.isfinite(square):
+            continue  # where something overflowed there is no first order
+        seen = rounding.seen
+        seen.effect = (seen.effect or 0.0) + effect / scale
+        seen.effect_sq += square / scale**2
+
+
+def _own_gradients(mode: ShadowMode) -> list[GradientSeen]:
+    """Those that the step has computed itself, of leaves that had none before."""
+    leaves = [leaf for leaf, before in mode._guard.leaves() if before is None]
+    found = [leaf for leaf in leaves if leaf.grad is not None]
+    names = _names(mode, found)
+    return [_compare(mode, n, leaf.grad) for n, leaf in zip(names, found, strict=True)]  # type: ignore[arg-type]
+
+
+def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
+    known: dict[int, str] = {}
+    for prefix, root in mode.places.roots.values():
+        for name, parameter in root.named_parameters():
+            known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+    return [known.get(id(leaf), f"input {index}") for index, leaf in enumerate(leaves)]
+
+
+def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientSeen:
+    with below_everything():
+        shadow = mode.shadows.of(gradient.detach()).double()
+        low = gradient.detach().double()
+        norm = float(torch.linalg.vector_norm(shadow))
+        low_norm = float(torch.linalg.vector_norm(low))
+        error = float(torch.linalg.vector_norm(low - shadow))
+        dot = float((low * shadow).sum())
+        nonzero = int(torch.count_nonzero(shadow))
+        flushed = int(((low == 0) & (shadow != 0)).sum())
+        max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
+    is_zero = norm == 0 and low_norm == 0
+    return GradientSeen(
+        name=name,
+        shape=tuple(gradient.shape),
+        error=0.0 if error == 0 else error / norm if norm else float("inf"),
+        cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
+        flushed=flushed / nonzero if nonzero else 0.0,
+        max_abs=max_abs,
+    )

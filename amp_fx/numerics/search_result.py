@@ -1,0 +1,140 @@
+"""What ``amp_fx.search`` gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from amp_fx.explanation.table import printed
+from amp_fx.numerics.words import number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from amp_fx.numerics.report import AccuracyReport
+    from amp_fx.numerics.units import Unit
+    from amp_fx.policies.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One run under a policy.
+
+    Attributes:
+        units: What it had in float32.
+        value: The metric.
+        is_enough: Whether that is within the tolerance.
+    """
+
+    units: tuple[str, ...]
+    value: float
+    is_enough: bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SearchResult:
+    """A policy that meets a tolerance, and how it was found.
+
+    Attributes:
+        model: Name of the step.
+        dtype: The low dtype.
+        policy: The policy; its file has a reason for each line.
+        units: What it has in float32, in the order of the ranking.
+        num_units: How many there were to choose from.
+        tolerance: The largest value that does.
+        value: The metric under the policy, eagerly.
+        before: The metric under the policy that was started from.
+        is_minimal: Whether it was found by running that nothing can be left out.
+        history: The runs, in order.
+        compiler: The inner compiler of the last run; None if there was none.
+        compiled_value: The metric of the compiled step; None if it was not or could not be run.
+        notes: What else there is to say.
+        report: What the ranking is from.
+    """
+
+    model: str
+    dtype: str
+    policy: Policy
+    units: tuple[Unit, ...]
+    num_units: int
+    tolerance: float
+    value: float
+    before: float
+    is_minimal: bool
+    history: tuple[Evaluation, ...]
+    compiler: str | None
+    compiled_value: float | None
+    notes: tuple[str, ...]
+    report: AccuracyReport
+
+    @property
+    def evaluations(self) -> int:
+        """How many runs under policies it took."""
+        return len(self.history)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as dictionaries, lists, strings and numbers, but for the report."""
+        found: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("report", "policy", "units", "history")
+        }
+        found |= {
+            "policy": str(self.policy),
+            "units": [dataclasses.asdict(unit) for unit in self.units],
+            "history": [dataclasses.asdict(evaluation) for evaluation in self.history],
+            "evaluations": self.evaluations,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(_finite(found)))
+        return plain
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        """The set, and how good it is."""
+        return printed(self._render())
+
+    def _render(self) -> RenderableType:
+        head = (
+            f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in float32, "
+            f"{number(self.before)} -> {number(self.value)} (tolerance {self.tolerance:g}), "
+            f"{self.evaluations} runs"
+        )
+        lines = [Text(head)]
+        lines.append(Text("none can be left out" if self.is_minimal else "not shown to be minimal"))
+        if self.compiled_value is not None:
+            lines.append(Text(f"compiled by {self.compiler}: {number(self.compiled_value)}"))
+        lines += [Text(note) for note in self.notes]
+        if not self.units:
+            return Group(*lines)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for name in ("module", "op", "why"):
+            table.add_column(name, overflow="fold")
+        for unit in self.units:
+            table.add_row(unit.module, unit.op, unit.why)
+        return Group(*lines, Text(""), table)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in float32, "
+            f"{self.evaluations} runs>"
+        )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    is_odd = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_odd else value

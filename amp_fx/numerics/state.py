@@ -1,0 +1,280 @@
+"""Keeps what is the user's as it was: buffers, gradients, random numbers.
+
+Nothing has to be known of the program: the first write to a storage that the run has not made
+itself is noticed, and what was there before is kept aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.errors import AccuracyError
+from amp_fx.numerics.repeat import MOVES, below_everything, facts_of
+from amp_fx.numerics.torch_private import StorageReference, address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class StateGuard:
+    """What a run may write to, as it was before.
+
+    Args:
+        modules: Modules whose attributes are put back too, as far as they are bound to others.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
+        self._dtypes: set[torch.dtype] = set()
+        self._parameter_dtypes: set[torch.dtype] = set()
+        self._attributes = [_Attributes(m) for root in modules for m in root.modules()]
+        self._histories: dict[int, torch.Tensor] = {}
+        self._made: dict[int, StorageReference] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes down the tensors that an op is called with.
+
+        Raises:
+            AccuracyError: One has no numbers.
+        """
+        for tensor in tensors:
+            refuse_strange(tensor)
+            if tensor.is_floating_point():
+                self._dtypes.add(tensor.dtype)
+                if isinstance(tensor, torch.nn.Parameter):
+                    self._parameter_dtypes.add(tensor.dtype)
+            if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self._leaves:
+                continue
+            self._leaves[id(tensor)] = (tensor, tensor.grad)
+
+    def refuse_other_dtypes(self) -> None:
+        """Refuses a program of which nothing is in float32.
+
+        Raises:
+            AccuracyError: No op has met a float32 parameter or, if there are none, tensor.
+        """
+        found = self._parameter_dtypes or self._dtypes
+        if not found:
+            raise AccuracyError(
+                "no op of the program takes a floating-point tensor: nothing can lose accuracy"
+            )
+        if torch.float32 in found:
+            return
+        names = " and ".join(sorted(dtype_name(dtype) for dtype in found))
+        what = "model" if self._parameter_dtypes else "program"
+        raise AccuracyError(
+            f"the {what} is in {names}: what autocast does can be told of float32 {what}s alone"
+            + ("; call .float() on it" if self._parameter_dtypes else "")
+        )
+
+    def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes down what an op has made, of the tensors that it was called with."""
+        given = {address_of(t) for t in tensors if t.layout is torch.strided}
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, torch.Tensor) and result.layout is torch.strided:
+                address = address_of(result)
+                if address not in self._made and address not in given:
+                    self._made[address] = StorageReference(result.untyped_storage())
+        if len(self._made) % 512 == 511:
+            for address in [a for a, made in self._made.items() if made.is_dead()]:
+                del self._made[address]
+
+    def save(self, written: Iterable[torch.Tensor]) -> None:
+        """Keeps what is about to be written to, if it is the user's."""
+        for tensor in written:
+            if tensor.layout is not torch.strided:
+                continue
+            storage, address = tensor.untyped_storage(), address_of(tensor)
+            if address in self._made:
+                continue
+            base = tensor._base if tensor._base is not None else tensor
+            if base.grad_fn is None:
+                self._histories[id(base)] = base
+            if address in self._kept:
+                continue
+            with below_everything():
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                self._kept[address] = (whole, whole.clone())
+
+    def save_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keeps tensors that compiled code may write to, unseen, and their gradients."""
+        several = list(tensors)
+        self.look_at(several)
+        self.save(several)
+
+    def restore(self) -> None:
+        """Puts back what was written to."""
+        with torch.no_grad(), below_everything():
+            for whole, before in self._kept.values():
+                whole.copy_(before)
+            for base in self._histories.values():
+                if base.grad_fn is not None:
+                    base.detach_()
+        for attributes in self._attributes:
+            attributes.restore()
+        self._histories.clear()
+        for leaf, gradient in self._leaves.values():
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+        self._kept.clear()
+
+    def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The leaves that were met, and the gradients that they had."""
+        return list(self._leaves.values())
+
+
+class _Attributes:
+    """What the attributes of a module are bound to."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        self._plain = dict(vars(module))
+        self._tables = {n: dict(v) for n, v in self._plain.items() if n in _TABLES}
+
+    def restore(self) -> None:
+        if type(self._module) is not self._class:
+            return  # a lazy module has made its parameters
+        found = vars(self._module)
+        for name in [name for name in found if name not in self._plain]:
+            del found[name]
+        found.update(self._plain)
+        for name, table in self._tables.items():
+            if not _is_same(found[name], table):
+                found[name].clear()
+                found[name].update(table)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _is_same(found: dict[str, Any], table: dict[str, Any]) -> bool:
+    return found.keys() == table.keys() and all(found[name] is table[name] for name in table)
+
+
+def modules_of(step: Any) -> list[torch.nn.Module]:
+    """The modules that a step is or knows: those of its variables, its closure and its object."""
+    owner = getattr(step, "__self__", None)
+    function = inspect.unwrap(step) if callable(step) else step
+    found: list[Any] = [step, owner, *(getattr(function, "__defaults__", None) or ())]
+    found += (getattr(function, "__kwdefaults__", None) or {}).values()
+    if isinstance(step, functools.partial):
+        found += [step.func, *step.args, *step.keywords.values()]
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        known = getattr(function, "__globals__", {})
+        found += [known[name] for name in code.co_names if name in known]
+        found += [c.cell_contents for c in function.__closure__ or () if _has_content(c)]
+    modules = [value for value in found if isinstance(value, torch.nn.Module)]
+    return list(dict.fromkeys(modules))
+
+
+def _has_content(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - empty cells raise
+    except ValueError:
+        return False
+    return True
+
+
+class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a program as it is, with a guard, and counts what examining it will take.
+
+    Args:
+        guard: Told of every write.
+        reference: The dtype of the reference.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, guard: StateGuard, reference: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.guard = guard
+        self.reference = reference
+        self.num_bytes = 0
+        self._off: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs one op."""
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.guard.look_at(tensors)
+        is_op = isinstance(func, torch._ops.OpOverload)
+        if is_op and not facts_of(func).is_view:
+            self.guard.save(facts_of(func).written(args, kwargs))
+        results = func(*args, **kwargs)
+        if is_op and not facts_of(func).is_view:
+            self.guard.note_made(results, tensors)
+            moves = facts_of(func).name in MOVES
+            self._count(results, tensors, rounds=not moves)
+        return results
+
+    def _count(self, results: Any, tensors: list[torch.Tensor], *, rounds: bool) -> None:
+        """Adds the roundings that are kept of an op, in two bytes each, and notes what is off."""
+        has_gradient = rounds and any(t.requires_grad for t in tensors)
+        is_off = any(self._is_off(t) for t in tensors)
+        for result in pytree.tree_leaves(results):
+            if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+                continue
+            if has_gradient and self._is_low(result):
+                self.num_bytes += 2 * result.numel()
+            if is_off and result.layout is torch.strided:
+                self._off.add(address_of(result))
+
+    def _is_low(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.itemsize < self.reference.itemsize
+
+    def _is_off(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has a shadow of its own: it is low, or made of what has."""
+        if tensor.layout is not torch.strided:
+            return False
+        return self._is_low(tensor) or address_of(tensor) in self._off
+
+    @contextlib.contextmanager
+    def counting_saved(self) -> Iterator[None]:
+        """Counts the shadows of what autograd saves meanwhile."""
+        seen: set[int] = set()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and tensor.is_floating_point():
+                storage, address = tensor.untyped_storage(), address_of(tensor)
+                is_made = address in self.guard._made and self._is_off(tensor)
+                if is_made and address not in seen:
+                    seen.add(address)
+                    elements = storage.nbytes() // tensor.dtype.itemsize
+                    self.num_bytes += elements * max(tensor.itemsize, self.reference.itemsize)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def refuse_strange(tensor: torch.Tensor) -> None:
+    """Refuses what has no numbers.
+
+    Raises:
+        AccuracyError: The tensor is fake or on the ``meta`` device.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
+        raise AccuracyError(
+            f"the program is run, and a tensor of sizes {tuple(tensor.shape)} is {kind}: it has "
+            "no numbers; amp_fx.explain works without any"
+        )

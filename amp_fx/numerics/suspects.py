@@ -1,0 +1,235 @@
+"""Which of the ops that were measured do harm: thresholds, groups, and their order.
+
+No measure is enough alone. To first order the effect on the loss tells everything, as long as
+errors are small; where one op destroys its result, it tells nothing, and what finds those are
+overflow, the error of the op itself, and how far it amplifies what comes in. What is small in
+norm, such as a probability that becomes zero, is no harm and not told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import TYPE_CHECKING
+
+from amp_fx.explanation.rows import without_numbers
+from amp_fx.numerics.records import UNIT, OpRecord, Suspect
+from amp_fx.numerics.words import flush_words, number, overflow_words, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+LOCAL_UNITS = 8.0
+"""Roundings that an op's own error may amount to: a sound kernel makes about half a one."""
+AMPLIFICATION = 30.0
+"""How much an op may amplify an error ..."""
+CANCELLED = 0.03
+"""... that then is at least so large, of the result."""
+LEAST_ELEMENTS = 8
+"""Smaller results may be small by chance."""
+EFFECT_UNITS, LEAST_EFFECT = 1.5, 0.002
+"""The part of the loss that alike ops of one place may move it by, to first order, in units of one
+rounding, and what it is at least."""
+MANY = 64
+"""From so many ops on a quarter of it is enough: their errors then have a common sign."""
+LOST_GRADIENT = 0.5
+"""The part of a gradient's norm that flushing to zero may take."""
+PASSED_ON = 4.0
+"""An op that amplifies more than that passes on what another one has rounded."""
+HOPS = 4
+"""How far up the cause of an overflow or a cancellation is looked for."""
+
+_DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
+_DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finding:
+    """One op that is over a threshold.
+
+    Attributes:
+        kind: As in ``Suspect``.
+        at: The op where it shows.
+        mend: The op that a policy has to run in float32.
+        score: How far over the threshold it is.
+        why: A sentence, where it needs no group.
+    """
+
+    kind: str
+    at: OpRecord
+    mend: OpRecord
+    score: float
+    why: str
+
+
+def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspect, ...]:
+    """The ops that do harm, the worst first.
+
+    Overflows come first, by time; then what else harms the forward, and then the backward, by how
+    far it is over its threshold.
+
+    Args:
+        nodes: The records of all ops, in order.
+        loss: The loss of the reference program; None without one.
+    """
+    by_index = {node.index: node for node in nodes}
+    findings = [f for node in nodes for f in _findings(node, by_index, nodes)]
+    if loss is not None and math.isfinite(loss) and loss != 0:
+        findings += _effects(nodes, abs(loss))
+    suspects = [_suspect(group) for group in _groups(findings)]
+    return tuple(sorted(_without_repetitions(suspects), key=_rank))
+
+
+def _rank(suspect: Suspect) -> tuple[int, float]:
+    if suspect.kind == "overflow":
+        return (0 if suspect.stage == "forward" else 2), suspect.members[0]
+    return (1 if suspect.stage == "forward" else 3), -suspect.score
+
+
+def _findings(
+    node: OpRecord, by_index: dict[int, OpRecord], nodes: Sequence[OpRecord]
+) -> Iterator[_Finding]:
+    if node.dtype not in UNIT:
+        return
+    if node.is_overflow or (node.fills and any(n.poisoned for n in nodes)):
+        yield _overflow(node, by_index)
+    if node.stage == "forward":
+        yield from _forward_findings(node, by_index)
+    elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
+        why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
+        yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
+
+
+def _forward_findings(node: OpRecord, by_index: dict[int, OpRecord]) -> Iterator[_Finding]:
+    units = node.local / UNIT[node.dtype]
+    if units > LOCAL_UNITS and not node.overflows:
+        kind = "underflow" if node.underflow > 0.001 else "local error"
+        why = f"its own error is {number(node.local)}, {units:.0f} roundings"
+        why += f"; {flush_words(node)}" if node.underflow else ""
+        yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
+    grew = node.amplification
+    is_large = node.accumulated >= CANCELLED and node.numel // node.num_batches >= LEAST_ELEMENTS
+    if grew >= AMPLIFICATION and is_large and math.isfinite(node.accumulated):
+        yield _cancellation(node, by_index)
+
+
+def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+    if node.singular:
+        return _singularity(node, by_index)
+    why = overflow_words(node)
+    if node.kernel.removeprefix("aten::").rstrip("_") not in _DIVISIONS:
+        return _Finding("overflow", node, node, float(node.overflows), why)
+    above = [n for n in _upstream(node, by_index) if n.flushed and n.stage == node.stage]
+    if not above:
+        return _Finding("overflow", node, node, float(node.overflows), why)
+    cause = above[0]
+    why = f"{flush_words(cause)}, and `{node.label}` after it overflows: {why}"
+    return _Finding("overflow", node, cause, float(node.overflows), why)
+
+
+def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+    """The op mended is the one whose rounding reached zero, or where else it is infinite."""
+    why = f"{node.singular} of {node.numel} elements become infinite or NaN"
+    above = [n for n in _upstream(node, by_index) if n.stage == node.stage and n.dtype in UNIT]
+    inside = [n for n in above if n.module == node.module]
+    most = max((n.underflow for n in inside or above), default=0.0)
+    flushed = [n for n in inside or above if n.flushed and n.underflow >= most / 4]
+    rounded = [n for n in inside or above if n.local > 0 and n.amplification < PASSED_ON]
+    # A difference shows what its inputs have lost, and the first flush brings on the others.
+    makers = [n for n in rounded if n.kernel.removeprefix("aten::") not in _DIFFERENCES]
+    cause = next(iter([*reversed(flushed), *makers, *rounded]), node)
+    if cause is not node:
+        told = flush_words(cause) if cause.flushed else f"it rounds by {number(cause.local)}"
+        why = f"{told}, and in `{node.label}` after it {why}"
+    return _Finding("overflow", node, cause, float(node.singular), why)
+
+
+def _cancellation(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+    grew = f"amplifies its error {node.amplification:.0f} times, to {number(node.accumulated)}"
+    score = node.amplification / AMPLIFICATION
+    above = [n for n in _upstream(node, by_index) if n.local > 0]
+    inside = [n for n in above if n.module == node.module] or above
+    if not inside:
+        return _Finding("cancellation", node, node, score, grew)
+    cause = max(inside, key=lambda n: n.effect_rms)
+    if cause.label == node.label:
+        return _Finding("cancellation", node, cause, score, grew)
+    return _Finding("cancellation", node, cause, score, f"`{node.label}` after it {grew}")
+
+
+def _upstream(node: OpRecord, by_index: dict[int, OpRecord]) -> list[OpRecord]:
+    """The ops that made its inputs and those of these, the nearest first."""
+    found: dict[int, OpRecord] = {}
+    level = [node]
+    for _ in range(HOPS):
+        level = [by_index[i] for n in level for i in reversed(n.inputs) if i in by_index]
+        level = [n for n in level if n.index not in found]
+        found |= {n.index: n for n in level}
+    return list(found.values())
+
+
+def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
+    places: dict[tuple[str, str], list[OpRecord]] = {}
+    for node in nodes:
+        if node.effect is not None and node.dtype in UNIT and not node.overflows:
+            places.setdefault((node.module, node.label), []).append(node)
+    for several in places.values():
+        batches = max(n.num_batches for n in several)
+        moved = sum(n.effect or 0.0 for n in several) / batches
+        part = abs(moved) / loss
+        threshold = max(EFFECT_UNITS * UNIT[several[0].dtype], LEAST_EFFECT)
+        threshold = threshold / 4 if len(several) >= MANY else threshold
+        if part <= threshold or not math.isfinite(part):
+            continue
+        count = f"{len(several)} ops of it together move" if len(several) > 1 else "moves"
+        why = f"{count} the loss by {number(moved)}, {share(part)} of it"
+        worst = max(several, key=lambda n: abs(n.effect or 0.0))
+        yield _Finding("effect", worst, worst, part / threshold, why)
+
+
+def _groups(findings: Iterable[_Finding]) -> list[list[_Finding]]:
+    """Alike ones in like modules together."""
+    groups: dict[tuple[str, ...], list[_Finding]] = {}
+    for found in findings:
+        module = without_numbers(found.mend.module)
+        key = (found.kind, found.mend.stage, module, found.mend.label, found.mend.dtype)
+        groups.setdefault(key, []).append(found)
+    return list(groups.values())
+
+
+def _suspect(group: list[_Finding]) -> Suspect:
+    worst = group[0] if group[0].kind == "overflow" else max(group, key=lambda f: f.score)
+    mend = worst.mend
+    modules = list(dict.fromkeys(f.mend.module for f in group))
+    more = f" (and in {len(modules) - 1} modules like it)" if len(modules) > 1 else ""
+    return Suspect(
+        kind=worst.kind,
+        module=common_pattern(modules),
+        op=mend.label,
+        stage=mend.stage,
+        dtype=mend.dtype,
+        file=mend.file,
+        line=mend.line,
+        code=mend.code,
+        why=worst.why + more,
+        score=worst.score,
+        members=tuple(dict.fromkeys(f.mend.index for f in group)),
+        is_mendable=bool(mend.op),
+    )
+
+
+def _without_repetitions(suspects: list[Suspect]) -> Iterator[Suspect]:
+    """One line for each op: that of the kind which comes first."""
+    seen: set[tuple[str, str, str]] = set()
+    for suspect in sorted(suspects, key=_rank):
+        key = (suspect.stage, suspect.module, suspect.op)
+        if key not in seen:
+            seen.add(key)
+            yield suspect
+
+
+def common_pattern(paths: Sequence[str]) -> str:
+    """One pattern for paths that differ in numbers only: ``h.*.attn``."""
+    columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)

@@ -1,0 +1,185 @@
+"""``amp_fx.search``: sets that repair, and what cannot be."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.errors import OptionError, SearchError
+from amp_fx.inner import has_cpp_compiler
+from tests.numerics.faults import WIDTH, Bare, Broken, Layer, Loss, Rms, Scores, TinyGPT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+f16 = torch.float16
+F16: dict[str, Any] = {"dtype": f16, "tolerance": 3e-2, "scale": 1024.0, "compiler": None}
+
+
+class Uneven(nn.Module):
+    """Twelve layers with names of their own, so that none is like another; three have a fault."""
+
+    def __init__(self, places: tuple[int, int]) -> None:
+        super().__init__()
+        extras = dict(zip(places, (Scores(), Rms()), strict=True))
+        self.embed = nn.Embedding(50, WIDTH)
+        self.names = [f"layer_{chr(ord('a') + i)}" for i in range(12)]
+        for index, name in enumerate(self.names):
+            setattr(self, name, Layer(extras.get(index)))
+        self.norm, self.head, self.loss = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50), Loss()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for name in self.names:
+            x = getattr(self, name)(x)
+        loss: Tensor = self.loss(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return loss
+
+
+def error_under(policy: amp_fx.Policy, net: nn.Module, inputs: Any) -> float:
+    exact = float(net(*inputs).detach())
+    with amp_fx.autocast("cpu", f16, policy=policy):
+        return abs(float(net(*inputs).detach()) - exact) / abs(exact)
+
+
+@pytest.mark.parametrize(("seed", "places"), [(0, (1, 7)), (1, (9, 2))])
+def test_three_faults_among_many_ops(seed: int, places: tuple[int, int]) -> None:
+    torch.manual_seed(seed)
+    net, inputs = Uneven(places), TinyGPT.inputs()
+    result = amp_fx.search(net, **F16)(*inputs)
+    assert result.num_units >= 50
+    assert result.evaluations <= 25
+    assert result.is_minimal
+    assert {unit.module.partition(".")[0] for unit in result.units} == {
+        *(net.names[place] for place in places),
+        "loss",
+    }
+    assert math.isinf(result.before)
+    assert result.value <= 3e-2
+    assert error_under(result.policy, net, inputs) < 3e-2
+    tried = {e.units: e.is_enough for e in result.history}
+    names = tuple(map(str, result.units))
+    for name in names:
+        assert tried[tuple(n for n in names if n != name)] is False, "it was asked of each"
+
+
+def test_the_policy_goes_through_a_file_with_reasons(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, inputs = Broken(), TinyGPT.inputs()
+    result = amp_fx.search(net, **F16)(*inputs)
+    path = tmp_path / "amp.toml"
+    result.policy.save(path)
+    assert amp_fx.Policy.load(path) == result.policy
+    lines = path.read_text().splitlines()
+    entries = [i for i, line in enumerate(lines) if "fp32" in line and " = {" in line]
+    assert len(entries) == len(result.units)
+    assert all(lines[i - 1].startswith("# ") and len(lines[i - 1]) > 20 for i in entries)
+    assert "none can be left out" in str(result)
+    assert result.to_dict()["evaluations"] == result.evaluations
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_the_last_run_is_compiled(compiler: str) -> None:
+    if compiler == "inductor" and not has_cpp_compiler():
+        pytest.skip("needs a C++ compiler")
+    torch.manual_seed(0)
+    net = Bare(Scores())
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    result = amp_fx.search(net, **{**F16, "compiler": compiler})(*Bare.inputs())
+    assert result.compiled_value is not None
+    assert result.compiled_value <= 3e-2
+    assert all(torch.equal(before[name], t) for name, t in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == frames + 1
+
+
+def test_alike_layers_are_one_candidate() -> None:
+    torch.manual_seed(0)
+    net = TinyGPT()
+    for layer in net.h:
+        layer.extra = Scores()
+    result = amp_fx.search(net, **F16)(*TinyGPT.inputs())
+    assert [(u.module, u.op) for u in result.units] == [("h.*.extra", "matmul")]
+
+
+def test_nothing_is_changed_where_nothing_is_wrong() -> None:
+    result = amp_fx.search(Bare(), tolerance=0.05, compiler=None)(*Bare.inputs())
+    assert (result.units, result.evaluations, result.is_minimal) == ((), 1, True)
+    assert result.policy == amp_fx.Policy.default()
+
+
+def test_modules_that_must_stay_low() -> None:
+    torch.manual_seed(0)
+    net = Bare(Scores())
+    search = amp_fx.search(net, **F16, keep="bad")
+    with pytest.raises(SearchError, match="out of reach: with everything that a policy reaches"):
+        search(*Bare.inputs())
+
+
+def test_a_metric_of_ones_own() -> None:
+    torch.manual_seed(0)
+    net, inputs = Bare(Scores()), Bare.inputs()
+
+    def metric(low: Tensor, exact: Tensor) -> float:
+        return abs(float(low) - float(exact))
+
+    result = amp_fx.search(net, **F16, metric=metric)(*inputs)
+    exact = float(net(*inputs).detach())
+    assert result.value == pytest.approx(error_under(result.policy, net, inputs) * exact)
+    assert [(u.module, u.op) for u in result.units] == [("bad", "matmul")]
+
+
+def raising(*_: Any) -> float:
+    raise KeyError("oops")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"metric": raising}, SearchError, "the metric raised KeyError: 'oops'"),
+        ({"metric": lambda *_: "good"}, SearchError, "gave 'good', which is no number"),
+        ({"tolerance": 0.0}, SearchError, r"out of reach: .* it is \d.*, the best was"),
+        ({"tolerance": -1}, OptionError, "tolerance=-1 is no number from 0 on"),
+        ({"budget": 0}, OptionError, "budget=0 is no number of runs"),
+        ({"compiler": "gcc"}, OptionError, "'gcc' is not one of"),
+        ({"keep": 3}, OptionError, "give patterns"),
+        ({"budget": 1, "tolerance": 1e-9}, SearchError, "give a larger budget"),
+    ],
+)
+def test_what_cannot_be(options: Any, error: type[Exception], message: str) -> None:
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        if torch.is_autocast_enabled("cpu"):
+            y = y.bfloat16().float()  # by hand: no policy reaches it
+        return y.square().mean()
+
+    given = {"tolerance": 1e-2, "compiler": None, **options}
+    with pytest.raises(error, match=message):
+        amp_fx.search(step, **given)(torch.randn(8, 8), torch.randn(8, 8))
+
+
+def test_a_step_that_differs_from_run_to_run() -> None:
+    generator = torch.Generator()
+
+    def step(x: Tensor) -> Tensor:
+        return (x @ torch.randn(8, 8, generator=generator)).square().mean()
+
+    with pytest.raises(SearchError, match="differs from run to run, by"):
+        amp_fx.search(step, tolerance=1e-3, compiler=None)(torch.randn(4, 8))
+
+
+def test_a_spent_budget_gives_the_smallest_set_so_far() -> None:
+    torch.manual_seed(0)
+    result = amp_fx.search(Broken(), **F16, budget=3)(*TinyGPT.inputs())
+    assert not result.is_minimal
+    assert result.value <= 3e-2
+    assert result.evaluations == 3
+    assert "not shown to be minimal" in str(result)
