@@ -157,7 +157,7 @@ def rewrite(
     restores_outputs = not ambient.enabled and options.output_dtype == "original"
     built_in = default_passes(
         policy,
-        Site(state, torch.is_grad_enabled()),
+        Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
         kept_weights=keepable_weights(gm, example_inputs) if options.weight_cache else (),
         shares_region=options.compiler == "eager",

@@ -130,6 +130,10 @@ class AutocastState:
             cache_enabled=self.cache_enabled if cache_enabled is None else cache_enabled,
         )
 
+    def turned_off(self) -> AutocastState:
+        """This state with all devices off."""
+        return dataclasses.replace(self, enabled=())
+
     def enter(
         self,
         device_type: str,

@@ -126,8 +126,9 @@ def test_islands_run_by_the_policy_of_their_module(by_rule: bool) -> None:
     for compiler in ("eager", "aot_eager"):
         torch._dynamo.reset()
         x = x.detach().requires_grad_()
-        call = compiled(net, compiler=compiler, policy=policy, output_dtype="autocast")
-        outputs = call(x)
+        call = compiled(net, compiler=compiler)
+        with amp_fx.autocast("cpu", policy=policy):
+            outputs = call(x)
         assert dtypes(outputs) == [bf16, f32, bf16]
         [grad] = torch.autograd.grad(outputs[1].sum(), x)
         weight = net.get_parameter("1.weight")
