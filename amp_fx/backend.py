@@ -27,6 +27,7 @@ from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
+from amp_fx.transforms import watch_transforms
 from amp_fx.weights.first_call import CompiledLater, with_casts_inside
 from amp_fx.weights.kept_inputs import (
     example_copies,
@@ -103,6 +104,9 @@ def amp_fx(
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
     return called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
+
+
+watch_transforms(amp_fx)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ ORDER = (
     ("passes",),
     (
         *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
-        *("stats", "weight_cache"),
+        *("stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),
     ("explanation",),
