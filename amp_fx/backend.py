@@ -21,10 +21,17 @@ from amp_fx.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
+from amp_fx.regions.checkpoint import restore_regions
+from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.module_stack import compile_frame, guard_module
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.region import skip_in_dynamo
-from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.regions.state import (
+    AutocastState,
+    in_disabled_region,
+    left_on_error,
+    no_autocast,
+)
 from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
 from amp_fx.transforms import watch_transforms
@@ -77,6 +84,8 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     parsed = Options.parse(options, mode)
+    if parsed.bare_region:
+        guard_disabled_region()
     found = rewrite(
         gm,
         example_inputs,
@@ -107,6 +116,7 @@ def amp_fx(
 
 
 watch_transforms(amp_fx)
+restore_regions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +202,16 @@ def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
 def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:
     """The region that a whole graph is, where no ambient autocast is on.
 
-    It is one for the device that the graph's tensors are on: an accelerator, if any is
-    among them, else the CPU, as a user of ``torch.autocast`` would choose.
+    It is none in a disabled region: ``torch.autocast(..., enabled=False)`` switches off what the
+    name of the backend switches on. Else it is one for the device that the graph's tensors are
+    on: an accelerator, if any is among them, else the CPU, as a user of ``torch.autocast`` would
+    choose.
 
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for.
     """
-    device_type = graph_device_type(gm) if options.bare_region else None
+    is_region = options.bare_region and not in_disabled_region()
+    device_type = graph_device_type(gm) if is_region else None
     if device_type is None:
         return ambient
     dtype = options.dtype or options.policy.low_dtype(device_type) or default_dtype(device_type)
