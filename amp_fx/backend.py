@@ -23,7 +23,7 @@ from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
 from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.disabled_guard import guard_disabled_region
-from amp_fx.regions.module_stack import compile_frame, guard_module
+from amp_fx.regions.module_stack import compile_frame, ends_at_graph_break, guard_module
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import (
@@ -168,7 +168,9 @@ def rewrite(
     if policy.resolver.depends_on_module:
         guard_module(frame)
         warn_unused(policy, frame, gm)
-    restores_outputs = not ambient.enabled and options.output_dtype == "original"
+    restores_outputs = not ambient.enabled and (
+        options.output_dtype == "original" or ends_at_graph_break()
+    )
     built_in = default_passes(
         policy,
         Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
