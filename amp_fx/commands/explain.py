@@ -129,8 +129,9 @@ def _named(target: str) -> Any:
         raise ExplainError(f"{target!r} is not of the form package.module:name")
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ExplainError(f"{module_name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ExplainError(f"{module_name!r} cannot be imported: {kind}{error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,9 @@ def page_of(drawing: Drawing) -> str:
         "after": _nodes(drawing, before=False),
         "casts": _casts(drawing),
     }
-    text = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
-    replaced = {
+    contents = {
         "@TITLE@": html.escape(
             f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
         ),
@@ -48,9 +49,8 @@ def page_of(drawing: Drawing) -> str:
         "@VIEWS@": templates,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
-    for mark, content in replaced.items():
-        text = text.replace(mark, content)
-    return text
+    # All at once: a module may have the name of a mark.
+    return re.sub("|".join(contents), lambda mark: contents[mark[0]], template)
 
 
 def _views(drawing: Drawing) -> dict[str, Drawing]:
@@ -145,7 +145,9 @@ def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
 
 def _summary(drawing: Drawing) -> str:
     totals = drawing.explanation.totals
-    share = ", ".join(f"{part:.0%} {dtype}" for dtype, part in totals.flop_share.items())
+    share = ", ".join(
+        f"{part:.0%} {html.escape(dtype)}" for dtype, part in totals.flop_share.items()
+    )
     parts = [
         f"<b>{totals.num_ops}</b> ops",
         f"<b>{totals.casts_left}</b> casts per call ({human(totals.bytes_cast)})",

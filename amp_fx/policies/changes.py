@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-import importlib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +14,7 @@ import torch
 
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, takes_policy
+from amp_fx.policies.names import find_object
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.op_names import (
     find_overloads,
@@ -45,7 +45,7 @@ MODULE_POLICIES = (
 
 SAME_AS = "same_as:"
 ARGUMENT_POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.KEEP)
-_REGEX, _CLASS = "re:", "class:"
+_REGEX, CLASS = "re:", "class:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ModuleOverride:
     def text(self) -> str:
         """The pattern as a policy file has it: ``decoder.*``, ``re:...``, ``class:...``."""
         if isinstance(self.pattern, type):
-            return f"{_CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
+            return f"{CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
         return self.pattern if isinstance(self.pattern, str) else f"{_REGEX}{self.pattern.pattern}"
 
 
@@ -259,25 +259,36 @@ def is_glob(pattern: str) -> bool:
     return any(sign in pattern for sign in "*?[")
 
 
-def module_overrides(given: Mapping[Any, CastPolicy | str]) -> tuple[ModuleOverride, ...]:
+def module_overrides(
+    given: Mapping[Any, CastPolicy | str], *, find_class: Callable[[str], Any] = find_object
+) -> tuple[ModuleOverride, ...]:
     """The entries of one call of ``with_modules``.
 
     Args:
         given: Policies by module: a glob for paths, a compiled regular expression or
             ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``.
+        find_class: Finds a class by its name, if the policy of the entry is one.
 
     Raises:
         PolicyError: A pattern is none of these, or a policy is unknown.
     """
     return tuple(
-        ModuleOverride(
-            _module_pattern(pattern), to_policy(f"module {pattern!r}", value, MODULE_POLICIES)
+        _module_override(
+            pattern, to_policy(f"module {pattern!r}", value, MODULE_POLICIES), find_class
         )
         for pattern, value in given.items()
     )
 
 
-def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
+def _module_override(
+    pattern: object, policy: CastPolicy, find_class: Callable[[str], Any]
+) -> ModuleOverride:
+    return ModuleOverride(_module_pattern(pattern, find_class), policy)
+
+
+def _module_pattern(
+    pattern: object, find_class: Callable[[str], Any]
+) -> str | re.Pattern[str] | type:
     if isinstance(pattern, type):
         if issubclass(pattern, torch.nn.Module):
             return pattern
@@ -291,8 +302,8 @@ def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
         )
     if pattern.startswith(_REGEX):
         return _regex(pattern)
-    if pattern.startswith(_CLASS):
-        return _module_pattern(find_object(pattern.removeprefix(_CLASS).replace(":", ".")))
+    if pattern.startswith(CLASS):
+        return _module_pattern(find_class(pattern.removeprefix(CLASS)), find_class)
     return pattern
 
 
@@ -319,7 +330,7 @@ def rule_override(function: object) -> RuleOverride:
         PolicyError: It cannot be called, or cannot be imported.
     """
     if isinstance(function, str):
-        function = find_object(function.replace(":", "."))
+        function = find_object(function)
     if not callable(function) or isinstance(function, type):
         raise PolicyError(
             f"rule {function!r} is no function: give one of (op, module_path, shapes, dtypes)"
@@ -367,28 +378,3 @@ def _tensor_arguments(op: str) -> list[str]:
     name, _, overload = op.partition(".")
     schema = torch._C._get_schema(name, overload)
     return [arg.name for arg in schema.arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
-
-
-def find_object(name: str) -> Any:
-    """What a dotted name stands for.
-
-    Raises:
-        PolicyError: It cannot be imported.
-    """
-    parts = name.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        except Exception as error:
-            raise PolicyError(
-                f"{name!r} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        try:
-            for part in parts[split:]:
-                found = getattr(found, part)
-        except AttributeError:
-            break
-        return found
-    raise PolicyError(f"{name!r} cannot be imported; write it like 'package.module:name'")
