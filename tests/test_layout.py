@@ -26,7 +26,7 @@ ORDER = (
         *("stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),
-    ("explanation",),
+    ("explanation", "integrations"),
     ("drawing", "drift", "demo"),
     ("bench",),
     ("commands",),
