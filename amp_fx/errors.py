@@ -100,3 +100,7 @@ class ScaleCollapseWarning(UserWarning):
 
 class Float16LossWarning(UserWarning):
     """The first steps of a gradient scaler all overflow, and the losses that it got are float16."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This torch is newer than those that the tests were run on."""

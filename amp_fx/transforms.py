@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import callback_handler
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import Unsupported
 

@@ -46,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="SHAPE",
-        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
+        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
+        "tokens; may be given more than once",
     )
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's of the device")
     parser.add_argument("--policy", help="name of a preset; default: torch")
@@ -88,12 +89,24 @@ def run(args: argparse.Namespace) -> int:
         device_type=args.device,
         backward=args.backward,
     )
-    explanation = explainer(*inputs)
+    try:
+        explanation = explainer(*inputs)
+    except ExplainError as error:
+        if _WANTS_INTEGERS.search(str(error)) and not any(":" in t for t in args.input_shape):
+            raise ExplainError(
+                f"{error} Inputs are float32 unless you say otherwise: for ids of tokens write "
+                f"--input-shape {args.input_shape[0] if args.input_shape else '2,32'}:int64"
+            ) from error
+        raise
     sys.stdout.write(f"{explanation.to_json() if args.json else explanation}\n")
     for path in paths:
         draw(explanation, path, level=args.level, focus=args.focus)
         sys.stderr.write(f"wrote {path}\n")
     return 0
+
+
+_WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")
+"""What torch says of a float32 tensor where it looks something up."""
 
 
 def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:

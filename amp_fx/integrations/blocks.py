@@ -1,4 +1,4 @@
-"""Compiles a model in place: the blocks that it repeats, which are compiled once for all of them."""
+"""Compiles a model in place: blocks that it repeats, once for all of them, and the rest."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Net(nn.Module):
         return result
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def disabled(net: Net, x: torch.Tensor) -> torch.Tensor:
     net.seen.append(x.dtype)
     return x @ net.weight
