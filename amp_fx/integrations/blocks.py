@@ -55,7 +55,7 @@ def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     own = FunctionType(
         call.__code__.replace(), call.__globals__, "call", call.__defaults__, call.__closure__

@@ -147,7 +147,8 @@ def lightning_losses(tmp_path: Path, precision: Any) -> list[torch.Tensor]:
     class Task(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.losses = Net(), []
+            self.net = Net()
+            self.losses: list[torch.Tensor] = []
 
         def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
             loss: torch.Tensor = self.net(batch).float().square().mean()
@@ -165,7 +166,8 @@ def lightning_losses(tmp_path: Path, precision: Any) -> list[torch.Tensor]:
         max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **where,
     )  # fmt: skip
-    trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=None))
+    rows: Any = list(data)
+    trainer.fit(task, torch.utils.data.DataLoader(rows, batch_size=None))
     return task.losses
 
 

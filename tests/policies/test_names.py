@@ -49,7 +49,7 @@ def test_nothing_is_imported_unless_asked(text: str, ran: list[str], tmp_path: P
     path.write_text(text)
     for load in (Policy.loads, as_policy):
         with pytest.raises(PolicyError, match=r"trusted=\['amp_fx_theirs.parts'\]"):
-            load(text)  # type: ignore[operator]
+            load(text)
     for trusted in (False, [], ["amp_fx_others"], ["amp_fx_their"]):
         with pytest.raises(PolicyError, match=r"line 1|line 2"):
             Policy.load(path, trusted=trusted)

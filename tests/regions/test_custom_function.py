@@ -198,7 +198,8 @@ def test_bare_backend_gives_a_function_what_the_program_gave_it(
                 return apply(function, low, b) @ b.float()
         if way == "checkpoint":
             called: Any = checkpoint(partial(apply, function), low, b, use_reentrant=False)
-            return called @ b
+            checkpointed: torch.Tensor = called @ b
+            return checkpointed
         return apply(function, low, b) @ b
 
     def eager(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
