@@ -61,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
     )
+    parser.add_argument("--dpi", type=int, default=192, help="of a .png; default: 192")
     parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
     parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
     parser.set_defaults(run=run)
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     sys.stdout.write(f"{explanation.to_json() if args.json else explanation}\n")
     for path in paths:
-        draw(explanation, path, level=args.level, focus=args.focus)
+        draw(explanation, path, level=args.level, focus=args.focus, dpi=args.dpi)
         sys.stderr.write(f"wrote {path}\n")
     return 0
 

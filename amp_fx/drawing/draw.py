@@ -51,6 +51,7 @@ class View:
         fold: Whether repeated modules are folded into one.
         before: Whether the graph is shown as captured.
         has_legend: Whether colours and shapes are explained.
+        dpi: Dots per inch of what is made of dots.
     """
 
     level: str | None = None
@@ -59,6 +60,7 @@ class View:
     fold: bool = True
     before: bool = False
     has_legend: bool = True
+    dpi: int = 192
 
 
 class Drawing:
@@ -114,7 +116,10 @@ class Drawing:
 
     def _render(self, form: str) -> bytes:
         try:
-            return bytes(self._dot.pipe(format=form))
+            dot = self._dot.copy()
+            if form == "png":
+                dot.attr("graph", dpi=str(self.view.dpi))
+            return bytes(dot.pipe(format=form))
         except graphviz.ExecutableNotFound as error:
             raise DrawError(INSTALL_DOT) from error
 
@@ -143,6 +148,7 @@ def draw(
     fold: bool = True,
     before: bool = False,
     legend: bool = True,
+    dpi: int = 192,
 ) -> Drawing:
     """Draws explained graphs with the casts that were put in, through Graphviz.
 
@@ -161,23 +167,27 @@ def draw(
         fold: Whether repeated modules of a list are folded into one with a count.
         before: Whether the graph is shown as captured, without casts.
         legend: Whether colours and shapes are explained above the picture.
+        dpi: Dots per inch of a ``.png``.
 
     Returns:
         The picture.
 
     Raises:
-        DrawError: The level, the ending or the focus is unknown (suggests near names), the
-            folder is missing or cannot be written to, or ``dot`` is not installed.
+        DrawError: The level, the ending or the focus is unknown (suggests near names), ``dpi`` is
+            no whole number from 10 to 2400, the folder is missing or cannot be written to, or
+            ``dot`` is not installed.
     """
     if level is not None and level not in LEVELS:
         raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
+    if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
+        raise DrawError(f"dpi={dpi!r} is no whole number from 10 to 2400")
     if path is not None:
         check_path(path)
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
         records = tuple(_chosen(explanation, graph))
-    view = View(level, focus, ghosts, fold, before, legend)
+    view = View(level, focus, ghosts, fold, before, legend, dpi)
     drawing = Drawing(explanation, tuple(records), view)
     if path is not None:
         drawing.save(path)

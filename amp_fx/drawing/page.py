@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.explanation.places import short_path
-from amp_fx.explanation.rows import treatment
+from amp_fx.explanation.rows import bare_op, treatment
 from amp_fx.explanation.table import human
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ _LABELS = {"cast": "cast", "kept_cast": "kept cast", "copy": "kept copy"}
 
 def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
     return {
-        "label": _LABELS.get(node.kind, node.op),
+        "label": _LABELS.get(node.kind, bare_op(node.op)),
         "listed": node.kind not in ("copy", "output"),
         "key": _key(record, node.name),
         "name": node.name,

@@ -62,3 +62,19 @@ def test_names_stay_names(tmp_path: Path) -> None:
     modules = {node["module"] for node in json.loads(data)["after"]}
     assert set(NAMES[:-1]) <= modules  # Dynamo escapes the backslashes of the last
     assert "alert" not in code
+
+
+def width_of(png: Path) -> int:
+    """Of a picture, out of its header."""
+    return int.from_bytes(png.read_bytes()[16:20], "big")
+
+
+def test_pictures_of_dots_are_as_fine_as_asked(tmp_path: Path) -> None:
+    explanation = amp_fx.explain(nn.Linear(4, 4))(torch.randn(2, 4))
+    for dpi in (96, 192):
+        amp_fx.draw(explanation, tmp_path / f"{dpi}.png", dpi=dpi)
+    amp_fx.draw(explanation, tmp_path / "default.png")
+    assert width_of(tmp_path / "192.png") == pytest.approx(2 * width_of(tmp_path / "96.png"), abs=2)
+    assert width_of(tmp_path / "default.png") == width_of(tmp_path / "192.png")
+    with pytest.raises(amp_fx.errors.DrawError, match="dpi=0"):
+        amp_fx.draw(explanation, tmp_path / "none.png", dpi=0)
