@@ -37,10 +37,14 @@ def compile_blocks(model: nn.Module, **torch_compile_kwargs: Any) -> list[str]:
         OptionError: An option is unknown or has a value that is not allowed.
     """
     kwargs = compile_kwargs(torch_compile_kwargs)
-    found = {} if _is_compiled(model) else dict(_regions(model, ""))
-    for module in found.values():
+    if _is_compiled(model):
+        return []
+    found: dict[nn.Module, str] = {}
+    for path, module in _regions(model, ""):
+        found.setdefault(module, path)  # one that is held twice has its first name
+    for module in found:
         _compile(module, kwargs)
-    return list(found)
+    return [*found.values()]
 
 
 def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:

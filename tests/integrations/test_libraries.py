@@ -67,8 +67,7 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_trainer_makes_the_model_itself(tmp_path: Path) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     callback = integrations.TrainerCallback(**EAGER)
     args = transformers.TrainingArguments(
         str(tmp_path), max_steps=1, report_to=[], use_cpu=True, bf16=True, disable_tqdm=True
