@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint slow bench gpu notebooks clean
+.PHONY: demo test lint slow bench gpu notebooks docs pictures torch-env test-torch clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -40,6 +40,28 @@ gpu:
 notebooks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/run.py $(ARGS)
 
+# The site of the documentation, in build/site; a broken link or reference is an error. Its address
+# is that of the notebooks, the guide and the API alike: `python -m http.server -d build/site`.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# The pictures in docs/assets; wants Graphviz.
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
+
+# Another torch, in an environment beside the tree: `make torch-env TORCH=2.15.0`, then
+# `make test-torch TORCH=2.15.0 ARGS=tests/policies`.
+TORCH ?= 2.15.0
+OTHER := ../torch-$(TORCH)
+
+torch-env:
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
+
+test-torch:
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -51,5 +73,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP_INSTALL) setuptools
-	@$(PIP_INSTALL) --no-build-isolation -e ".[dev,notebooks,test]"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[dev,docs,notebooks,test]"
 	@touch $@

@@ -15,6 +15,7 @@ from amp_fx.regions.devices import register_device
 from amp_fx.regions.region import autocast
 from amp_fx.regions.registered_ops import register_op
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.presets import warn_newer_torch
 
 if TYPE_CHECKING:
     from amp_fx.added_passes import register_pass
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from amp_fx.numerics.search_result import SearchResult
     from amp_fx.numerics.watching import watch
 
+__version__ = "0.2.0"
+
 __all__ = [
     "AccuracyReport",
     "CastPolicy",
@@ -35,6 +38,7 @@ __all__ = [
     "GradScaler",
     "Policy",
     "SearchResult",
+    "__version__",
     "accuracy",
     "autocast",
     "compile",
@@ -66,6 +70,8 @@ _LAZY = {
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
 
+_SUBMODULES = ("errors", "integrations")
+
 
 _MOVED = {
     "amp_fx.front.compiled": "amp_fx.front.settings",
@@ -74,11 +80,15 @@ _MOVED = {
 }
 """Modules that older pickles name, and where their classes are now."""
 
+warn_newer_torch()
+
 for _old, _new in _MOVED.items():
     sys.modules[_old] = importlib.import_module(_new)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"amp_fx.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -87,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_SUBMODULES})

@@ -29,12 +29,20 @@ from amp_fx.options import (
 )
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
-from amp_fx.regions.module_stack import compile_frame, guard_module
+from amp_fx.regions.checkpoint import restore_regions
+from amp_fx.regions.disabled_guard import guard_disabled_region
+from amp_fx.regions.module_stack import compile_frame, ends_at_graph_break, guard_module
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.region import skip_in_dynamo
-from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.regions.state import (
+    AutocastState,
+    in_disabled_region,
+    left_on_error,
+    no_autocast,
+)
 from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
+from amp_fx.transforms import watch_transforms
 from amp_fx.weights.first_call import CompiledLater, with_casts_inside
 from amp_fx.weights.kept_inputs import (
     example_copies,
@@ -88,6 +96,8 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     parsed = Options.parse(options, mode)
+    if parsed.bare_region:
+        guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)
     example_inputs = [*example_inputs, *attributes]
     found = rewrite(
@@ -109,6 +119,10 @@ def amp_fx(
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
     return called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
+
+
+watch_transforms(amp_fx)
+restore_regions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +179,12 @@ def rewrite(
     if policy.resolver.depends_on_module:
         guard_module(frame)
         warn_unused(policy, frame, gm)
-    restores_outputs = not ambient.enabled and options.output_dtype == "original"
+    restores_outputs = not ambient.enabled and (
+        options.output_dtype == "original" or ends_at_graph_break()
+    )
     built_in = default_passes(
         policy,
-        Site(state, torch.is_grad_enabled()),
+        Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
         kept_weights=keepable_weights(gm, example_inputs) if options.weight_cache else (),
         shares_region=options.compiler == "eager",
@@ -202,14 +218,17 @@ def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
 def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:
     """The region that a whole graph is, where no ambient autocast is on.
 
-    It is one for the device that the graph's tensors are on: an accelerator, if any is
-    among them, else the CPU, as a user of ``torch.autocast`` would choose.
+    It is none in a disabled region: ``torch.autocast(..., enabled=False)`` switches off what the
+    name of the backend switches on. Else it is one for the device that the graph's tensors are
+    on: an accelerator, if any is among them, else the CPU, as a user of ``torch.autocast`` would
+    choose.
 
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for, or inductor makes
             no kernels with it for the device.
     """
-    device_type = graph_device_type(gm) if options.bare_region else None
+    is_region = options.bare_region and not in_disabled_region()
+    device_type = graph_device_type(gm) if is_region else None
     if device_type is None:
         return ambient
     indices = _indices(graph_devices(gm), device_type)

@@ -7,6 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from amp_fx import __version__
 from amp_fx.errors import AmpFxError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
         prog="python -m amp_fx",
         description="Automatic mixed precision as a compiler pass for PyTorch.",
     )
+    parser.add_argument("--version", action="version", version=f"amp_fx {__version__}")
     subparsers = parser.add_subparsers(
         title="commands", dest="command", metavar="command", required=True
     )

@@ -108,3 +108,11 @@ class ScaleCollapseError(AmpFxError, RuntimeError):
 
 class ScaleCollapseWarning(UserWarning):
     """Gradients overflow however small the scale gets; names the parameters that do."""
+
+
+class Float16LossWarning(UserWarning):
+    """The first steps of a gradient scaler all overflow, and the losses that it got are float16."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This torch is newer than those that the tests were run on."""

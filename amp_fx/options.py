@@ -41,8 +41,8 @@ class Options:
             policy file (``*.toml``), which is read when a graph is compiled.
         compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
         output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
-            ``"autocast"``: those that autocast leaves. Under an ambient autocast they
-            are one and the same.
+            ``"autocast"``: those that autocast leaves, but for what goes into code of the program
+            at a graph break. Under an ambient autocast they are one and the same.
         weight_cache: Whether casts of weights are kept across calls.
         verify: How much of the kept casts each call compares with the weights: ``"sample"``, an
             element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
@@ -153,6 +153,15 @@ def _to_choice(name: str, value: Any) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
     return value
+
+
+def as_output_dtype(value: Any) -> str:
+    """The option ``output_dtype``, checked.
+
+    Raises:
+        OptionError: It is not one of ``OUTPUT_DTYPES``.
+    """
+    return _to_choice("output_dtype", value)
 
 
 def _to_mode(name: str, value: Any) -> str:

@@ -13,7 +13,9 @@ After:
 
 Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it
 alike, which sets gradient bits, and a weight can be kept for the one as for the other: out
-there, the passes that share and keep casts find it. Left alone on purpose: casts of
+there, the passes that share and keep casts find it. A reentrant checkpoint differentiates its
+own recomputation, for which the cache is empty again: its cast is shared with nothing outside.
+Left alone on purpose: casts of
 anything else, whose memory the checkpoint saves, and of weights that the graph writes.
 """
 
@@ -23,7 +25,13 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from amp_fx.graphs.bodies import append_operand, bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.bodies import (
+    append_operand,
+    bodies_of,
+    is_reentrant_checkpoint,
+    is_rewritten,
+    operands_of,
+)
 from amp_fx.graphs.casts import add_cast, inserted_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import CAPTURED, CAST, SITE
@@ -112,7 +120,8 @@ def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
     graph = node.graph
     with graph.inserting_before(node):
         outside = add_cast(graph, source, value_of(cast).dtype, CAST.of(cast).reason)
-    SITE.put(outside, SITE.of(cast))
+    site = SITE.of(cast)
+    SITE.put(outside, site.without_cast_cache() if is_reentrant_checkpoint(node) else site)
     is_grad_enabled = SITE.of(cast).is_grad_enabled
     with analysis(detect_fake_mode(graph), is_grad_enabled=is_grad_enabled):
         set_value(outside, evaluate(outside))

@@ -35,7 +35,12 @@ from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.decompose import Decomposer, NotPlainError, OpaqueKernelError, Site
 from amp_fx.graphs.inline import inline, is_getitem, spell_out_tuples
-from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps
+from amp_fx.graphs.islands import (
+    evaluate_island,
+    evaluate_together,
+    in_steps,
+    is_bare_function,
+)
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
@@ -223,6 +228,8 @@ class _Rewriter:
             ISLAND.drop(node)
             mark_rewritten(node)
             return
+        if is_bare_function(node):
+            self._restore_inputs(node)
         evaluate_island(node, self.fake_mode, self.decomposer.frame)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:

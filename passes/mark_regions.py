@@ -11,8 +11,10 @@ After:
 
 Grad-mode switches stay in the graph (they act at run time) and are followed. What stands
 between two functorch level changes, higher-order ops and everything else whose effect a
-trace of one node cannot see is marked as an island. Left alone on purpose: graphs inside
-higher-order ops, which get the site of their call when they are rewritten.
+trace of one node cannot see is marked as an island. A custom ``torch.autograd.Function`` where
+the program has no region on is marked as standing in none: its bodies were captured so, and its
+backward may take no other dtypes. Left alone on purpose: graphs inside higher-order ops, which
+get the site of their call when they are rewritten.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.graphs.conditions import SITES_KNOWN
 from amp_fx.graphs.decompose import Site
-from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.islands import TRANSFORM, is_bare_function
 from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.passes.base import PassResult
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.conditions import Condition
+    from amp_fx.regions.state import AutocastState
 
 # Level changes of torch.func transforms: between the first and its counterpart, tensors
 # are wrapped, and their fake values say nothing about the wrapped ones.
@@ -66,12 +69,12 @@ class MarkRegions:
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Sets ``SITE`` and, for islands, ``ISLAND`` (the reason)."""
         counts: Counter[str] = Counter()
-        states = [self.site.state]
+        states = [(self.site.state, self.site.is_bare)]
         is_grad_enabled = self.site.is_grad_enabled
         level = 0
         for node in list(gm.graph.nodes):
             if node.target is _enter_autocast:
-                states.append(states[-1].enter(*_region_arguments(node)))
+                states.append(_entered(*states[-1], node))
                 continue
             if node.target is _exit_autocast:
                 states.pop()
@@ -86,12 +89,21 @@ class MarkRegions:
             level += name in _LEVEL_UP
             # A second run finds no markers any more: what is known stands.
             if not SITE.is_on(node):
-                SITE.put(node, Site(states[-1], is_grad_enabled))
+                state, is_bare = states[-1]
+                SITE.put(node, Site(state, is_grad_enabled, is_bare))
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
                 ISLAND.put(node, reason)
+            if is_bare_function(node):
+                SITE.put(node, SITE.of(node).without_autocast())
             level -= name in _LEVEL_DOWN
         return PassResult(counts)
+
+
+def _entered(state: AutocastState, is_bare: bool, marker: fx.Node) -> tuple[AutocastState, bool]:
+    """The state inside a region of the program's, and whether it has none on even there."""
+    arguments = _region_arguments(marker)
+    return state.enter(*arguments), is_bare and not arguments[2]
 
 
 def _region_arguments(node: fx.Node) -> tuple[Any, ...]:

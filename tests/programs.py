@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,9 @@ def run_program(
 ) -> Run:
     """Runs a program on copies of its arguments, the forward in a region if a dtype is given."""
     leaves = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
-    with torch.autocast("cpu", dtype, enabled=dtype is not None, **region):
+    # A region that is off would keep the bare backend from being one.
+    around = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype, **region)
+    with around:
         outputs = tensors_in(program(*leaves))
     differentiable = [out for out in outputs if out.requires_grad]
     inputs = [leaf for leaf in leaves if leaf.requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def x(rng: torch.Generator) -> torch.Tensor:
 
 def train(program: Callable[..., Any], module: nn.Module, x: torch.Tensor, dtype: Any) -> Any:
     module.zero_grad()
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+    with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype):
         result = program(x)
     torch.autograd.backward(result.float().sum())
     return result.detach(), [p.grad for p in module.parameters()]

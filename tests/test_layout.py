@@ -23,10 +23,10 @@ ORDER = (
     ("passes",),
     (
         *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
-        *("freezing", "stats", "weight_cache"),
+        *("freezing", "stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),
-    ("explanation",),
+    ("explanation", "integrations"),
     ("numerics",),
     ("drawing", "drift", "demo"),
     ("bench",),

@@ -13,7 +13,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from amp_fx import __version__
 from amp_fx.dtypes import dtype_name
+from amp_fx.explanation.table import piped_width
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
@@ -22,7 +24,7 @@ from amp_fx.regions.state import autocast_device_types
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGES = ("amp_fx", "torch", "networkx", "graphviz", "rich", "numpy", "transformers")
+PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
 
 EXAMPLES = """\
 examples:
@@ -51,14 +53,25 @@ def run(args: argparse.Namespace) -> int:
     rows = [*versions(), *tools(), *devices(), *([] if args.no_drift else drift())]
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
+    Console(highlight=False, markup=False, width=piped_width()).print(table)
     return 0
 
 
 def versions() -> Iterator[tuple[str, str]]:
     """Python, the platform and the packages."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "amp_fx", __version__
+    yield "torch", f"{torch.__version__}, {_build()}"
     yield from ((name, _version(name)) for name in PACKAGES)
+
+
+def _build() -> str:
+    """What torch was built for."""
+    for name in ("cuda", "hip", "xpu"):
+        version = getattr(torch.version, name, None)
+        if version is not None:
+            return f"built for {name} {version}"
+    return "built for the CPU alone"
 
 
 def _version(name: str) -> str:
@@ -70,8 +83,19 @@ def _version(name: str) -> str:
 
 def tools() -> Iterator[tuple[str, str]]:
     """The programs that inductor and the pictures need."""
-    yield "C++ compiler", "found" if has_cpp_compiler() else "missing: inductor needs one on CPU"
+    yield "C++ compiler", _compiler() or "missing: inductor needs one on CPU"
     yield "dot", _dot_version()
+
+
+def _compiler() -> str:
+    """The first line of what the compiler says of itself; empty if there is none."""
+    if not has_cpp_compiler():
+        return ""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    name = get_cpp_compiler()
+    done = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)
+    return next(iter(done.stdout.splitlines()), name).strip()
 
 
 def _dot_version() -> str:
@@ -84,7 +108,8 @@ def _dot_version() -> str:
 def devices() -> Iterator[tuple[str, str]]:
     """The devices here, and autocast's dtype on each."""
     capability = torch.backends.cpu.get_cpu_capability()
-    yield "cpu", f"{capability}, autocast to {dtype_name(default_dtype('cpu'))}"
+    units = _bfloat16_units()
+    yield "cpu", f"{capability}, {units}, autocast to {dtype_name(default_dtype('cpu'))}"
     for name in autocast_device_types():
         if name in ("cpu", "privateuseone"):
             continue
@@ -94,6 +119,16 @@ def devices() -> Iterator[tuple[str, str]]:
             continue
         found = [module.get_device_name(i) for i in range(module.device_count())]
         yield name, f"{', '.join(found)}, autocast to {dtype_name(default_dtype(name))}"
+
+
+def _bfloat16_units() -> str:
+    """Which units for products in bfloat16 the CPU has, where torch can tell.
+
+    Relies on ``torch.cpu._is_avx512_bf16_supported`` and ``_is_amx_tile_supported``.
+    """
+    asked = {"avx512_bf16": "_is_avx512_bf16_supported", "amx": "_is_amx_tile_supported"}
+    found = [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
+    return f"bfloat16 units: {', '.join(found)}" if found else "no bfloat16 units"
 
 
 def drift() -> Iterator[tuple[str, str]]:

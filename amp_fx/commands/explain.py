@@ -47,7 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="SHAPE",
-        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
+        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
+        "tokens; may be given more than once",
     )
     parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
     parser.add_argument("--policy", help="name of a preset; default: torch")
@@ -61,6 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
     )
+    parser.add_argument("--dpi", type=int, default=192, help="of a .png; default: 192")
     parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
     parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
     parser.set_defaults(run=run)
@@ -89,12 +91,24 @@ def run(args: argparse.Namespace) -> int:
         device_type=args.device,
         backward=args.backward,
     )
-    explanation = explainer(*inputs)
+    try:
+        explanation = explainer(*inputs)
+    except ExplainError as error:
+        if _WANTS_INTEGERS.search(str(error)) and not any(":" in t for t in args.input_shape):
+            raise ExplainError(
+                f"{error} Inputs are float32 unless you say otherwise: for ids of tokens write "
+                f"--input-shape {args.input_shape[0] if args.input_shape else '2,32'}:int64"
+            ) from error
+        raise
     sys.stdout.write(f"{explanation.to_json() if args.json else explanation}\n")
     for path in paths:
-        draw(explanation, path, level=args.level, focus=args.focus)
+        draw(explanation, path, level=args.level, focus=args.focus, dpi=args.dpi)
         sys.stderr.write(f"wrote {path}\n")
     return 0
+
+
+_WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")
+"""What torch says of a float32 tensor where it looks something up."""
 
 
 def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:
@@ -130,8 +144,9 @@ def _named(target: str) -> Any:
         raise ExplainError(f"{target!r} is not of the form package.module:name")
     try:
         found: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ExplainError(f"{module_name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        raise ExplainError(f"{module_name!r} cannot be imported: {kind}{error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=3)

@@ -80,7 +80,8 @@ def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
             _draw_graph(dot, graph, page, prefix)
             continue
         with dot.subgraph(name=f"cluster_{prefix}") as frame:
-            frame.attr(label=title, style="rounded", color="#777777", fontsize="12")
+            frame.attr(label=graphviz.escape(title), style="rounded", color="#777777")
+            frame.attr(fontsize="12")
             _draw_graph(frame, graph, page, prefix)
     return dot
 
@@ -123,7 +124,7 @@ def _draw_module(
             _draw_box(dot, names[name], _named_after(box, path, page), page)
             continue
         with dot.subgraph(name=f"cluster_{prefix}{child}") as frame:
-            frame.attr(label=_module_label(child, path, page), tooltip=child)
+            frame.attr(label=_module_label(child, path, page), tooltip=graphviz.escape(child))
             folded = child in page.counts
             frame.attr(style="rounded,filled" if folded else "rounded", color="#aaaaaa")
             frame.attr(fillcolor="#f7f7f2", fontsize="11", fontcolor="#444444")

@@ -54,6 +54,7 @@ class View:
         before: Whether the graph is shown as captured.
         has_legend: Whether colours and shapes are explained.
         color: What boxes are coloured by: ``"dtype"``, or a measure of a report.
+        dpi: Dots per inch of what is made of dots.
     """
 
     level: str | None = None
@@ -63,6 +64,7 @@ class View:
     before: bool = False
     has_legend: bool = True
     color: str = "dtype"
+    dpi: int = 192
 
 
 class Drawing:
@@ -123,7 +125,10 @@ class Drawing:
 
     def _render(self, form: str) -> bytes:
         try:
-            return bytes(self._dot.pipe(format=form))
+            dot = self._dot.copy()
+            if form == "png":
+                dot.attr("graph", dpi=str(self.view.dpi))
+            return bytes(dot.pipe(format=form))
         except graphviz.ExecutableNotFound as error:
             raise DrawError(INSTALL_DOT) from error
 
@@ -153,6 +158,7 @@ def draw(
     before: bool = False,
     legend: bool = True,
     color: str | None = None,
+    dpi: int = 192,
 ) -> Drawing:
     """Draws explained graphs with the casts that were put in, through Graphviz.
 
@@ -176,16 +182,20 @@ def draw(
             errors do to the loss; the default there), ``"error"`` (that since the start) and
             ``"headroom"`` (how near values come to the dtype's limit) besides ``"dtype"``; ops in
             which something overflows get a dashed line. The page has a switch for it.
+        dpi: Dots per inch of a ``.png``.
 
     Returns:
         The picture.
 
     Raises:
-        DrawError: The level, the ending or the focus is unknown (suggests near names), the
-            folder is missing or cannot be written to, or ``dot`` is not installed.
+        DrawError: The level, the ending or the focus is unknown (suggests near names), ``dpi`` is
+            no whole number from 10 to 2400, the folder is missing or cannot be written to, or
+            ``dot`` is not installed.
     """
     if level is not None and level not in LEVELS:
         raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
+    if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
+        raise DrawError(f"dpi={dpi!r} is no whole number from 10 to 2400")
     if path is not None:
         check_path(path)
     report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
@@ -194,7 +204,7 @@ def draw(
     records = explanation.forward or explanation.graphs
     if graph is not None:
         records = tuple(_chosen(explanation, graph))
-    view = View(level, focus, ghosts, fold, before, legend, color)
+    view = View(level, focus, ghosts, fold, before, legend, color, dpi)
     drawing = Drawing(explanation, tuple(records), view, report)
     if path is not None:
         drawing.save(path)

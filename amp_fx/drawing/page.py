@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.drawing.colors import COLORS, HEAT, OTHER
 from amp_fx.explanation.places import short_path
-from amp_fx.explanation.rows import treatment
+from amp_fx.explanation.rows import bare_op, treatment
 from amp_fx.explanation.table import human
 from amp_fx.numerics.picture import MEASURES, levels_of
 
@@ -44,9 +45,9 @@ def page_of(drawing: Drawing) -> str:
         "colors": {**COLORS, "other": OTHER},
         "color": drawing.view.color,
     }
-    text = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
-    replaced = {
+    contents = {
         "@TITLE@": html.escape(
             f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
         ),
@@ -54,9 +55,8 @@ def page_of(drawing: Drawing) -> str:
         "@VIEWS@": templates,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
-    for mark, content in replaced.items():
-        text = text.replace(mark, content)
-    return text
+    # All at once: a module may have the name of a mark.
+    return re.sub("|".join(contents), lambda mark: contents[mark[0]], template)
 
 
 def _levels(drawing: Drawing) -> dict[str, dict[str, int]]:
@@ -129,7 +129,7 @@ _LABELS = {"cast": "cast", "kept_cast": "kept cast", "copy": "kept copy"}
 
 def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
     return {
-        "label": _LABELS.get(node.kind, node.op),
+        "label": _LABELS.get(node.kind, bare_op(node.op)),
         "listed": node.kind not in ("copy", "output"),
         "key": _key(record, node.name),
         "name": node.name,
@@ -166,7 +166,9 @@ def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
 
 def _summary(drawing: Drawing) -> str:
     totals = drawing.explanation.totals
-    share = ", ".join(f"{part:.0%} {dtype}" for dtype, part in totals.flop_share.items())
+    share = ", ".join(
+        f"{part:.0%} {html.escape(dtype)}" for dtype, part in totals.flop_share.items()
+    )
     parts = [
         f"<b>{totals.num_ops}</b> ops",
         f"<b>{totals.casts_left}</b> casts per call ({human(totals.bytes_cast)})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,7 +64,28 @@ def input_path(node: fx.Node, frame: CompileFrame) -> str:
     """A parameter's or buffer's path (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else str(node.target)
-    return variable_path(name() if callable(name) else name, frame) or node.name
+    path = variable_path(name() if callable(name) else name, frame)
+    return _named_argument(path, frame) or node.name
+
+
+def _named_argument(path: str, frame: CompileFrame) -> str:
+    """``"input_ids"`` for ``"args.0"`` or ``"kwargs.input_ids"``, what a wrapped forward takes."""
+    first, _, rest = path.partition(".")
+    name, _, more = rest.partition(".")
+    if first not in ("args", "kwargs") or not name or frame.root is None:
+        return path
+    try:
+        parameters = inspect.signature(frame.root.forward).parameters
+    except (TypeError, ValueError):
+        return path
+    if first == "args":
+        places = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if not name.isdigit() or int(name) >= len(places):
+            return path
+        name = places[int(name)]
+    elif name not in parameters:
+        return path
+    return f"{name}.{more}" if more else name
 
 
 def short_path(file: str) -> str:

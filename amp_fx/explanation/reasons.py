@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.islands import is_bare_function
 from amp_fx.graphs.metadata import CAST, DECISIONS, ISLAND, SITE
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def origin_and_reason(
         return "", f"put in for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
+    if kind == "island" and SITE.is_on(node) and is_bare_function(node):
+        return "island", f"left as it is, in the dtypes of the program: {ISLAND.of(node)}"
     if kind == "island":
         return "island", f"left as it is, under native autocast: {ISLAND.of(node)}"
     site = SITE.get(node)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -38,7 +40,7 @@ def as_text(explanation: Explanation, width: int | None = None) -> str:
 
     Args:
         explanation: What to show.
-        width: Columns; None takes those of the terminal (80 where there is none).
+        width: Columns; None takes those of the terminal, or what it needs where there is none.
     """
     return printed(render(explanation), width)
 
@@ -49,8 +51,20 @@ def printed(shown: RenderableType, width: int | None = None) -> str:
     In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
     """
     file = io.StringIO()
+    width = piped_width() if width is None else width
     Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def piped_width() -> int | None:
+    """Columns for what no terminal shows: no line is folded, so that names can be searched for.
+
+    None where a terminal, or ``COLUMNS``, says how many there are.
+    """
+    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
+
+
+PIPED_WIDTH = 1000
 
 
 def as_html(explanation: Explanation) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from amp_fx.errors import CompileTargetError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
-from amp_fx.options import Options
+from amp_fx.options import Options, as_output_dtype
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.region import autocast
 
@@ -35,6 +35,7 @@ def compile(  # noqa: A001
     device_type: str | None = ...,
     dtype: torch.dtype | str | None = ...,
     policy: Policy | str | os.PathLike[str] | None = ...,
+    output_dtype: str = ...,
     weight_cache: bool = ...,
     **torch_compile_kwargs: Any,
 ) -> T: ...
@@ -47,6 +48,7 @@ def compile(  # noqa: A001
     device_type: str | None = ...,
     dtype: torch.dtype | str | None = ...,
     policy: Policy | str | os.PathLike[str] | None = ...,
+    output_dtype: str = ...,
     weight_cache: bool = ...,
     **torch_compile_kwargs: Any,
 ) -> Callable[[T], T]: ...
@@ -58,10 +60,11 @@ def compile(  # noqa: A001
     device_type: str | None = None,
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | os.PathLike[str] | None = None,
+    output_dtype: str = "autocast",
     weight_cache: bool = True,
     **torch_compile_kwargs: Any,
 ) -> Any:
-    """Compiles a module or a function in mixed precision; outputs keep autocast's dtypes.
+    """Compiles a module or a function in mixed precision, with a region around every call.
 
     Args:
         model: A module or a function. Without it a decorator is returned.
@@ -75,6 +78,11 @@ def compile(  # noqa: A001
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``), read now. None keeps that of a region around the call,
             else that of PyTorch.
+        output_dtype: ``"autocast"``: outputs have the dtypes that ``torch.autocast`` around the
+            call would leave; ``"original"``: what it would leave low comes back as float32, as
+            the bare ``torch.compile(..., backend="amp_fx")`` has it. Take it, or ``.float()``,
+            where a loss follows outside of the region: in float16 it overflows. Tensors in
+            containers that ``torch.utils._pytree`` does not know stay as they are.
         weight_cache: Whether casts of weights are kept across calls.
         **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
             may hold those of this backend (``amp_fx.options.Options``) and inductor's.
@@ -92,6 +100,7 @@ def compile(  # noqa: A001
         device_type,
         None if dtype is None else as_dtype(dtype),
         None if policy is None else as_policy(policy),
+        as_output_dtype(output_dtype),
     )
     if device_type is not None:
         autocast(device_type, settings.dtype)  # says now what there is to say about it
@@ -128,7 +137,7 @@ def _backend_kwargs(weight_cache: bool, kwargs: dict[str, Any]) -> dict[str, Any
             "backend='amp_fx'; what compiles its graphs is options={\"compiler\": ...}"
         )
     options = dict(kwargs.pop("options", None) or {})
-    for name in ("dtype", "policy", "weight_cache"):
+    for name in ("dtype", "output_dtype", "policy", "weight_cache"):
         if name in options:
             raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.compile itself")
     # The region is around the call: a graph outside of any is meant to be in full precision.

@@ -29,7 +29,8 @@ class CompiledModule(OptimizedModule):
         if torch.compiler.is_compiling():  # inside other compiled code
             module: Any = self._modules["_orig_mod"]
             with self._amp_fx_settings.region(module, args, kwargs):
-                return module(*args, **kwargs)
+                outputs = module(*args, **kwargs)
+            return self._amp_fx_settings.restored(outputs, (args, kwargs))
         if not (self.__dict__["_forward_pre_hooks"] or self.__dict__["_forward_hooks"]):
             return super().__call__(*args, **kwargs)
         call = self._amp_fx_settings.wrap(super().__call__, self._orig_mod)

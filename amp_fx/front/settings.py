@@ -31,11 +31,14 @@ class RegionSettings:
         dtype: Its low dtype. None takes what the policy says, inside of another region that
             region's, else ``amp_fx.options.default_dtype``.
         policy: Its policy; None keeps that of the region around the call.
+        output_dtype: ``"autocast"``: outputs as the region leaves them; ``"original"``: those
+            that it made low are float32.
     """
 
     device_type: str | None
     dtype: torch.dtype | None
     policy: Policy | None
+    output_dtype: str = "autocast"
 
     def region(
         self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -63,12 +66,28 @@ class RegionSettings:
         @functools.wraps(call)
         def in_region(*args: Any, **kwargs: Any) -> Any:
             with self.region(module, args, kwargs):
-                return call(*args, **kwargs)
+                outputs = call(*args, **kwargs)
+            return self.restored(outputs, (args, kwargs))
 
         for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:
             # Dynamo would go straight to the function that these name, without the region.
             del in_region.__dict__[name]
         return in_region
+
+    def restored(self, outputs: Any, inputs: Any) -> Any:
+        """Outputs of a call in the dtypes that were asked for; tensors that it was given stay."""
+        if self.output_dtype == "autocast":
+            return outputs
+        given = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+
+        def restore(tensor: torch.Tensor) -> torch.Tensor:
+            is_low = tensor.is_floating_point() and tensor.dtype.itemsize == _LOW_SIZE
+            return tensor.float() if is_low and id(tensor) not in given else tensor
+
+        return pytree.tree_map_only(torch.Tensor, restore, outputs)
+
+
+_LOW_SIZE = torch.bfloat16.itemsize
 
 
 def _devices_of(

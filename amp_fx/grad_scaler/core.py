@@ -113,9 +113,11 @@ class ScalerCore(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Keep what a check found: here, or in any process that takes part.
 
-        Without gradients nothing was infinite.
+        Without gradients nothing was infinite, and the scale is not shown to be good.
         """
-        if not found_inf or not self._agreement.is_alone(optimizer):
+        is_alone = self._agreement.is_alone(optimizer)
+        state.had_gradients = bool(found_inf) or not is_alone
+        if not found_inf or not is_alone:
             flag = self._combine(found_inf)
             self._agreement.reduce_(flag, optimizer)
             found_inf = {flag.device: flag}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import torch
+
 from amp_fx.grad_scaler import host_scale
 from amp_fx.grad_scaler.reports import PendingRecord, StepReport, UpdateRecord, describe
 
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 _BACKOFFS_TO_COLLAPSE = 16
 # Where a floor keeps it from that, it has collapsed after more overflows than this in a row.
 _OVERFLOWS_TO_COLLAPSE = 16
+# A float16 loss has a float16 gradient, which is the scale: beyond this it is infinite. Below, this
+# many overflows before the first good step are still the loss's.
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+_OVERFLOWS_OF_LOSS = 3
 
 
 class Ledger:
@@ -27,6 +33,7 @@ class Ledger:
         self._updates: deque[PendingRecord] = deque(maxlen=size)
         self._last_reports: tuple[StepReport, ...] = ()
         self._has_warned = False
+        self._is_loss_float16: bool | None = False  # None once that has been told, or is no matter
         self.set_scale(scale)
 
     def set_scale(self, scale: float) -> None:
@@ -45,14 +52,37 @@ class Ledger:
             report.close()
         self._last_reports = ()
 
+    def note_loss(self, output: Tensor) -> None:
+        """An output is scaled."""
+        if self._is_loss_float16 is False and output.dtype is torch.float16:
+            self._is_loss_float16 = output.requires_grad
+
+    def find_low_loss(self) -> str | None:
+        """A warning, once, if the first steps overflowed because of a loss in float16."""
+        if not self._is_loss_float16:
+            return None
+        if not (self._used > _FLOAT16_MAX or self._num_overflows >= _OVERFLOWS_OF_LOSS):
+            return None
+        self._is_loss_float16 = None
+        return (
+            "every step so far was skipped because gradients overflowed, and the loss itself is "
+            f"float16, so that its gradient, the scale, is too: at {self._used:g} it overflows or "
+            "comes near. Take the loss in float32: inside of the autocast region, or of outputs "
+            "that are float32 (`.float()`, or output_dtype='original' for amp_fx.compile)."
+        )
+
     def end_iteration(self, scale: Tensor, reports: tuple[StepReport, ...]) -> None:
         """The scale was updated; kept as a copy where only the device knows it."""
+        self._used = self._scale if isinstance(self._scale, float) else 0.0
         known = host_scale.peek(scale)
         new_scale: float | Tensor = scale.clone() if known is None else known
         self._updates.append(PendingRecord(self._scale, new_scale, reports))
         self._scale = new_scale
         self._last_reports = reports
-        self._num_overflows = self._num_overflows + 1 if any_skipped(reports) else 0
+        was_skipped = any_skipped(reports)
+        self._num_overflows = self._num_overflows + 1 if was_skipped else 0
+        if was_skipped is not True:
+            self._is_loss_float16 = None
         if known is not None and known > self._highest:
             self._highest = known
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import (
+    Float16LossWarning,
     ScaleCollapseError,
     ScaleCollapseWarning,
     ScalerStateError,
@@ -161,6 +162,7 @@ class GradScaler(Bookkeeping):
 
         def scaled(value: Any) -> Any:
             if isinstance(value, Tensor):
+                self._ledger.note_loss(value)
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
@@ -330,7 +332,8 @@ class GradScaler(Bookkeeping):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back the scale off after an overflow, grow it every `growth_interval` calls else.
 
-        Call it once per iteration, after all steps. Never waits for the device.
+        Call it once per iteration, after all steps. Never waits for the device. Optimizers that
+        had no gradients do not count: the scale stays if there were no others.
 
         Args:
             new_scale: sets the scale instead. A tensor is copied: later changes to it do not
@@ -352,6 +355,8 @@ class GradScaler(Bookkeeping):
             self._set_scale(scale, new_scale)
         elif found_inf:
             self._adjust_scale(scale, growth_tracker, found_inf, was_skipped)
+        elif self._states.any_checked():
+            pass  # without gradients: nothing is known of the scale
         elif self._is_updated_by_step:
             self._is_updated_by_step = False
             return
@@ -365,6 +370,9 @@ class GradScaler(Bookkeeping):
         self._is_updated_by_step = False
         if was_skipped is False:
             return
+        low_loss = self._ledger.find_low_loss()
+        if low_loss is not None:
+            warnings.warn(low_loss, Float16LossWarning, stacklevel=2)
         collapse = self._ledger.find_collapse(
             self._host_scale.seen,
             self._backoff_factor,

@@ -24,11 +24,13 @@ class OptimizerState:
         last_step: what became of its newest step.
         stage: how far it is in this iteration.
         found_inf: what the check found in this iteration, per device.
+        had_gradients: whether it looked at any, in whatever process; else it tells nothing of the
+            scale.
         inv_scale: where the check left gradients scaled, what it looked at them times; else None.
         report: on that check.
     """
 
-    __slots__ = ("alive", "found_inf", "inv_scale", "last_step", "report", "stage")
+    __slots__ = ("alive", "found_inf", "had_gradients", "inv_scale", "last_step", "report", "stage")
 
     def __init__(self, alive: Callable[[], Any]) -> None:
         """Nothing has happened yet."""
@@ -40,6 +42,7 @@ class OptimizerState:
         """Nothing has happened in this iteration."""
         self.stage = OptState.READY
         self.found_inf: dict[torch.device, Tensor] = {}
+        self.had_gradients = True
         self.inv_scale: Tensor | None = None
         self.report: StepReport | None = None
 
@@ -75,8 +78,13 @@ class OptimizerStates:
         return state
 
     def found_infs(self) -> list[Tensor]:
-        """All flags of this iteration."""
-        return [flag for state in self._in_use for flag in state.found_inf.values()]
+        """All flags of this iteration that tell of the scale."""
+        states = [state for state in self._in_use if state.had_gradients]
+        return [flag for state in states for flag in state.found_inf.values()]
+
+    def any_checked(self) -> bool:
+        """Whether any optimizer was unscaled or stepped in this iteration."""
+        return any(state.found_inf for state in self._in_use)
 
     def reports(self) -> tuple[StepReport, ...]:
         """What is known of each optimizer's gradients in this iteration."""

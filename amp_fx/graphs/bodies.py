@@ -25,6 +25,15 @@ def has_plain_bodies(node: fx.Node) -> bool:
     return node.target in _BODIES
 
 
+def is_reentrant_checkpoint(node: fx.Node) -> bool:
+    """Whether a node is ``torch.utils.checkpoint`` that recomputes under autograd's feet.
+
+    Relies on Dynamo handing the checkpoint's arguments on; None means True there.
+    """
+    is_checkpoint = node.target is _hop.tag_activation_checkpoint
+    return is_checkpoint and node.kwargs.get("use_reentrant", False) is not False
+
+
 def body_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The ``get_attr`` nodes of the bodies of a higher-order op."""
     return node.args[_BODIES[node.target][0]]  # type: ignore[return-value]

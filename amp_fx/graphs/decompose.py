@@ -87,10 +87,26 @@ class Decomposed:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where a node stands: which casts apply and whether gradients are recorded."""
+    """Where a node stands: which casts apply and whether gradients are recorded.
+
+    Attributes:
+        state: Which devices autocast to which dtype.
+        is_grad_enabled: Whether gradients are recorded.
+        is_bare: Whether the program has no region on here: what autocasts is the one that a
+            graph in the bare way is, which Dynamo knew nothing of when it captured.
+    """
 
     state: AutocastState
     is_grad_enabled: bool
+    is_bare: bool = False
+
+    def without_cast_cache(self) -> Site:
+        """The same place where eager autocast shares no casts."""
+        return dataclasses.replace(self, state=dataclasses.replace(self.state, cache_enabled=False))
+
+    def without_autocast(self) -> Site:
+        """The same place with no region on, as the program has it."""
+        return dataclasses.replace(self, state=self.state.turned_off())
 
 
 class Decomposer:

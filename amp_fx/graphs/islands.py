@@ -35,6 +35,16 @@ TRANSFORM = "torch.func transform"
 """The reason of islands that stand inside a torch.func transform (``metadata.ISLAND``)."""
 
 
+def is_bare_function(node: fx.Node) -> bool:
+    """Whether a node is a ``torch.autograd.Function`` where the program has no region on.
+
+    Its forward and backward were captured for the dtypes that they get there, and
+    ``torch.amp.custom_fwd`` did nothing: the function runs as it does uncompiled.
+    """
+    is_function = getattr(node.target, "__name__", "") == "autograd_function_apply"
+    return is_function and SITE.of(node).is_bare
+
+
 def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """The nodes in order, those of one torch.func transform together."""
     together: list[fx.Node] = []

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,6 +14,7 @@ import torch
 
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
+from amp_fx.policies.names import find_object
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.op_names import (
     find_overloads,
@@ -48,7 +48,7 @@ MODULE_POLICIES = (
 
 SAME_AS = "same_as:"
 ARGUMENT_POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.KEEP)
-_REGEX, _CLASS = "re:", "class:"
+_REGEX, CLASS = "re:", "class:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ModuleOverride:
     def text(self) -> str:
         """The pattern as a policy file has it: ``decoder.*``, ``re:...``, ``class:...``."""
         if isinstance(self.pattern, type):
-            return f"{_CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
+            return f"{CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
         return self.pattern if isinstance(self.pattern, str) else f"{_REGEX}{self.pattern.pattern}"
 
 
@@ -278,7 +278,10 @@ def is_glob(pattern: str) -> bool:
 
 
 def module_overrides(
-    given: Mapping[Any, ModulePolicy], listed: Iterable[str]
+    given: Mapping[Any, ModulePolicy],
+    listed: Iterable[str],
+    *,
+    find_class: Callable[[str], Any] = find_object,
 ) -> tuple[ModuleOverride, ...]:
     """The entries of one call of ``with_modules``.
 
@@ -287,6 +290,7 @@ def module_overrides(
             ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``. A
             mapping gives policies to single ops inside of the module.
         listed: Ops that tables have, perhaps of another torch version.
+        find_class: Finds a class by its name, once the policy of the entry is known to be one.
 
     Raises:
         PolicyError: A pattern is none of these, an op or a policy is unknown, or the op is one
@@ -296,18 +300,23 @@ def module_overrides(
     return tuple(
         override
         for pattern, value in given.items()
-        for override in _overrides_of(pattern, value, known)
+        for override in _overrides_of(pattern, value, known, find_class)
     )
 
 
 def _overrides_of(
-    pattern: object, value: ModulePolicy, listed: frozenset[str]
+    pattern: object,
+    value: ModulePolicy,
+    listed: frozenset[str],
+    find_class: Callable[[str], Any],
 ) -> Iterable[ModuleOverride]:
-    where, found = f"module {pattern!r}", _module_pattern(pattern)
+    where = f"module {pattern!r}"
     if not isinstance(value, Mapping):
-        return [ModuleOverride(found, to_policy(where, value, MODULE_POLICIES))]
+        policy = to_policy(where, value, MODULE_POLICIES)
+        return [ModuleOverride(_module_pattern(pattern, find_class), policy)]
     ops = [(op_text(op), each) for op, each in value.items()]
     policies = [to_policy(f"{where}, op {op!r}", each, MODULE_POLICIES) for op, each in ops]
+    found = _module_pattern(pattern, find_class)
     return [
         ModuleOverride(found, policy, op, _changeable(where, op, listed))
         for (op, _), policy in zip(ops, policies, strict=True)
@@ -326,7 +335,9 @@ def _changeable(where: str, op: str, listed: frozenset[str]) -> tuple[str, ...]:
     )
 
 
-def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
+def _module_pattern(
+    pattern: object, find_class: Callable[[str], Any]
+) -> str | re.Pattern[str] | type:
     if isinstance(pattern, type):
         if issubclass(pattern, torch.nn.Module):
             return pattern
@@ -340,8 +351,8 @@ def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
         )
     if pattern.startswith(_REGEX):
         return _regex(pattern)
-    if pattern.startswith(_CLASS):
-        return _module_pattern(find_object(pattern.removeprefix(_CLASS).replace(":", ".")))
+    if pattern.startswith(CLASS):
+        return _module_pattern(find_class(pattern.removeprefix(CLASS)), find_class)
     return pattern
 
 
@@ -368,7 +379,7 @@ def rule_override(function: object) -> RuleOverride:
         PolicyError: It cannot be called, or cannot be imported.
     """
     if isinstance(function, str):
-        function = find_object(function.replace(":", "."))
+        function = find_object(function)
     if not callable(function) or isinstance(function, type):
         raise PolicyError(
             f"rule {function!r} is no function: give one of (op, module_path, shapes, dtypes)"
@@ -416,28 +427,3 @@ def _tensor_arguments(op: str) -> list[str]:
     name, _, overload = op.partition(".")
     schema = torch._C._get_schema(name, overload)
     return [arg.name for arg in schema.arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
-
-
-def find_object(name: str) -> Any:
-    """What a dotted name stands for.
-
-    Raises:
-        PolicyError: It cannot be imported.
-    """
-    parts = name.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        except Exception as error:
-            raise PolicyError(
-                f"{name!r} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        try:
-            for part in parts[split:]:
-                found = getattr(found, part)
-        except AttributeError:
-            break
-        return found
-    raise PolicyError(f"{name!r} cannot be imported; write it like 'package.module:name'")

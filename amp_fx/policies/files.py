@@ -41,7 +41,8 @@ class Document:
         self._source = source
         try:
             self.data: dict[str, Any] = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            # An integer of more digits than Python reads is a ValueError, as wrong TOML is.
             raise PolicyError(f"{source} is no TOML: {error}") from error
 
     def error(self, where: tuple[Any, ...], message: str) -> PolicyError:

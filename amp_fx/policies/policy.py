@@ -101,26 +101,38 @@ class Policy:
         return policy if dtype is None else policy.with_dtype(dtype, device_type)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Policy:
+    def load(cls, path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
         """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.saved``.
 
+        Args:
+            path: Of the file.
+            trusted: Whether the file may name rules, which are functions that will be called,
+                and classes whose modules have to be imported, which runs them. True allows all,
+                a list of modules those and what is inside of them. Classes of modules that are
+                imported already need no trust.
+
         Raises:
-            PolicyError: The file cannot be read, or an entry is wrong; names line and key.
+            PolicyError: The file cannot be read, or an entry is wrong or not trusted; names line
+                and key.
         """
         from amp_fx.policies.saved import load
 
-        return load(path)
+        return load(path, trusted=trusted)
 
     @classmethod
-    def loads(cls, text: str) -> Policy:
+    def loads(cls, text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
         """Reads the text of a policy file: what ``str`` gives of a policy.
 
+        Args:
+            text: Of the file.
+            trusted: As for ``load``.
+
         Raises:
-            PolicyError: An entry is wrong; names line and key.
+            PolicyError: An entry is wrong or not trusted; names line and key.
         """
         from amp_fx.policies.saved import loads
 
-        return loads(text)
+        return loads(text, trusted=trusted)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a policy file: the preset that this one starts from, and the changes.
@@ -347,7 +359,7 @@ def as_policy(policy: object) -> Policy:
 
     Args:
         policy: A policy, the name of a preset, the path of a policy file (``*.toml``) or the
-            text of one.
+            text of one. A file is not trusted here (``Policy.load``).
 
     Raises:
         PolicyError: It is none of these, or the file cannot be read.

@@ -21,20 +21,24 @@ whole table, and ``devices`` lists the device types where they are not those of 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import PolicyError
 from amp_fx.policies import files
 from amp_fx.policies.changes import (
+    CLASS,
     ModuleOverride,
     OpOverride,
-    find_object,
     is_glob,
+    module_overrides,
     to_policy,
 )
+from amp_fx.policies.names import Trust, find_object
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
 
 if TYPE_CHECKING:
@@ -43,46 +47,73 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.files import Document
 
+T = TypeVar("T")
+
 _KEYS = (
     *("format", "name", "base", "devices", "dtype", "rules"),
     *("tables", "ops", "modules", "args"),
 )
 
 
-def load(path: str | os.PathLike[str]) -> Policy:
+def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
     """Reads a policy file.
+
+    Args:
+        path: Of the file.
+        trusted: What it may import (``Policy.load``).
 
     Raises:
         PolicyError: It cannot be read, is no TOML, or an entry is wrong; names line and key.
     """
+    trust = Trust(trusted)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"the policy file {str(path)!r} cannot be read: {error}") from error
-    return _Reader(files.Document(text, str(path))).policy()
+    return _Reader(files.Document(text, str(path)), trust).policy()
 
 
-def loads(text: str) -> Policy:
+def loads(text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
     """Reads the text of a policy file.
+
+    Args:
+        text: Of the file.
+        trusted: What it may import (``Policy.load``).
 
     Raises:
         PolicyError: It is no TOML, or an entry is wrong; names line and key.
     """
-    return _Reader(files.Document(text, "policy")).policy()
+    return _Reader(files.Document(text, "policy"), Trust(trusted)).policy()
 
 
 class _Reader:
     """Turns the entries of one file into calls of ``Policy``'s methods."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, trust: Trust) -> None:
         self._document = document
+        self._trust = trust
 
     def policy(self) -> Policy:
         data = self._document.data
         for key in data:
             if key not in _KEYS:
                 raise self._error((key,), _unknown_key(key))
+        self._check_trust(data)
         return self._with_changes(self._base(data), data)
+
+    def _check_trust(self, data: dict[str, Any]) -> None:
+        """Refuses what is not trusted before anything is imported."""
+        for where, modules in self._groups(data, "modules"):
+            for pattern in modules:
+                if pattern.startswith(CLASS):
+                    name = pattern.removeprefix(CLASS)
+                    self._call((*where, pattern), self._trust.check_class, name)
+        for rule in self._rules(data):
+            self._call(("rules",), self._trust.check_rule, rule)
+
+    def _rules(self, data: dict[str, Any]) -> list[str]:
+        rules: list[Any] = self._checked(("rules",), data.get("rules", []), list, list)
+        return [self._checked(("rules",), rule, str, str) for rule in rules]
 
     def _base(self, data: dict[str, Any]) -> Policy:
         if data.get("format", FORMAT) != FORMAT:
@@ -114,15 +145,24 @@ class _Reader:
             policy = self._call(where, policy.with_dtype, _dtype(dtype), device)
         for where, ops in self._groups(data, "ops"):
             policy = self._with_group(policy.with_ops, where, ops)
+        added: list[ModuleOverride] = []  # at once: a policy is a copy with each change
         for where, modules in self._groups(data, "modules"):
-            policy = self._with_group(policy.with_modules, where, modules)
+            change = functools.partial(self._module_overrides, policy._listed())
+            added += self._with_group(change, where, modules)
+        policy = dataclasses.replace(policy, modules=(*policy.modules, *added))
         for where, args in self._groups(data, "args"):
             for op, given in args.items():
                 entries = self._checked((*where, op), given, dict, dict)
                 policy = self._call((*where, op), policy.with_args, op, entries)
-        for rule in self._checked(("rules",), data.get("rules", []), list, list):
+        for rule in self._rules(data):
             policy = self._call(("rules",), policy.with_rule, rule)
         return policy
+
+    def _module_overrides(
+        self, listed: Iterable[str], modules: dict[str, Any]
+    ) -> tuple[ModuleOverride, ...]:
+        """What ``with_modules`` makes of entries; a class is found once its policy is known."""
+        return module_overrides(modules, listed, find_class=self._trust.find_class)
 
     def _groups(self, data: dict[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
         found = data.get(key, [])
@@ -131,12 +171,15 @@ class _Reader:
             yield (key, index), self._checked((key, index), group, dict, dict)
 
     def _with_group(
-        self, change: Callable[[Any], Policy], where: tuple[Any, ...], group: dict[str, Any]
-    ) -> Policy:
-        for key, value in group.items():
-            self._call((*where, key), change, {key: value})  # to say which one is wrong
-        changed: Policy = self._call(where, change, group)
-        return changed
+        self, change: Callable[[Any], T], where: tuple[Any, ...], group: dict[str, Any]
+    ) -> T:
+        try:
+            return change(group)
+        except PolicyError:
+            for key, value in group.items():
+                self._call((*where, key), change, {key: value})  # to say which one is wrong
+            changed: T = self._call(where, change, group)
+            return changed
 
     def _checked(
         self, where: tuple[Any, ...], value: Any, kind: type, convert: Callable[[Any], Any]
@@ -184,7 +227,7 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
 def _check_importable(thing: Any, what: str) -> None:
     name = _import_name(thing)
     try:
-        found = find_object(name.replace(":", "."))
+        found = find_object(name)
     except PolicyError:
         found = None
     if found is not thing or name.startswith("__main__"):

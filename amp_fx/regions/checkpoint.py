@@ -1,7 +1,8 @@
-"""Has eager ``torch.utils.checkpoint`` recompute under the policy that the forward had.
+"""Has eager ``torch.utils.checkpoint`` recompute in the regions that the forward was in.
 
 It restores the autocast state of two devices, its own and the CPU's; a policy travels in
-that of two others (``policy_codes``).
+that of two others (``policy_codes``). It restores a state that is off by a disabled region, which
+says full precision where there was no region at all (``state.in_disabled_region``).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 from torch.utils import checkpoint
 
 from amp_fx.regions.policy_codes import CARRIERS, ambient_policy
+from amp_fx.regions.state import nested_as, nesting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
 @functools.cache
-def restore_policies() -> None:
+def restore_regions() -> None:
     """Changes what checkpoints record from here on, for the whole process.
 
     Relies on ``checkpoint.CheckpointFunction.forward`` and
@@ -36,22 +38,22 @@ def restore_policies() -> None:
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant(ctx, _with_policy_of_now(function), *args)  # type: ignore[no-untyped-call]
+        return reentrant(ctx, _with_regions_of_now(function), *args)  # type: ignore[no-untyped-call]
 
     @functools.wraps(other)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return other(_with_policy_of_now(function), *args, **kwargs)
+        return other(_with_regions_of_now(function), *args, **kwargs)
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     setattr(checkpoint, name, generator)
 
 
-def _with_policy_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    carried, policy = _carried(), ambient_policy()
+def _with_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    carried, policy, depth = _carried(), ambient_policy(), nesting()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _carrying(carried):
+        with _carrying(carried), nested_as(depth):
             return function(*args, **kwargs)
 
     call._amp_fx_policy = policy  # type: ignore[attr-defined]  # keeps its number

@@ -108,6 +108,17 @@ def compile_frame() -> CompileFrame:
     return _frame_of(running, translator)
 
 
+def ends_at_graph_break() -> bool:
+    """Whether the graph that is being compiled ends where Dynamo hands over to Python.
+
+    Its outputs then go to code of the program that nobody rewrites. Relies on
+    ``OutputGraph.compile_subgraph_reason``.
+    """
+    translator = _translator()
+    reason = None if translator is None else translator.output.compile_subgraph_reason
+    return reason is not None and reason.graph_break
+
+
 def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFrame:
     code = translator.f_code
     first = code.co_varnames[0] if code.co_argcount else ""

@@ -190,11 +190,11 @@ class _PolicyRegion:
     """
 
     def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
-        from amp_fx.regions.checkpoint import restore_policies
+        from amp_fx.regions.checkpoint import restore_regions
         from amp_fx.regions.kernels import prepare
 
         prepare(policy, settings[0])
-        restore_policies()
+        restore_regions()
         self._name = policy.name
         self._policy = interned(policy)
         self._codes = codes_of(self._policy)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,6 +131,10 @@ class AutocastState:
             cache_enabled=self.cache_enabled if cache_enabled is None else cache_enabled,
         )
 
+    def turned_off(self) -> AutocastState:
+        """This state with all devices off."""
+        return dataclasses.replace(self, enabled=())
+
     def enter(
         self,
         device_type: str,
@@ -212,6 +217,42 @@ def left_on_error() -> Iterator[None]:
             torch.clear_autocast_cache()
         _set_flags(before)
         raise
+
+
+def nesting() -> int:
+    """How many regions the thread is in, disabled ones too; without those of a recomputation.
+
+    Relies on ``torch.autocast`` counting the regions that it enters.
+    """
+    return _nesting() - _recomputation.depth
+
+
+def in_disabled_region() -> bool:
+    """Whether the thread is in regions, of which none is on: full precision was asked for.
+
+    No device is on either where no region is, but there a graph may be one of its own.
+    """
+    return nesting() > 0 and not any(map(torch.is_autocast_enabled, autocast_device_types()))
+
+
+@contextlib.contextmanager
+def nested_as(depth: int) -> Iterator[None]:
+    """Makes ``nesting`` what it was elsewhere, for checkpoints that restore the state of there."""
+    before = _recomputation.depth
+    _recomputation.depth = _nesting() - depth
+    try:
+        yield
+    finally:
+        _recomputation.depth = before
+
+
+class _Recomputation(threading.local):
+    """Regions that a thread is in because a checkpoint restores the state of its forward."""
+
+    depth = 0
+
+
+_recomputation = _Recomputation()
 
 
 def _nesting() -> int:

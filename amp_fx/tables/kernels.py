@@ -18,6 +18,8 @@ OPAQUE_KERNELS = types.MappingProxyType(
         "aten::_scaled_mm_v2": False,
         # torch.linalg.pinv: the product of U, 1/S and V is its result
         "aten::linalg_pinv.atol_rtol_tensor": True,
+        # torch.linalg.polar, since torch 2.15: products of an SVD's factors, in the input's dtype
+        "aten::linalg_polar": False,
         # fast path of nn.TransformerEncoderLayer: linear and attention
         "aten::_transformer_encoder_layer_fwd": True,
     }

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.errors import TorchVersionWarning
 from amp_fx.tables import DEVICES
 from amp_fx.tables.build import build_table
 from amp_fx.tables.ipex import IPEX_ROWS
 from amp_fx.tables.lean import lean
 from amp_fx.tables.op_names import is_functional, overloads_by_packet
-from amp_fx.tables.versions import VERSIONS, Version, active
+from amp_fx.tables.versions import NEWEST, OLDEST, VERSIONS, Version, active
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +27,20 @@ def torch_version() -> Version:
     """The installed torch's version, without its patch: ``(2, 13)``."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def warn_newer_torch(version: Version | None = None) -> None:
+    """Warns, once, of a torch that nobody has tried this version of amp_fx on."""
+    version = torch_version() if version is None else version
+    if version <= NEWEST:
+        return
+    warnings.warn(
+        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. What runs in which dtype may "
+        "differ from its autocast: `python -m amp_fx policy --check` compares the lists of "
+        "ops".format(*OLDEST, *NEWEST, *version),
+        TorchVersionWarning,
+        stacklevel=3,
+    )
 
 
 def _tables_of(version: Version) -> dict[str, Table]:

@@ -40,8 +40,11 @@ UNTIL: Mapping[str, Version] = {
 }
 """The first version whose autocast has the op no more."""
 
-VERSIONS: tuple[Version, ...] = tuple(sorted({OLDEST, *SINCE.values(), *UNTIL.values()}))
-"""Versions whose tables differ from those before them."""
+NEWEST: Version = (2, 15)
+"""The newest version that the tests were run on; ``pyproject.toml`` allows none above it."""
+
+VERSIONS: tuple[Version, ...] = tuple((2, minor) for minor in range(OLDEST[1], NEWEST[1] + 1))
+"""Versions that are supported."""
 
 
 def is_active(op: str, version: Version) -> bool:

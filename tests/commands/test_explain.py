@@ -103,3 +103,13 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["torch"].startswith(torch.__version__.split("+")[0])
     assert "autocast to bfloat16" in lines["cpu"]
     assert "drift," not in lines
+
+
+@pytest.mark.parametrize("target", ["../x:y", "..x:y", "./a/b.py:y", "a\nb:y"])
+def test_a_target_that_is_a_path_is_an_error_line(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", target, "--input-shape", "2"]) != 0
+    printed = capsys.readouterr().err
+    assert "cannot be imported" in printed
+    assert "Traceback" not in printed

@@ -107,10 +107,32 @@ def test_it_loads_without_an_error_and_fits(browser: Any) -> None:
     assert svg.rect["x"] >= room.rect["x"]
 
 
+def test_fit_shows_all_of_it(browser: Any) -> None:
+    press(browser, level="op")
+    [button] = find(browser, "#fit")
+    button.click()
+    [svg], [room] = find(browser, "#picture svg"), find(browser, "#picture")
+    assert svg.rect["height"] <= room.rect["height"] + 1
+    assert svg.rect["width"] <= room.rect["width"] + 1
+    press(browser, level="module")
+
+
+def test_a_narrow_window_keeps_the_picture(browser: Any) -> None:
+    before = browser.get_window_size()
+    browser.set_window_size(420, 800)
+    try:
+        [room], [table] = find(browser, "#picture"), find(browser, "#rows")
+        assert room.rect["width"] >= 300
+        assert room.rect["height"] >= 150
+        assert table.rect["y"] >= room.rect["y"] + room.rect["height"]
+    finally:
+        browser.set_window_size(before["width"], before["height"])
+
+
 def test_search_by_op_and_by_module(browser: Any) -> None:
     [search] = find(browser, "#search")
     search.send_keys("layer_norm")
-    assert {row.split("\t")[0] for row in shown_rows(browser)} == {"F.layer_norm"}
+    assert {row.split("\t")[0] for row in shown_rows(browser)} == {"layer_norm"}
     assert len(shown_rows(browser)) == 7  # two in each block, one behind
     assert len(find(browser, "#picture .node.hit")) == 3  # blocks are folded into one
     search.clear()
@@ -135,7 +157,7 @@ def test_a_click_tells_the_reasons(browser: Any) -> None:
 
 def test_a_row_chooses_its_box(browser: Any) -> None:
     press(browser, level="module")
-    click(browser, "tbody td", "F.embedding")
+    click(browser, "tbody td", "embedding")
     [chosen] = find(browser, "#picture .node.chosen")
     assert "token" in chosen.get_attribute("textContent")
 

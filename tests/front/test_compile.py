@@ -447,3 +447,61 @@ def test_eight_threads() -> None:
     for thread in threads:
         thread.join()
     assert not failures, failures[0]
+
+
+class Named(nn.Module):
+    """Outputs in containers: low, of the program's own float16, an input, and an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mine: torch.Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"low": y, "more": [y.sum(), mine], "index": y.argmax()}
+
+
+def test_original_output_dtype_is_float32_for_what_the_region_made_low() -> None:
+    model, x, mine = Named(), torch.randn(3, 4), torch.ones(2, dtype=f16)
+    with torch.autocast("cpu", f16):
+        expected = model(x, mine)
+    inner = amp_fx.compile(model, dtype=f16, output_dtype="original", **EAGER)
+
+    def calls_it(x: torch.Tensor, mine: torch.Tensor) -> Any:
+        return inner(x, mine)
+
+    for call in (
+        amp_fx.compile(model, dtype=f16, output_dtype="original", **EAGER),
+        amp_fx.compile(model.forward, dtype=f16, output_dtype="original", **EAGER),
+        torch.compile(calls_it, backend="eager"),
+    ):
+        found = call(x, mine)
+        torch.testing.assert_close(found["low"], expected["low"].float(), rtol=0, atol=0)
+        assert found["more"][0].dtype == f32
+        assert found["more"][1] is mine
+        assert found["index"].dtype == torch.int64
+
+
+def test_a_loss_outside_of_the_region_trains_in_float16() -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(16, 4), torch.randn(8, 16), torch.randint(4, (8,))
+    call = amp_fx.compile(model, dtype=f16, output_dtype="original", **EAGER)
+    scaler = amp_fx.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(nn.functional.cross_entropy(call(x), y)).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step is not None
+    assert not scaler.last_step.skipped
+
+
+def test_output_dtype_survives_pickling() -> None:
+    call = amp_fx.compile(nn.Linear(4, 4), output_dtype="original", **EAGER)
+    again = pickle.loads(pickle.dumps(call))
+    assert again(torch.randn(2, 4)).dtype == f32
+
+
+def test_bad_output_dtype() -> None:
+    with pytest.raises(OptionError, match="output_dtype='low' is not one of 'original'"):
+        amp_fx.compile(nn.Linear(4, 4), output_dtype="low")
+    with pytest.raises(OptionError, match=r"give output_dtype to amp_fx\.compile itself"):
+        amp_fx.compile(nn.Linear(4, 4), options={"output_dtype": "original"})

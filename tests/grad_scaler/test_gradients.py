@@ -90,7 +90,20 @@ def test_without_gradients_the_optimizer_steps_its_own_way(call: str, is_fused: 
     assert scaler.last_step is not None
     assert not scaler.last_step.skipped
     scaler.update()
-    assert scaler.get_scale() == 16.0  # nothing was infinite
+    assert scaler.get_scale() == 8.0
+    scaler.step(sgd(torch.tensor([1.0])))
+    scaler.update()
+    assert scaler.get_scale() == 16.0  # a step with gradients is what shows the scale to be good
+
+
+def test_an_optimizer_without_gradients_does_not_count_next_to_another() -> None:
+    scaler = make_scaler(growth_interval=2)
+    for _ in range(2):
+        assert scaler.get_scale() == 8.0
+        scaler.unscale_(sgd(torch.tensor([1.0])))
+        scaler.unscale_(OwnWay(make_params((2,)), lr=1.0))
+        scaler.update()
+    assert scaler.get_scale() == 16.0
 
 
 def test_an_optimizer_without_gradients_leaves_the_decision_to_the_other() -> None:

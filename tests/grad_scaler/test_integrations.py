@@ -77,7 +77,7 @@ def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
 
 
 def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
-    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = scaler

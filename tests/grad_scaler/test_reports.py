@@ -177,3 +177,43 @@ def test_a_collapse_is_told_once_and_names_the_culprits() -> None:
 def test_settling_is_no_collapse(scale: float) -> None:
     scaler = amp_fx.GradScaler("cpu", init_scale=scale, growth_interval=1)
     assert collapse_warnings(scaler, (["1.weight"] * 15 + ["none"] * 20) * 3) == []
+
+
+def steps_of_a_loss(dtype: torch.dtype, *, num: int, init_scale: float, factor: float) -> Any:
+    """Steps with a loss of a product in float16, whose sum is taken in a dtype."""
+    weight = torch.nn.Parameter(torch.full((4,), factor, dtype=torch.float16))
+    master = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([master], lr=0.01)
+    scaler = amp_fx.GradScaler("cpu", init_scale=init_scale)
+    for _ in range(num):
+        optimizer.zero_grad()
+        scaler.scale((master.half() * weight.detach()).to(dtype).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+@pytest.mark.parametrize(("init_scale", "num"), [(2.0**16, 1), (2.0**15, 3)])
+def test_a_float16_loss_whose_first_steps_overflow_is_told_of_once(
+    init_scale: float, num: int
+) -> None:
+    with pytest.warns(errors.Float16LossWarning, match="the loss itself is float16") as found:
+        scaler = steps_of_a_loss(torch.float16, num=num + 2, init_scale=init_scale, factor=1e4)
+    assert len(found) == 1
+    assert scaler.last_step.skipped
+
+
+def test_a_float32_loss_is_not_to_blame() -> None:
+    steps_of_a_loss(torch.float32, num=4, init_scale=2.0**16, factor=1e4)
+
+
+def test_a_float16_loss_that_overflows_after_a_good_step_is_not_to_blame() -> None:
+    scaler = steps_of_a_loss(torch.float16, num=1, init_scale=2.0, factor=1.0)
+    assert not scaler.last_step.skipped
+    master = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([master])
+    for _ in range(4):
+        scaler.scale((master.half() * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.last_step.skipped

@@ -7,6 +7,7 @@ is what counts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def step(
     program: Callable[..., Any], module: Any, inputs: Any, dtype: Any, *, training: bool
 ) -> list[torch.Tensor]:
     """Logits, and gradients when training; only the forward is in a region."""
-    with torch.set_grad_enabled(training), torch.autocast("cpu", dtype, enabled=dtype is not None):
+    region = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+    with torch.set_grad_enabled(training), region:
         logits: torch.Tensor = program(**inputs).logits
     if not training:
         return [logits]

@@ -13,7 +13,7 @@ from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import run_passes
-from tests.programs import assert_same_bits, graph_text, run_program, site
+from tests.programs import assert_same_bits, compiled, graph_text, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -106,3 +106,31 @@ def test_second_run_changes_nothing(
     captured = capture(products, *matrices(rng))
     assert hoist(captured, policy)
     assert not HoistCasts().call(captured.gm).modified
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_reentrant_checkpoint_shares_no_cast_with_its_surroundings(compiler: str) -> None:
+    """Its recomputation has a cache of its own; within it casts are shared."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(16, 16), torch.randn(8, 16)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        y = y * torch.nn.functional.cosine_similarity(y, x, dim=-1)[:, None]
+        result: torch.Tensor = checkpoint(lambda t: model(model(t)), y, use_reentrant=True)
+        return result
+
+    def grads(call: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16):
+            result = call(leaf)
+        result.float().sum().backward()  # a reentrant checkpoint refuses autograd.grad
+        found = [leaf.grad, model.weight.grad, model.bias.grad]
+        return [result.detach(), *(g.clone() for g in found if g is not None)]
+
+    expected = grads(program)
+    assert len(expected) == 4
+    torch.testing.assert_close(
+        grads(compiled(program, compiler=compiler)), expected, rtol=0, atol=0
+    )

@@ -62,7 +62,7 @@ def test_any_policy_survives_its_text(name: str, changes: list[Any]) -> None:
     except PolicyError:
         hypothesis.assume(False)  # an op named twice
     policy = policy.with_args("index_add", {"source": "same_as:self"})
-    again = Policy.loads(str(policy))
+    again = Policy.loads(str(policy), trusted=True)
     assert again == policy
     assert again.name == policy.name
     assert str(again) == str(policy)
@@ -130,7 +130,8 @@ def test_a_file_by_hand() -> None:
         "class:torch.nn.GroupNorm" = "keep"
         [args]
         index_add = { source = "same_as:self" }
-        """
+        """,
+        trusted=["tests.policies"],
     )
     expected = preset("lean").with_dtype(torch.float16, "cuda").with_rule(policy.rules[0].function)
     expected = expected.with_ops({"softmax": "lower_precision_fp"})
@@ -168,9 +169,16 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
         ("[[ops]]\nmm='fp32'\n[[ops]]\nmm='no'", "line 4, key 'ops.mm'"),
         ("ops = 3", "line 1, key 'ops': 3 is not a table"),
         ("[modules]\n're:(' = 'fp32'", "line 2, key 'modules.re:[(]': .*no regular expression"),
-        ("[modules]\n'class:torch.nn.Nope' = 'fp32'", "line 2.*cannot be imported"),
+        ("[modules]\n'class:torch.nn.Nope' = 'fp32'", "line 2.*cannot be found"),
+        ("[modules]\n'class:torch.nn.Module' = 'fp33'", "line 2.*'fp33' is not one of"),
         ("[args]\nindex_add = { x = 'fp32' }", "line 2, key 'args.index_add'"),
-        ("rules = ['nowhere:f']", "line 1, key 'rules': 'nowhere.f' cannot be imported"),
+        (
+            "rules = ['nowhere:f']",
+            "line 1, key 'rules': 'nowhere:f' is a function .*trusted",
+        ),
+        ("rules = [3]", "line 1, key 'rules': 3 is not a string"),
+        (f"x = {'[' * 5000}{']' * 5000}", "is no TOML: maximum recursion"),
+        (f"format = {'1' * 5000}", "is no TOML: "),
         ("devices = ['gpu']", "line 1, key 'devices': 'gpu' has no table"),
         ("[tables.cpu]\nmm = 'fp32'", "line 1, key 'tables.cpu': 'mm' is not the qualified name"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import CastPolicy, preset
@@ -148,3 +150,81 @@ def test_bad_input(decorator: Any) -> None:
 def test_cast_inputs_that_is_no_floating_dtype(cast_inputs: Any) -> None:
     with pytest.raises(OptionError, match="no floating-point dtype"):
         amp_fx.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+
+
+def without_decorators(cast_inputs: torch.dtype | None) -> type[torch.autograd.Function]:  # noqa: ARG001
+    """The same product with a backward that takes one dtype only, and nothing decorated."""
+
+    class Bare(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            return 2 * (grad @ b.t()), 2 * (a.t() @ grad)
+
+    return Bare
+
+
+BARE = {
+    "amp": lambda: make_function(torch.amp, f32),
+    "ours": lambda: make_function(amp_fx, f32),
+    "without cast_inputs": lambda: make_function(torch.amp, None),
+    "undecorated": lambda: without_decorators(None),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "compiler"),
+    [
+        *((name, "plain", "eager") for name in BARE),
+        ("amp", "plain", "aot_eager"),
+        ("undecorated", "checkpoint", "eager"),
+        ("undecorated", "disabled", "eager"),
+    ],
+)
+def test_bare_backend_gives_a_function_what_the_program_gave_it(
+    name: str, way: str, compiler: str, args: tuple[torch.Tensor, ...]
+) -> None:
+    """Eager autocast gives float32 to a function with ``cast_inputs=torch.float32``."""
+
+    def program(function: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        low = a @ b
+        if way == "disabled":
+            with torch.autocast("cpu", enabled=False):
+                return apply(function, low, b) @ b.float()
+        if way == "checkpoint":
+            called: Any = checkpoint(partial(apply, function), low, b, use_reentrant=False)
+            checkpointed: torch.Tensor = called @ b
+            return checkpointed
+        return apply(function, low, b) @ b
+
+    def eager(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return program(make_function(torch.amp, f32) if way != "disabled" else InFull, a, b)
+
+    class InFull(BARE["undecorated"]()):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, a: torch.Tensor, b: torch.Tensor) -> Any:
+            return super().apply(a.float(), b)
+
+    function = BARE[name]()
+    ours = run_program(compiled(partial(program, function), compiler=compiler), args)
+    expected = run_program(lambda *a: eager(*a).float(), args, bf16)
+    assert_same_bits(ours, expected)
+
+
+def test_a_function_inside_a_region_of_the_program_runs_as_in_eager_code(
+    args: tuple[torch.Tensor, ...],
+) -> None:
+    function = make_function(torch.amp, None)
+
+    def program(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", f16):
+            return apply(function, a @ b, b)
+
+    eager = run_program(program, args)
+    assert eager.outputs[0].dtype == f16
+    assert_same_bits(run_program(compiled(program), args), eager)

@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "aten::_scaled_mm": scaled_mm,
     "aten::_scaled_mm_v2": scaled_mm_v2,
     "aten::linalg_pinv.atol_rtol_tensor": torch.linalg.pinv,
+    "aten::linalg_polar": lambda x: torch.linalg.polar(x)[0],  # type: ignore[attr-defined]
     "aten::_transformer_encoder_layer_fwd": encoder_layer,
 }
 
@@ -55,6 +56,8 @@ def test_autocast_acts_inside_the_kernel(op: str, is_prepared: bool, rng: torch.
     """Also once a policy by module was used, for which every op gets a kernel of ours."""
     if op == "aten::_scaled_mm_v2" and torch_version() < (2, 13):
         pytest.skip("has no CPU kernel before torch 2.13")
+    if op == "aten::linalg_polar" and torch_version() < (2, 15):
+        pytest.skip("is new in torch 2.15")
     if is_prepared:
         prepare(Policy.default().with_modules({"no.such.module": "fp32"}), "cpu")
     x = torch.randn(16, 16, generator=rng)

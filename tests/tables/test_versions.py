@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from amp_fx.errors import TorchVersionWarning
 from amp_fx.policies.policy import preset
 from amp_fx.tables import DEVICES
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.versions import SINCE, UNTIL, VERSIONS
+from amp_fx.tables.presets import torch_version, warn_newer_torch
+from amp_fx.tables.versions import NEWEST, OLDEST, SINCE, UNTIL, VERSIONS
 
 # How many ops the autocast of each released version has a policy for, counted in its binary;
 # the ban is one of them.
@@ -16,6 +21,7 @@ COUNTS = {
     "torch-2.12": {"cpu": 129, "cuda": 126, "xpu": 124, "mps": 101, "mtia": 124, "maia": 124},
     "torch-2.13": {"cpu": 127, "cuda": 119, "xpu": 117, "mps": 95, "mtia": 117, "maia": 117},
     "torch-2.14": {"cpu": 126, "cuda": 120, "xpu": 117, "mps": 95, "mtia": 117, "maia": 117},
+    "torch-2.15": {"cpu": 126, "cuda": 120, "xpu": 117, "mps": 95, "mtia": 117, "maia": 117},
 }
 
 
@@ -52,3 +58,23 @@ def test_rms_norm_has_no_policy_on_cpu_and_mps_in_any_version() -> None:
 def test_every_exception_is_about_an_op_that_some_table_lists() -> None:
     listed = {op for table in DEVICES.values() for op in table}
     assert set(SINCE) | set(UNTIL) <= listed
+
+
+def test_each_supported_version_has_a_preset_and_a_count() -> None:
+    assert [f"torch-{major}.{minor}" for major, minor in VERSIONS] == [*COUNTS]
+    assert VERSIONS[0] == OLDEST <= torch_version() <= NEWEST == VERSIONS[-1]
+
+
+def test_the_range_that_is_installed_is_the_one_that_was_tested() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', text)
+    assert found is not None
+    numbers = [int(number) for number in found.groups()]
+    assert (*numbers[:2],) == OLDEST
+    assert (*numbers[2:],) == (NEWEST[0], NEWEST[1] + 1)
+
+
+def test_a_newer_torch_is_warned_of() -> None:
+    warn_newer_torch(NEWEST)
+    with pytest.warns(TorchVersionWarning, match=r"tested on torch 2\.11 to .*; this is 3\.0"):
+        warn_newer_torch((3, 0))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.cases import case, leaf, mlp
-from tests.parity.oracle import Subject
+from tests.parity.oracle import Subject, Way
 
 if TYPE_CHECKING:
     from tests.parity.oracle import Program
@@ -30,12 +30,31 @@ class NotItsDerivative(torch.autograd.Function):
         return torch.full_like(x, 3.0) * grad.float().sum(), torch.sign(weight) * 0.25
 
 
-@case()
+class InFloat32(NotItsDerivative):
+    """The same in float32 inside of a region: what it gets in the bare way, however written."""
+
+    forward = staticmethod(
+        torch.amp.custom_fwd(NotItsDerivative.forward, device_type="cpu", cast_inputs=torch.float32)
+    )
+    backward = staticmethod(torch.amp.custom_bwd(NotItsDerivative.backward, device_type="cpu"))
+
+
+@case(Way.AMBIENT)
 def autograd_function() -> Subject:
     model = mlp()
 
     def forward(x: Tensor, weight: Tensor) -> Any:
         return NotItsDerivative.apply(model(x), weight).sin()  # type: ignore[no-untyped-call]
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)), module=model)
+
+
+@case()
+def autograd_function_in_float32() -> Subject:
+    model = mlp()
+
+    def forward(x: Tensor, weight: Tensor) -> Any:
+        return InFloat32.apply(model(x), weight).sin()  # type: ignore[no-untyped-call]
 
     return Subject(forward, (leaf(4, 16), leaf(16, 16)), module=model)
 
@@ -62,10 +81,19 @@ def checkpoint_shares_a_weight_with_its_surroundings() -> Subject:
     return Subject(forward, (leaf(4, 16),), module=model)
 
 
-@case()
+@case(Way.AMBIENT)
 def autograd_function_shares_a_weight_with_its_surroundings() -> Subject:
     def forward(x: Tensor, w: Tensor) -> Any:
         y = NotItsDerivative.apply(x @ w, w)  # type: ignore[no-untyped-call]
+        return y @ w
+
+    return Subject(forward, (leaf(4, 16), leaf(16, 16)))
+
+
+@case()
+def autograd_function_in_float32_shares_a_weight_with_its_surroundings() -> Subject:
+    def forward(x: Tensor, w: Tensor) -> Any:
+        y = InFloat32.apply(x @ w, w)  # type: ignore[no-untyped-call]
         return y @ w
 
     return Subject(forward, (leaf(4, 16), leaf(16, 16)))

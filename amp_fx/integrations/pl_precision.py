@@ -1,0 +1,53 @@
+"""A precision plugin for Lightning."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from amp_fx.grad_scaler import GradScaler
+from amp_fx.integrations.blocks import compile_blocks
+
+
+class LightningPrecision(MixedPrecision):
+    """Lightning's mixed precision, with the parts of the module compiled by amp_fx.
+
+    Lightning calls steps, not ``forward``: the modules that a ``LightningModule`` holds are
+    compiled, in place, and the step itself runs eagerly in the region that Lightning puts around
+    it. float16 takes ``amp_fx.GradScaler``::
+
+        trainer = lightning.Trainer(plugins=[LightningPrecision("bf16-mixed")])
+
+    Args:
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
+        device: Of the region: ``"cpu"`` or ``"cuda"``; None takes CUDA, if it is there.
+        scaler: For ``"16-mixed"``; None makes one.
+        **torch_compile_kwargs: As for ``amp_fx.integrations.compile_blocks``.
+
+    Attributes:
+        compiled: The paths of the modules that were compiled.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed",
+        device: str | None = None,
+        scaler: Any = None,
+        **torch_compile_kwargs: Any,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)
+        self._kwargs = torch_compile_kwargs
+        self.compiled: list[str] = []
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Compiles what the module holds."""
+        for name, child in module.named_children():
+            paths = compile_blocks(child, **self._kwargs)
+            self.compiled += [f"{name}.{path}" if path else name for path in paths]
+        return module

@@ -1,0 +1,92 @@
+"""The command line's front: version, width of what is piped, what env and explain tell."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from amp_fx.cli import main
+from amp_fx.explanation import table
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"amp_fx {amp_fx.__version__}\n"
+    assert "__version__" in amp_fx.__all__
+
+
+def test_metadata() -> None:
+    found = importlib.metadata.metadata("amp_fx")
+    assert found["Summary"]
+    assert found["Requires-Python"]
+
+
+def test_env_tells_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--no-drift"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{torch.__version__}, built for" in printed
+    assert "bfloat16 units" in printed
+    assert amp_fx.__version__ in printed
+
+
+class WithALongName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_block_with_a_name_that_is_long = nn.ModuleDict(
+            {"an_inner_module_with_another_name_that_is_long": nn.Linear(4, 4)}
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        inner = self.a_block_with_a_name_that_is_long
+        x = inner["an_inner_module_with_another_name_that_is_long"](args[0])
+        result: torch.Tensor = x + kwargs["bias"]
+        return result
+
+
+def named(model: nn.Module, hidden: torch.Tensor, bias: torch.Tensor) -> None:
+    """The signature that a wrapper of ``forward`` has, as decorators leave it."""
+
+
+LONG = "a_block_with_a_name_that_is_long.an_inner_module_with_another_name_that_is_long"
+
+
+def test_names_are_whole_where_no_terminal_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = amp_fx.explain(WithALongName())(torch.ones(2, 4), bias=torch.ones(4))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert LONG in table.as_text(explanation)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert LONG not in table.as_text(explanation)
+
+
+def test_inputs_of_a_wrapped_forward_have_their_names() -> None:
+    model = WithALongName()
+    WithALongName.forward.__signature__ = inspect.signature(named)  # type: ignore[attr-defined]
+    try:
+        explanation = amp_fx.explain(model)(torch.ones(2, 4), bias=torch.ones(4))
+    finally:
+        del WithALongName.forward.__signature__  # type: ignore[attr-defined]
+    found = {node.op for node in explanation.nodes if node.kind == "input"}
+    assert found == {"hidden", "bias"}
+
+
+def test_explain_says_how_to_give_integers() -> None:
+    command = [sys.executable, "-m", "amp_fx", "explain", "tests.commands.test_front:embedding"]
+    done = subprocess.run(
+        [*command, "--input-shape", "2,8"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--input-shape 2,8:int64" in done.stderr
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(10, 4)

@@ -1,0 +1,57 @@
+"""Runs what the documentation shows, each snippet alone: in names of its own, with a fresh Dynamo.
+
+Called as a program, with files to run one after another, ``snippets.py [--inductor] FILE...``, or
+programs with their arguments, ``python snippets.py --program FILE ARGUMENT... --program ...``.
+Without ``--inductor`` graphs are run by AOTAutograd, as nothing is timed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fenced(path: Path, language: str) -> list[str]:
+    """The blocks of a language on a page."""
+    text = path.read_text(encoding="utf-8")
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
+
+
+def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
+    """Runs files with their arguments as if each was a program, and says which one failed."""
+    import torch
+
+    from amp_fx import backend, inner
+
+    if not uses_inductor:
+        setattr(inner, "uses_inductor", lambda *_: False)  # noqa: B010
+        setattr(backend, "uses_inductor", inner.uses_inductor)  # noqa: B010
+    for path, *arguments in programs:
+        torch._dynamo.reset()
+        code = compile(Path(path).read_text(encoding="utf-8"), path, "exec")
+        sys.argv[:] = [path, *arguments]
+        try:
+            exec(code, {"__name__": "__main__", "__file__": path})
+        except BaseException:
+            sys.stderr.write(f"{path} failed\n")
+            raise
+
+
+def main(arguments: list[str]) -> None:
+    """Runs what the arguments name."""
+    if "--program" in arguments:
+        starts = [i for i, word in enumerate(arguments) if word == "--program"]
+        ends = [*starts[1:], len(arguments)]
+        programs = [arguments[a + 1 : b] for a, b in zip(starts, ends, strict=True)]
+        run_all(programs, uses_inductor=False)
+        return
+    files = [[name] for name in arguments if name != "--inductor"]
+    run_all(files, uses_inductor="--inductor" in arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,167 @@
+"""What README.md and the documentation show, run as it is shown, and the site."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES
+from tests.snippets import PAGES, ROOT, fenced
+
+HAS_DOT = shutil.which("dot") is not None
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """What Python prints, in a terminal of 100 columns."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"COLUMNS": "100", "PYTHONPATH": os.pathsep.join(paths)}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def missing_libraries(text: str) -> list[str]:
+    """Training libraries that a text imports and that are not here."""
+    names = ("accelerate", "lightning", "transformers")
+    return [n for n in names if f"import {n}" in text and importlib.util.find_spec(n) is None]
+
+
+def run_pages(folder: Path, pages: list[Path], *options: str) -> None:
+    """Runs all snippets of pages in one process, as importing torch takes longer than most."""
+    files: dict[Path, list[Path]] = {}
+    for page in pages:
+        for index, text in enumerate(fenced(page, "python")):
+            if missing_libraries(text) or ("amp_fx.draw(" in text and not HAS_DOT):
+                continue
+            name = f"{name_of(page).replace(os.sep, '_')}_{index}.py"
+            files.setdefault(page, []).append(folder / name)
+            files[page][-1].write_text(text, encoding="utf-8")
+    every = [str(file) for found in files.values() for file in found]
+    printed = run(folder, str(ROOT / "tests" / "snippets.py"), *options, *every)
+    for page in files:
+        for text in fenced(page, "text"):
+            assert text in printed, page
+
+
+def test_each_snippet_of_the_readme_runs_alone(tmp_path: Path) -> None:
+    run_pages(tmp_path, [ROOT / "README.md"], "--inductor")
+
+
+def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
+    tmp_path: Path,
+) -> None:
+    """Through AOTAutograd: inductor takes longer."""
+    pages = [page for page in PAGES if page.name != "README.md"]
+    assert sum(len(fenced(page, "python")) for page in pages) > 15
+    run_pages(tmp_path, pages)
+
+
+COMMANDS = [
+    pytest.param(command, id=f"{name_of(page)}: {' '.join(command.split()[3:5])}")
+    for page in PAGES
+    for command in "".join(fenced(page, "sh")).replace("\\\n", "").splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command: str, tmp_path: Path) -> None:
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    if "--html" in arguments and not HAS_DOT:
+        pytest.skip("needs the dot program")
+    assert run(tmp_path, *arguments)
+    for path in (word for word in arguments if word.endswith(".html")):
+        assert (tmp_path / path).exists()
+
+
+LINKS = [
+    pytest.param(page, link, id=f"{name_of(page)}: {link}")
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+    for link in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    if not link.startswith("http")
+]
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_links_lead_somewhere(page: Path, link: str) -> None:
+    assert (page.parent / link).exists()
+
+
+def test_the_readme_is_one_screen_and_the_rest_is_linked() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 120
+    assert "| native |" in text
+    assert "docs/assets/attention.svg" in text
+
+
+def test_the_table_of_signals_is_that_of_the_code() -> None:
+    text = (ROOT / "docs" / "guide" / "kept-casts.md").read_text(encoding="utf-8")
+    table = text.split("| a write by |", 1)[1]
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n", 1)[0].splitlines()]
+    shown = {kind: dict(zip(DEVICES, cells, strict=True)) for kind, *cells in lines[2:]}
+    assert shown == {
+        kind: {device: ", ".join(signals) for device, signals in caught.items()}
+        for kind, caught in CAUGHT_BY.items()
+    }
+
+
+EXAMPLES = {
+    "train_gpt": ["--steps=4", "--width=16", "--layers=2", "--length=8", "--batch=2"],
+    "finetune_trainer": ["--steps=3", "--length=8"],
+    "serve_kv_cache": ["--width=16", "--layers=2", "--tokens=4"],
+    "float16_scaler": ["--steps=4", "--width=8"],
+}
+
+
+def test_examples_hold_what_they_assert(tmp_path: Path) -> None:
+    programs = []
+    for name, arguments in EXAMPLES.items():
+        path = ROOT / "docs" / "examples" / f"{name}.py"
+        if not missing_libraries(path.read_text(encoding="utf-8")):
+            programs += ["--program", str(path), *arguments]
+    assert "float16_scaler.py" in "".join(programs)
+    assert run(tmp_path, str(ROOT / "tests" / "snippets.py"), *programs)
+
+
+def test_there_is_a_run_of_each_example() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "examples").glob("*.py")} == {*EXAMPLES}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for module in ("mkdocs", "material", "mkdocstrings", "mkdocs_jupyter"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}: pip install .[docs]")
+    run(ROOT, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site"))
+    pages = {path.relative_to(tmp_path / "site") for path in tmp_path.rglob("index.html")}
+    assert Path("reference/index.html") in pages
+    assert Path("notebooks/01_quickstart/index.html") in pages
+    reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
+    assert "amp_fx.options.Options" in reference
+    assert "range_guard" in reference
+
+
+@pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")
+def test_the_picture_of_the_readme_shows_casts() -> None:
+    text = (ROOT / "docs" / "assets" / "attention.svg").read_text(encoding="utf-8")
+    assert "cast, made in every call" in text
+    assert "kept across calls" in text
