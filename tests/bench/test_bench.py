@@ -23,6 +23,7 @@ from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
+    BY_NAME,
     CONTENDERS,
     LIMIT,
     NAMES,
@@ -47,7 +48,7 @@ CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
 TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
 # Freezing is inductor's.
-WITHOUT_INDUCTOR = [name for name in NAMES if name != "native-freezing"]
+WITHOUT_INDUCTOR = [name for name in NAMES if not BY_NAME[name].is_for_inference]
 MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
 
 
