@@ -333,12 +333,29 @@ def _seen(copy: Copy, source: torch.Tensor) -> tuple[int, int] | None:
     return copy.record.generation, _version_of(source)
 
 
+MOST_OF_ONE_LAUNCH = 320 * 65536
+"""Elements: ``kMostOfOneLaunch`` of ``watch.cpp``."""
+
+
+def _copy_all(lows: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """As ``copy_all`` of ``watch.cpp``: one list, but for what would make it slower or longer."""
+    alike: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for low, source in zip(lows, sources, strict=True):
+        fits = low.is_cpu or low.numel() < MOST_OF_ONE_LAUNCH
+        if fits and low.stride() == source.stride():
+            alike.append((low, source))
+        else:
+            low.copy_(source)
+    if alike:
+        torch._foreach_copy_([low for low, _ in alike], [source for _, source in alike])
+
+
 def _make_again(stale: list[tuple[Copy, torch.Tensor, Any]], makes_new: bool) -> None:
     if not stale:
         return
     lows = [torch.empty_like(c.low) if makes_new or _is_used(c) else c.low for c, _, _ in stale]
     with torch.profiler.record_function("amp_fx::refresh"):
-        torch._foreach_copy_(lows, [s.detach() for _, s, _ in stale])
+        _copy_all(lows, [s.detach() for _, s, _ in stale])
     for (copy, source, seen), low in zip(stale, lows, strict=True):
         if copy.low is None:  # dropped meanwhile
             continue
