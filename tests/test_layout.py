@@ -66,7 +66,7 @@ def wrong_edges(where: str, source: str) -> list[str]:
     """Imports of a layer above, or of another folder of the same layer."""
     found = []
     for line, module in imported(source):
-        if module.split(".")[0] != "amp_fx":
+        if module.split(".")[0] != "amp_fx" or module == "amp_fx.__version__":
             continue
         target = room(module)
         is_same_layer = LAYER.get(target) == LAYER[where]
