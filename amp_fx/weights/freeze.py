@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def compile_frozen(
         handed_out = _constant_outputs(gm)
         inputs = [example_inputs[i] for i in taken]
         kwargs["static_input_idxs"] = _renumbered(kwargs.get("static_input_idxs") or (), taken)
-        with _real_constants(example_inputs):
+        with _real_constants(example_inputs), _packed_in_cache_keys():
             compiled = compile_graph(gm, inputs, **{**kwargs, "layout_opt": layout_opt})
     code, changing = _checked(gm, compiled, recipes)
     return FrozenGraph(taken, changing, code, handed_out)
@@ -173,6 +174,46 @@ def _real_constants(example_inputs: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         fake_mode.allow_non_fake_inputs = allowed
+
+
+@contextlib.contextmanager
+def _packed_in_cache_keys() -> Iterator[None]:
+    """Lets inductor's on-disk cache take graphs with packed weights, whatever they hold.
+
+    It passes over them because it cannot pickle the weights, and takes the contents of those of
+    up to eight elements into the key because it writes them into the code otherwise. Of all
+    others only what they are goes there, and the artifact knows them by their names.
+
+    Relies on ``FxGraphCachePickler._reduce_tensor`` and ``CacheabilityValidator.check_tensor`` of
+    ``torch._inductor.codecache``.
+    """
+    from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
+    from torch._inductor.freezing_utils import is_frozen_param
+
+    reduce, check = FxGraphCachePickler._reduce_tensor, CacheabilityValidator.check_tensor
+
+    def reduce_packed(self: FxGraphCachePickler, tensor: torch.Tensor) -> Any:
+        if not is_frozen_param(tensor) or not (tensor.is_mkldnn or tensor.dim() == 1):
+            return reduce(self, tensor)
+        place = () if tensor.is_mkldnn else (tensor.stride(), tensor.storage_offset())
+        kind = str(tensor.layout), str(tensor.dtype), str(tensor.device)
+        return tuple, ((kind, tuple(tensor.shape), place),)
+
+    def check_others(tensor: torch.Tensor) -> None:
+        if not is_frozen_param(tensor):
+            check(tensor)
+
+    with _cache_keys_lock:
+        FxGraphCachePickler._reduce_tensor = reduce_packed  # type: ignore[method-assign]
+        CacheabilityValidator.check_tensor = staticmethod(check_others)  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            FxGraphCachePickler._reduce_tensor = reduce  # type: ignore[method-assign]
+            CacheabilityValidator.check_tensor = staticmethod(check)  # type: ignore[method-assign,assignment]
+
+
+_cache_keys_lock = threading.RLock()
 
 
 def _checked(

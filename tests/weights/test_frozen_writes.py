@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
@@ -447,3 +448,15 @@ def test_a_weight_that_the_forward_writes() -> None:
     compiled = FROZEN.compile(model)
     for _ in range(3):
         FROZEN.check(compiled, model, twin)
+
+
+@torch.no_grad()
+def test_a_graph_of_other_weights_is_found_on_disk() -> None:
+    """Though its weights are packed, which native freezing keeps no graph of."""
+    for seed in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        net = make_net(seed)
+        FROZEN.check(FROZEN.compile(net), net, twin_of(net))
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
