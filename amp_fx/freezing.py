@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.graphs.values import is_written, value_of
-from amp_fx.inner import compile_graph, compile_with_inductor
+from amp_fx.inner import compile_graph, compile_with_inductor, inductor_config
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
@@ -45,7 +45,19 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     is_off = options.freezing is False or not options.weight_cache
-    return not (is_off or has_gradients) and is_on_cpu and has_aliases() and engine().has_hook
+    if is_off or has_gradients or not is_on_cpu or options.compiler != "inductor":
+        return False
+    can_watch = has_aliases() and bool(engine().has_hook)
+    return can_watch and not _packs_while_it_generates(options)
+
+
+def _packs_while_it_generates(options: Options) -> bool:
+    """Whether inductor's code for the CPU holds weights in forms that no graph shows."""
+    from torch._inductor import config
+
+    given = inductor_config(options)
+    names = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
+    return any(given.get(name, getattr(config, name)) for name in names)
 
 
 class Frozen:

@@ -460,3 +460,18 @@ def test_a_graph_of_other_weights_is_found_on_disk() -> None:
         FROZEN.check(FROZEN.compile(net), net, twin_of(net))
     assert counters["inductor"]["fxgraph_cache_hit"] == 1
     assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"cpp_wrapper": True}], ids=str)
+def test_code_that_holds_weights_itself_is_not_frozen(options: dict[str, Any]) -> None:
+    weight_cache.clear()
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net, **options)
+    for factor in (1.5, -2.0):
+        FROZEN.check(compiled, net, twin)
+        for model in (net, twin):
+            model.a.weight.mul_(factor)
+    FROZEN.check(compiled, net, twin)
+    assert not weight_cache.stats().values
