@@ -204,13 +204,18 @@ def _packed_in_cache_keys() -> Iterator[None]:
             check(tensor)
 
     with _cache_keys_lock:
-        FxGraphCachePickler._reduce_tensor = reduce_packed  # type: ignore[method-assign]
-        CacheabilityValidator.check_tensor = staticmethod(check_others)  # type: ignore[method-assign,assignment]
+        _set(FxGraphCachePickler, _reduce_tensor=reduce_packed)
+        _set(CacheabilityValidator, check_tensor=staticmethod(check_others))
         try:
             yield
         finally:
-            FxGraphCachePickler._reduce_tensor = reduce  # type: ignore[method-assign]
-            CacheabilityValidator.check_tensor = staticmethod(check)  # type: ignore[method-assign,assignment]
+            _set(FxGraphCachePickler, _reduce_tensor=reduce)
+            _set(CacheabilityValidator, check_tensor=staticmethod(check))
+
+
+def _set(cls: Any, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(cls, name, value)
 
 
 _cache_keys_lock = threading.RLock()
