@@ -40,8 +40,8 @@ gpu:
 notebooks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/run.py $(ARGS)
 
-# The site of the documentation, in build/site; a broken link or reference is an error. Its address
-# is that of the notebooks, the guide and the API alike: `python -m http.server -d build/site`.
+# The site of the documentation, in build/site; a broken link or reference is an error. To look at
+# it: `python -m http.server -d build/site`.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

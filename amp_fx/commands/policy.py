@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx.errors import OptionError
-from amp_fx.explanation.table import piped_width
 from amp_fx.policies.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.cast_policy import CastPolicy
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """
     policy = as_policy(args.preset)
     devices = tuple(dict.fromkeys(args.device or policy.tables))
-    console = Console(highlight=False, markup=False, soft_wrap=False, width=piped_width())
+    console = Console(highlight=False, markup=False, soft_wrap=False)
     if args.check:
         if args.op is not None:
             raise OptionError("--check compares all ops; leave the op out")
