@@ -69,7 +69,7 @@ def test_it_has_what_the_compiled_part_has() -> None:
     compiled = native.load()
     if compiled is None:
         pytest.skip("the compiled part cannot be built")
-    # Casts of first calls and frozen graphs, which take ``start`` and ``finish``, are not for Python.
+    # Casts of first calls, and what frozen graphs take, are not for Python.
     left_out = {"Copy": {"start", "finish"}, "Look": {"adopt"}}
     for kind in ("Copy", "Look"):
         ours, theirs = getattr(python_watch, kind), getattr(compiled, kind)
