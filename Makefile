@@ -34,6 +34,7 @@ bench: $(READY)
 # All that wants a GPU, with the machine's own Python and torch; nothing is installed. Nine minutes at
 # most; `make gpu ARGS="writes scaler"` runs parts. Writes gpu-report.md and gpu-report.json.
 gpu:
+	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "$(PYTHON) has no torch: make gpu PYTHON=..."; exit 1; }
 	$(PYTHON) -m tests.gpu.run $(ARGS)
 
 # Runs the notebooks and writes what they show into them.
