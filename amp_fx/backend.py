@@ -310,7 +310,7 @@ def _compile_frozen(
     captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
 ) -> Compiled | None:
     """Compiles a rewritten graph with frozen weights; None where that is not to be done."""
-    if not is_wanted(options, example_inputs) or not uses_inductor(example_inputs, options):
+    if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
         return None
     weights = frozen_weights(captured, found.gm, example_inputs)
     if not weights:
@@ -335,19 +335,24 @@ def _compile_frozen(
 
 def _compiled_later(found: Rewritten, options: Options) -> Compiled:
     """A rewritten graph that keeps casts, to be compiled when it is first called."""
-    gm, passes = found.gm, passes_of_users(found.passes)
+    gm = found.gm
     lay_out_kept_copies(gm, inductor_config(options))
     plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+    compiled = _later(gm, options, found.passes)
+    if plan is None:
+        return compiled
+    keep_passed_inputs(gm, plan)
+    return plan.wrap(compiled)
+
+
+def _later(gm: fx.GraphModule, options: Options, passes: Sequence[Pass]) -> CompiledLater:
+    passes = passes_of_users(passes)  # others may hold the model
 
     def compile_later(inputs: Sequence[Any]) -> Compiled:
         with no_autocast(), in_cache_keys(passes):
             return _compile_or_run_eagerly(gm, inputs, options)
 
-    compiled = CompiledLater(compile_later)
-    if plan is None:
-        return compiled
-    keep_passed_inputs(gm, plan)
-    return plan.wrap(compiled)
+    return CompiledLater(compile_later)
 
 
 def _compile_or_run_eagerly(
@@ -380,14 +385,8 @@ def _compile_with_plan(
     inside = {len(plan.passed) + i for i in plan.inside}
     outside = [value for i, value in enumerate(example_inputs) if i not in inside]
     casting = with_casts_inside(gm, plan.inside, plan.passed)
-    passes = passes_of_users(passes)
     first = _compile_or_run_eagerly(casting, outside, options)
-
-    def compile_later(inputs: Sequence[Any]) -> Callable[..., Any]:
-        with no_autocast(), in_cache_keys(passes):
-            return _compile_or_run_eagerly(gm, inputs, options)
-
-    return plan.wrap_two(CompiledLater(compile_later), first)
+    return plan.wrap_two(_later(gm, options, passes), first)
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:

@@ -21,7 +21,7 @@ from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
 from amp_fx.weights.kept_copies import making_copies
-from amp_fx.weights.kept_inputs import has_aliases, is_pure, keepable_weights
+from amp_fx.weights.kept_inputs import is_pure, keepable_weights
 from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph with such inputs is to be frozen.
+    """Whether a graph with such inputs, which inductor compiles, is to be frozen.
 
     Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off.
     """
@@ -45,10 +45,9 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     is_off = options.freezing is False or not options.weight_cache
-    if is_off or has_gradients or not is_on_cpu or options.compiler != "inductor":
+    if is_off or has_gradients or not is_on_cpu:
         return False
-    can_watch = has_aliases() and bool(engine().has_hook)
-    return can_watch and not _packs_while_it_generates(options)
+    return bool(engine().has_hook) and not _packs_while_it_generates(options)
 
 
 def _packs_while_it_generates(options: Options) -> bool:

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import AmpFxError
+from amp_fx.replaced import replaced
 from amp_fx.weights.recipes import Recipe, Recipes, Weight, sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import CodeType
 
     from torch import fx
@@ -136,8 +136,7 @@ def _constant_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i, known in enumerate(is_constant) if known)
 
 
-@contextlib.contextmanager
-def _batch_norm_folding(is_on: bool) -> Iterator[None]:
+def _batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
     """Has the passes fold arithmetic behind a convolution or a product into its weights, or not.
 
     Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
@@ -146,12 +145,9 @@ def _batch_norm_folding(is_on: bool) -> Iterator[None]:
     from torch._inductor.pattern_matcher import PatternMatcherPass
 
     freezing_patterns.lazy_init()  # which fills the pass
-    folding = freezing_patterns.binary_folding_pass
-    freezing_patterns.binary_folding_pass = folding if is_on else PatternMatcherPass()
-    try:
-        yield
-    finally:
-        freezing_patterns.binary_folding_pass = folding
+    if is_on:
+        return contextlib.nullcontext()
+    return replaced((freezing_patterns, "binary_folding_pass", PatternMatcherPass()))
 
 
 def _renumbered(positions: Sequence[int], taken: Sequence[int]) -> list[int]:
@@ -159,25 +155,17 @@ def _renumbered(positions: Sequence[int], taken: Sequence[int]) -> list[int]:
     return [new[position] for position in positions if position in new]
 
 
-@contextlib.contextmanager
-def _real_constants(example_inputs: Sequence[Any]) -> Iterator[None]:
+def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Lets fake tensors meet the constants of a graph, which are real."""
     from torch._guards import detect_fake_mode
 
     fake_mode = detect_fake_mode(example_inputs)
     if fake_mode is None:
-        yield
-        return
-    allowed = fake_mode.allow_non_fake_inputs
-    fake_mode.allow_non_fake_inputs = True
-    try:
-        yield
-    finally:
-        fake_mode.allow_non_fake_inputs = allowed
+        return contextlib.nullcontext()
+    return replaced((fake_mode, "allow_non_fake_inputs", True))
 
 
-@contextlib.contextmanager
-def _packed_in_cache_keys() -> Iterator[None]:
+def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
     """Lets inductor's on-disk cache take graphs with packed weights, whatever they hold.
 
     It passes over them because it cannot pickle the weights, and takes the contents of those of
@@ -203,22 +191,10 @@ def _packed_in_cache_keys() -> Iterator[None]:
         if not is_frozen_param(tensor):
             check(tensor)
 
-    with _cache_keys_lock:
-        _set(FxGraphCachePickler, _reduce_tensor=reduce_packed)
-        _set(CacheabilityValidator, check_tensor=staticmethod(check_others))
-        try:
-            yield
-        finally:
-            _set(FxGraphCachePickler, _reduce_tensor=reduce)
-            _set(CacheabilityValidator, check_tensor=staticmethod(check))
-
-
-def _set(cls: Any, **attributes: Any) -> None:
-    for name, value in attributes.items():
-        setattr(cls, name, value)
-
-
-_cache_keys_lock = threading.RLock()
+    return replaced(
+        (FxGraphCachePickler, "_reduce_tensor", reduce_packed),
+        (CacheabilityValidator, "check_tensor", staticmethod(check_others)),
+    )
 
 
 def _checked(

@@ -17,7 +17,7 @@ from amp_fx.errors import StaleWeightError
 from amp_fx.weights.cast_plan import ADVICE, warn_of_unseen_write
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_alone
-from amp_fx.weights.kept_copies import CACHE, making_copies
+from amp_fx.weights.kept_copies import CACHE, described, making_copies
 from amp_fx.weights.kept_values import Values
 from amp_fx.weights.recipes import sources_of
 
@@ -159,18 +159,14 @@ class FrozenCall:
 
     def _has_room(self, values: Values) -> bool:
         CACHE.values.discard(values)
-        return CACHE.make_room(values.num_bytes)
+        return CACHE.limit is None or CACHE.make_room(values.num_bytes)
 
     def _distrust(self, values: Values) -> None:
         for position, witness in values.witnesses.items():
             if witness.is_suspect and not witness.is_distrusted:
                 witness.distrust()
-                warn_of_unseen_write(self._described(position, values))
-
-    def _described(self, position: int, values: Values) -> str:
-        weight = values.sources[position]()
-        shape = () if weight is None else tuple(weight.shape)
-        return f"{self.names[position]} of {self.owner}, shape {shape},"
+                weight = values.sources[position]()
+                warn_of_unseen_write(described(self.names[position], self.owner, weight))
 
     def _verify(self, args: tuple[Any, ...]) -> None:
         weights = {i: args[i] for i in self.positions}

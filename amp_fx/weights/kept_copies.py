@@ -123,7 +123,7 @@ class WeightCache:
     def described(self, slot: Slot, source: torch.Tensor) -> str:
         """A weight as the graph that asked first for its copy calls it."""
         kept = self.copies[key_of(slot, source)]
-        return f"{kept.name} of {kept.owner}, shape {tuple(source.shape)},"
+        return described(kept.name, kept.owner, source)
 
     def _new_copy(self, key: Key, slot: Slot, source: torch.Tensor, owner: str) -> Any:
         if key in self.copies:
@@ -194,6 +194,12 @@ class WeightCache:
                 break
             if kept.num_bytes:
                 self.drop(key)
+
+
+def described(name: str, owner: str, weight: torch.Tensor | None) -> str:
+    """A weight in a message; None for one that died."""
+    shape = () if weight is None else tuple(weight.shape)
+    return f"{name} of {owner}, shape {shape},"
 
 
 def watch(source: torch.Tensor) -> bool:

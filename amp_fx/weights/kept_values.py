@@ -64,7 +64,6 @@ class Values:
         self.aliases: dict[int, torch.Tensor] = {}
         self.witnesses: dict[int, Any] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.num_bytes = 0
         self.num_made = 0
         self.num_unused = 0
         self.run: Callable[[list[Any]], Any] | None = None
@@ -80,6 +79,11 @@ class Values:
     def hits(self) -> int:
         """Calls that found all of them fresh."""
         return max((witness.hits for witness in self.witnesses.values()), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that they take besides the weights."""
+        return sum(value.bytes for value in self.listed())
 
     def is_of(self, weights: Weights) -> bool:
         """Whether they are made of these weights, wherever those lie now."""
@@ -101,7 +105,6 @@ class Values:
             self.witnesses[i].finish(ticket)
         self.num_made += len(made)
         self.run = self.graph.with_constants(self.constants)
-        self.num_bytes = sum(value.bytes for value in self.listed())
         return all(is_watched)
 
     def _made_of(self, stale: set[int]) -> dict[str, torch.Tensor]:
@@ -144,7 +147,7 @@ class Values:
         found = {}
         for name, value in self.constants.items():
             recipe = self.graph.recipes[name]
-            weights = tuple(self.names[i] for i in sorted(sources_of(recipe)))
+            weights = tuple(self.names[i] for i in sorted(self._sources[recipe]))
             num_bytes = _num_bytes(value, shared)
             found[id(value)] = KeptValue(self.owner, weights, ops_of(recipe), num_bytes)
         return list(found.values())
@@ -165,7 +168,7 @@ class Values:
             finalizer.detach()
         for witness in self.witnesses.values():
             witness.drop()
-        self.aliases, self.constants, self.run, self.num_bytes = {}, {}, None, 0
+        self.aliases, self.constants, self.run = {}, {}, None
 
 
 def _drop(ref: weakref.ref[Values]) -> None:

@@ -8,16 +8,17 @@ listens in, and knows of each constant which ops made it, of which weights.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from amp_fx.replaced import replaced
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import fx
@@ -51,6 +52,7 @@ class Made:
 
 
 Recipe: TypeAlias = "Weight | Fixed | Made"
+T = TypeVar("T")
 
 
 def sources_of(recipe: Recipe) -> frozenset[int]:
@@ -64,33 +66,40 @@ def ops_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(getattr(op, "_opname", getattr(op, "__name__", str(op))) for op in made)
 
 
-def _parts(recipe: Recipe) -> Iterator[Recipe]:
-    """All parts of a recipe, each once, before those that need it."""
-    seen: set[int] = set()
-    stack = [recipe]
+def _in_order(last: T, needs: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Something and all that it needs, each once, before those that need it."""
+    seen: set[T] = set()
+    stack = [last]
     while stack:
-        part = stack[-1]
-        waiting = [p for p in _ingredients(part) if id(p) not in seen]
+        waiting = [each for each in needs(stack[-1]) if each not in seen]
         if waiting:
             stack.extend(waiting)
             continue
-        stack.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            yield part
+        current = stack.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+
+
+def _parts(recipe: Recipe) -> Iterator[Recipe]:
+    return _in_order(recipe, _ingredients)
 
 
 def _ingredients(recipe: Recipe) -> list[Recipe]:
     found: list[Recipe] = []
     if isinstance(recipe, Made):
-
-        def note(value: Any) -> Any:
-            if isinstance(value, (Weight, Fixed, Made)):
-                found.append(value)
-            return value
-
-        map_aggregate((recipe.args, recipe.kwargs), note)
+        _with_parts(recipe, found.append)
     return found
+
+
+def _with_parts(recipe: Made, fill: Callable[[Recipe], Any]) -> tuple[Any, Any]:
+    """The arguments of an op, with something else in the place of each value among them."""
+
+    def filled(value: Any) -> Any:
+        return fill(value) if isinstance(value, (Weight, Fixed, Made)) else value
+
+    args, kwargs = map_aggregate((recipe.args, recipe.kwargs), filled)
+    return args, kwargs
 
 
 def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -100,33 +109,20 @@ def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
         recipe: Its recipe.
         weights: The weights, by position.
     """
-    made: dict[int, Any] = {}
+    made: dict[Recipe, Any] = {}
     for part in _parts(recipe):
-        made[id(part)] = _make_part(part, weights, made)
-    value: torch.Tensor = made[id(recipe)]
+        if isinstance(part, Made):
+            args, kwargs = _with_parts(part, made.__getitem__)
+            made[part] = part.op(*args, **kwargs)
+        else:
+            made[part] = part.tensor if isinstance(part, Fixed) else weights[part.position]
+    value: torch.Tensor = made[recipe]
     return value
-
-
-def _make_part(part: Recipe, weights: Mapping[int, torch.Tensor], made: Mapping[int, Any]) -> Any:
-    if isinstance(part, Weight):
-        return weights[part.position]
-    if isinstance(part, Fixed):
-        return part.tensor
-
-    def filled(value: Any) -> Any:
-        return made[id(value)] if isinstance(value, (Weight, Fixed, Made)) else value
-
-    args, kwargs = map_aggregate((part.args, part.kwargs), filled)
-    return part.op(*args, **kwargs)
 
 
 def _text(recipe: Made) -> str:
     """The same for what one op makes of the same values."""
-
-    def named(value: Any) -> Any:
-        return f"#{id(value)}" if isinstance(value, (Weight, Fixed, Made)) else value
-
-    return str((recipe.op, map_aggregate((recipe.args, recipe.kwargs), named)))
+    return str((recipe.op, *_with_parts(recipe, lambda value: f"#{id(value)}")))
 
 
 class Recipes:
@@ -150,8 +146,7 @@ class Recipes:
         replace_node_with_constant(gm, node, value, name)
         self._known[name] = recipe
 
-    @contextlib.contextmanager
-    def following(self, gm: fx.GraphModule) -> Iterator[None]:
+    def following(self, gm: fx.GraphModule) -> AbstractContextManager[None]:
         """Where inductor folds constants into this graph.
 
         Relies on ``torch._inductor.constant_folding.constant_fold`` calling that module's
@@ -169,12 +164,7 @@ class Recipes:
             original(of, node, constant, name)
             self._known[name] = recipe
 
-        with _lock:
-            constant_folding.replace_node_with_constant = replace  # type: ignore[assignment]
-            try:
-                yield
-            finally:
-                constant_folding.replace_node_with_constant = original
+        return replaced((constant_folding, "replace_node_with_constant", replace))
 
     def _next_name(self) -> str:
         """As inductor would call a constant: alike in all processes, whose caches know it so."""
@@ -183,16 +173,8 @@ class Recipes:
     def _of(self, gm: fx.GraphModule, node: Node) -> Recipe:
         """What makes a node of a graph that depends on constants alone."""
         made: dict[Node, Recipe] = {}
-        stack = [node]
-        while stack:
-            current = stack[-1]
-            waiting = [n for n in current.all_input_nodes if n not in made]
-            if waiting:
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            if current not in made:
-                made[current] = self._step(gm, current, made)
+        for current in _in_order(node, lambda each: each.all_input_nodes):
+            made[current] = self._step(gm, current, made)
         return made[node]
 
     def _step(self, gm: fx.GraphModule, node: Node, made: Mapping[Node, Recipe]) -> Recipe:
@@ -207,6 +189,3 @@ class Recipes:
         recipe = Made(node.target, tuple(args), dict(kwargs))
         # What is made alike is one: a cell that is unrolled packs its weight at every step.
         return self._made.setdefault(_text(recipe), recipe)
-
-
-_lock = threading.RLock()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx.replaced import replaced
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -114,7 +116,7 @@ class Counter:
             graphs[-1].sources[f"cpp{len(graphs[-1].sources)}"] = source
             return _Unbuilt()
 
-        replaced = [
+        attributes = [
             (compile_fx, "compile_fx_inner", self.compile),
             (scheduler.Scheduler, "codegen", counted),
             (async_compile.AsyncCompile, "triton", noted),
@@ -128,7 +130,7 @@ class Counter:
             "fx_graph_cache": False,
             "triton.unique_kernel_names": True,
         }
-        with _replaced(replaced), config.patch(settings):
+        with replaced(*attributes), config.patch(settings):
             yield
 
 
@@ -148,21 +150,6 @@ class _Unbuilt:
 
     def run(self, *_: Any, **__: Any) -> None:
         """Nothing calls it."""
-
-
-@contextlib.contextmanager
-def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    before = [(place, name, place.__dict__.get(name)) for place, name, _ in attributes]
-    for place, name, value in attributes:
-        setattr(place, name, value)
-    try:
-        yield
-    finally:
-        for place, name, value in before:
-            if value is None:
-                delattr(place, name)
-            else:
-                setattr(place, name, value)
 
 
 def _saved_bytes(gm: fx.GraphModule) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -50,8 +51,7 @@ def _compiled(name: str, source: str, capability: int) -> Any:
 
 def _kernel(name: str, source: str) -> Any:
     """The kernel object; Triton reads the function's text from its file."""
-    folder = Path(tempfile.mkdtemp(prefix="amp_fx_kernels_"))
-    path = folder / f"{name}.py"
+    path = Path(_folder().name) / f"{name}.py"
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -59,3 +59,9 @@ def _kernel(name: str, source: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Of this process, and gone with it."""
+    return tempfile.TemporaryDirectory(prefix="amp_fx_kernels_")
