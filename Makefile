@@ -58,7 +58,7 @@ OTHER := ../torch-$(TORCH)
 torch-env:
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install -q -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
+	$(OTHER)/bin/pip install -qq --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
 
 test-torch:
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) $(ARGS)

@@ -12,13 +12,14 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx.graphs.values import is_written, value_of
 from amp_fx.inner import compile_graph, compile_with_inductor, inductor_config
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
-from amp_fx.weights.freeze import CannotFreezeError, compile_frozen
+from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
 from amp_fx.weights.kept_copies import making_copies
 from amp_fx.weights.kept_inputs import is_pure, keepable_weights
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.options import Options
+    from amp_fx.weights.recipes import Recipe
 
     Compiled = Callable[..., Any]
 
@@ -106,9 +108,9 @@ def compile_freezing(
     Raises:
         CannotFreezeError: There is nothing to gain, or no way to do it.
     """
-    gm = without_kept_inputs(gm)
     with making_copies():
         aliases = {i: engine().alias(example_inputs[i].detach()) for i in weights}
+    gm = without_kept_inputs(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     num_inputs = len(example_inputs)  # which the compiled graph must not hold
     settings: dict[str, Any] = {
@@ -132,6 +134,37 @@ def compile_freezing(
 
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip freezing
         return compile_with_inductor(gm, example_inputs, options, compile_inside)
+
+
+def values_when_frozen(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], weights: Sequence[int], options: Options
+) -> dict[Recipe, torch.Tensor]:
+    """What a frozen graph would keep: nothing is computed or compiled.
+
+    Args:
+        gm: The rewritten graph, with or without inputs for kept casts.
+        example_inputs: What Dynamo gave, fake.
+        weights: The inputs that are frozen.
+        options: The options of the backend.
+
+    Returns:
+        Fake tensors by the recipes of what they stand for; views of weights are left out.
+    """
+    found: dict[Recipe, torch.Tensor] = {}
+
+    def note(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        fakes = {i: inputs[i] for i in weights}
+        _check_alike(graph, fakes, len(example_inputs))
+        values = folded(graph, inputs, fakes, folds_batch_norm=options.fold_batch_norm)
+        storages = {fake.untyped_storage()._cdata for fake in fakes.values()}
+        found.update(
+            {r: v for r, v in values.items() if v.untyped_storage()._cdata not in storages}
+        )
+        return make_boxed_func(graph.forward)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compile_with_inductor(without_kept_inputs(gm), example_inputs, options, note)
+    return found
 
 
 def _check_alike(
@@ -169,7 +202,8 @@ def frozen_weights(
         i = position[name]
         others = [example_inputs[position[other]] for other in sharing if other != name]
         is_alone = not any(_are_one(example_inputs[i], other) for other in others)
-        is_kept = is_alone and written.isdisjoint(sharing) and is_watchable(example_inputs[i])
+        is_seen = is_watchable(example_inputs[i]) or example_inputs[i].is_meta  # a stand-in
+        is_kept = is_alone and written.isdisjoint(sharing) and is_seen
         if is_kept and not is_dynamic(value_of(placeholders[i])):
             found[i] = weight_name(placeholders[i])
     return found

@@ -12,12 +12,18 @@ from amp_fx.explanation.flops import FlopMeter
 from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
-from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
+from amp_fx.explanation.records import (
+    CastRecord,
+    GraphRecord,
+    IslandRecord,
+    KeptValueRecord,
+)
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.recipes import ops_of, sources_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,7 +74,22 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         fallback=seen.fallback,
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
+        kept_values=tuple(_kept_values(seen, after)),
     )
+
+
+def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueRecord]:
+    assert seen.rewritten is not None
+    placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
+    paths = {i: input_path(placeholders[i], reader.frame) for i in seen.weights}
+    for recipe, value in seen.kept_values.items():
+        yield KeptValueRecord(
+            weights=tuple(paths[i] for i in sorted(sources_of(recipe))),
+            ops=ops_of(recipe),
+            dtype=dtype_name(value.dtype),
+            shape=tuple(value.shape),
+            num_bytes=num_bytes(value),
+        )
 
 
 def first_lines(reason: str) -> str:

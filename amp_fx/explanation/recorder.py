@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,25 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_fx.freezing import frozen_weights, is_wanted, values_when_frozen
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import KEPT_INPUT
+from amp_fx.inner import uses_inductor
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from amp_fx.backend import Rewritten
+    from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
+    from amp_fx.weights.recipes import Recipe
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -58,6 +65,8 @@ class SeenGraph:
         counts: What the passes counted.
         fallback: Why it was not rewritten.
         backward: The graph that AOTAutograd derives from it, if asked for.
+        kept_values: What is kept where the graph is frozen: fake tensors by their recipes.
+        weights: Positions of the inputs that they are made of.
     """
 
     captured: fx.GraphModule
@@ -68,6 +77,8 @@ class SeenGraph:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     fallback: str = ""
     backward: fx.GraphModule | None = None
+    kept_values: Mapping[Recipe, torch.Tensor] = dataclasses.field(default_factory=dict)
+    weights: tuple[int, ...] = ()
 
 
 class GraphRecorder:
@@ -76,11 +87,13 @@ class GraphRecorder:
     Args:
         seen: What is filled in.
         wants_backward: Whether the backward graph is derived as well.
+        options: What the graph would be compiled with; None if the CPU stands for a device.
     """
 
-    def __init__(self, seen: SeenGraph, *, wants_backward: bool) -> None:
+    def __init__(self, seen: SeenGraph, *, wants_backward: bool, options: Options | None) -> None:
         self.seen = seen
         self.wants_backward = wants_backward
+        self.options = options
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
         """Finds casts that came or went; passes edit bodies too."""
@@ -116,6 +129,8 @@ class GraphRecorder:
         added = example_copies(gm, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, [*example_inputs, *added])
+        if self.options is not None:
+            self._note_kept_values(gm, example_inputs, self.options)
         slots = [
             KEPT_INPUT.of(node)
             for node in gm.graph.find_nodes(op="placeholder")
@@ -130,6 +145,23 @@ class GraphRecorder:
                 return self.seen.rewritten(*args, *copies)
 
         return run
+
+    def _note_kept_values(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    ) -> None:
+        """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
+        if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
+            return
+        plain = as_plain_inputs(example_inputs)
+        weights = tuple(frozen_weights(self.seen.captured, gm, plain))
+        if not weights:
+            return
+        try:
+            found = values_when_frozen(gm, example_inputs, weights, options)
+        except Exception:  # such a graph is not frozen
+            log.debug("not frozen", exc_info=True)
+            return
+        self.seen.kept_values, self.seen.weights = found, weights
 
 
 def as_plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:

@@ -140,6 +140,25 @@ class IslandRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class KeptValueRecord:
+    """A value computed from weights alone that a graph without gradients keeps across calls.
+
+    Attributes:
+        weights: Paths of the weights that it is made of.
+        ops: The ops that make it, in order.
+        dtype: ``"bfloat16"``.
+        shape: Its sizes.
+        num_bytes: Bytes that it takes besides the weights; those of padding are not counted.
+    """
+
+    weights: tuple[str, ...]
+    ops: tuple[str, ...]
+    dtype: str
+    shape: tuple[Size, ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphRecord:
     """One graph that Dynamo captured.
 
@@ -158,6 +177,8 @@ class GraphRecord:
         fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
         break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
         break_at: Source line of that place, or ``""``.
+        kept_values: What is kept besides casts where inductor freezes the graph; the casts
+            kept are part of them.
     """
 
     index: int
@@ -172,3 +193,4 @@ class GraphRecord:
     fallback: str = ""
     break_reason: str = ""
     break_at: str = ""
+    kept_values: tuple[KeptValueRecord, ...] = ()

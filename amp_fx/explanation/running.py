@@ -69,7 +69,12 @@ def run_stand_in(
             _move_regions(gm, stand_in.device_type)
         parsed = Options.parse(options)
         seen.append(SeenGraph(gm, start_state(gm, parsed)))
-        recorder = GraphRecorder(seen[-1], wants_backward=wants_backward)
+        compiled_with = dataclasses.replace(parsed, compiler="inductor")
+        recorder = GraphRecorder(
+            seen[-1],
+            wants_backward=wants_backward,
+            options=None if stand_in.imagined else compiled_with,
+        )
         found = rewrite(gm, as_plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
             return called_in(no_autocast, recorder.finish(found, example_inputs))

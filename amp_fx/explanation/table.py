@@ -108,14 +108,23 @@ def _summary(totals: Totals, stage: str) -> Text:
             f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
             f" {totals.casts_removed} taken out"
         )
-        if totals.casts_kept:
-            lines.append(
-                f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call,"
-                f" take {human(totals.copy_bytes)}"
-            )
+        lines += _kept(totals)
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
     return Text("\n".join(lines))
+
+
+def _kept(totals: Totals) -> list[str]:
+    lines = []
+    if totals.casts_kept:
+        memory = "" if totals.values_kept else f", take {human(totals.copy_bytes)}"
+        lines.append(
+            f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call{memory}"
+        )
+    if totals.values_kept:
+        values = _count(totals.values_kept, "value")
+        lines.append(f"  frozen {values} made of weights alone take {human(totals.value_bytes)}")
+    return lines
 
 
 def _count(number: int, word: str) -> str:

@@ -27,7 +27,10 @@ class Totals:
         bytes_cast: Bytes that the casts left read and write.
         bytes_removed: The same of the casts removed.
         bytes_kept: Bytes that keeping casts of weights saves on every call.
-        copy_bytes: Memory that the kept copies take.
+        copy_bytes: Memory that the kept copies take, where nothing else is kept.
+        values_kept: Values computed from weights alone that are kept where inductor freezes
+            the graph, casts among them.
+        value_bytes: Memory that they take, in place of the kept copies.
         weight_casts: Casts of weights among those put in and not removed.
         flops: Floating-point operations by the dtype that they run in.
         flop_share: The same as parts of 1.
@@ -47,6 +50,8 @@ class Totals:
     bytes_removed: int
     bytes_kept: int
     copy_bytes: int
+    values_kept: int
+    value_bytes: int
     weight_casts: int
     flops: dict[str, int]
     flop_share: dict[str, float]
@@ -66,6 +71,7 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
         if node.flops:
             flops[node.dtype] += node.flops
     copies = {(cast.weight, cast.to_dtype): cast.bytes_written for cast in kept}
+    values = [value for graph in graphs for value in graph.kept_values]
     all_flops = sum(flops.values())
     return Totals(
         num_graphs=len(graphs),
@@ -79,6 +85,8 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
         bytes_removed=_moved(removed),
         bytes_kept=_moved(kept),
         copy_bytes=sum(copies.values()),
+        values_kept=len(values),
+        value_bytes=sum(value.num_bytes for value in values),
         weight_casts=sum(bool(cast.weight) for cast in (*kept, *left)),
         flops=dict(flops.most_common()),
         flop_share={dtype: count / all_flops for dtype, count in flops.most_common()},

@@ -95,6 +95,45 @@ def compile_frozen(
     return FrozenGraph(taken, changing, code, handed_out)
 
 
+def folded(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    weights: Mapping[int, torch.Tensor],
+    *,
+    folds_batch_norm: bool = False,
+) -> dict[Recipe, torch.Tensor]:
+    """The constants that a graph is left with when its weights are frozen, by their recipes.
+
+    Args:
+        gm: The graph, as for ``compile_frozen``; it is changed.
+        example_inputs: Its inputs, fake.
+        weights: The inputs that are weights, by position, fake: nothing is computed.
+        folds_batch_norm: As for ``compile_frozen``.
+    """
+    with _fake_packing():
+        recipes, _, _ = _freeze(gm, example_inputs, weights, folds_batch_norm)
+    names = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
+    known = {recipes[name]: getattr(gm, name) for name in names if name in recipes}
+    return {recipe: value for recipe, value in known.items() if sources_of(recipe)}
+
+
+def _fake_packing() -> contextlib.AbstractContextManager[None]:
+    """Gives ops that pack weights fake results, as torch has no fake kernels of them.
+
+    What is packed takes what the weight takes, but for padding. Relies on
+    ``torch._inductor.constant_folding.ConstantFolder`` being an ``fx.Interpreter``.
+    """
+    from torch._inductor.constant_folding import ConstantFolder
+
+    def call(self: ConstantFolder, target: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if "_reorder_" not in str(target):
+            return super(ConstantFolder, self).call_function(target, args, kwargs)
+        packed = [weight.clone() for weight in args if isinstance(weight, torch.Tensor)]
+        return packed[0] if len(packed) == 1 else packed
+
+    return replaced((ConstantFolder, "call_function", call))
+
+
 def _freeze(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],

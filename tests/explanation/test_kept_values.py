@@ -1,0 +1,109 @@
+"""What an explanation says is kept besides casts is what a compiled model then keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import amp_fx
+from amp_fx import weight_cache
+from amp_fx.inner import has_cpp_compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from amp_fx.explanation.explanation import Explanation
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+
+BFLOAT16 = torch.bfloat16
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.tokens(x))
+        return logits
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def parametrized() -> nn.Module:
+    model: nn.Module = parametrizations.weight_norm(nn.Linear(16, 16))
+    return model
+
+
+def cell() -> nn.Module:
+    return nn.LSTMCell(16, 16)
+
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] = {
+    "mlp": (mlp, torch.randn(4, 16), {}),
+    "convolution": (convolution, torch.randn(2, 3, 8, 8), {}),
+    "convolution with its batch norm": (
+        convolution,
+        torch.randn(2, 3, 8, 8),
+        {"fold_batch_norm": True},
+    ),
+    "parametrized": (parametrized, torch.randn(4, 16), {}),
+    "tied": (Tied, torch.arange(8), {}),
+    "cell": (cell, torch.randn(4, 16), {}),
+}
+
+
+def explained(model: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> Explanation:
+    found: Explanation = amp_fx.explain(model, dtype=BFLOAT16, options=options)(x)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_kept_is_explained(name: str) -> None:
+    make, x, options = PROGRAMS[name]
+    torch.manual_seed(0)
+    model = make().eval()
+    weight_cache.clear()
+    with torch.no_grad():
+        explanation = explained(model, x, options)
+        torch.compile(model, backend="amp_fx", options={"dtype": BFLOAT16, **options})(x)
+    kept = {(value.weights, value.ops, value.bytes) for value in weight_cache.stats().values}
+    values = explanation.graphs[0].kept_values
+    assert kept
+    assert {(value.weights, value.ops, value.num_bytes) for value in values} == kept
+    assert explanation.totals.value_bytes == sum(num_bytes for _, _, num_bytes in kept)
+
+
+@pytest.mark.parametrize("options", [{"freezing": False}, {"weight_cache": False}])
+def test_nothing_is_kept_where_freezing_is_off(options: Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        assert not explained(mlp(), torch.randn(4, 16), options).graphs[0].kept_values
+
+
+def test_nothing_is_kept_where_gradients_flow() -> None:
+    assert not explained(mlp(), torch.randn(4, 16), {}).graphs[0].kept_values
+
+
+def test_nothing_is_kept_of_a_device_that_is_not_frozen() -> None:
+    with torch.no_grad():
+        explain = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type="cuda")
+        assert not explain(torch.randn(4, 16)).graphs[0].kept_values
+
+
+def test_the_table_says_what_is_kept_in_place_of_copies() -> None:
+    with torch.no_grad():
+        text = str(explained(nn.Linear(16, 32), torch.randn(4, 16), {}))
+    assert "frozen 2 values made of weights alone take 1.1 kB" in text
+    assert ", take" not in text
