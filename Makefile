@@ -57,7 +57,7 @@ OTHER := ../torch-$(TORCH)
 
 torch-env:
 	$(PYTHON) -m venv $(OTHER)
-	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -qq --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
 
 test-torch:

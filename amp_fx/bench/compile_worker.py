@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import sys
@@ -16,6 +15,7 @@ import torch
 
 from amp_fx.backend import amp_fx
 from amp_fx.bench.cases.gpt import build_training, train_size
+from amp_fx.bench.contenders import BY_NAME, compiling, region_of
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import wait_for
 
@@ -26,14 +26,15 @@ NUM_TOKENS = 256
 
 
 def main(given: dict[str, Any]) -> dict[str, float]:
-    """Compiles forward and backward of a GPT.
+    """Compiles a GPT: forward and backward, or the forward for inference.
 
     Args:
-        given: ``contender``, ``layers``, ``compiler``, ``device``, ``dtype`` and ``tiny``.
+        given: ``contender``, ``layers``, ``compiler``, ``device``, ``dtype``, ``tiny`` and
+            ``is_inference``.
 
     Returns:
-        ``seconds`` to the end of the first step, and ``own_seconds`` inside amp_fx, which
-        are its own if ``compiler`` is ``"eager"``.
+        ``seconds`` to the end of the first step or call, and ``own_seconds`` inside amp_fx,
+        which are its own if ``compiler`` is ``"eager"``.
     """
     settings = Settings(
         torch.device(given["device"]),
@@ -51,16 +52,15 @@ def main(given: dict[str, Any]) -> dict[str, float]:
     # torch.compile imports inductor when called, our backend with the first graph: not counted.
     importlib.import_module("torch._inductor.compile_fx")
     spent: list[float] = []
-    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if given["contender"] == "amp_fx":
-        compiled = torch.compile(model, backend=_timed(settings, spent))
-    else:
-        compiled = torch.compile(model, backend=settings.compiler)
-        region = torch.autocast(settings.device.type, settings.dtype)
+    contender, is_inference = BY_NAME[given["contender"]], given["is_inference"]
+    backend = _timed(settings, spent) if contender.is_amp_fx else settings.compiler
+    compiled = torch.compile(model.train(not is_inference), backend=backend)
     start = time.perf_counter()
-    with region:
-        loss = compiled(tokens, tokens)
-    loss.backward()
+    with torch.set_grad_enabled(not is_inference), compiling(contender):
+        with region_of(contender, settings):
+            loss = compiled(tokens, tokens)
+        if not is_inference:
+            loss.backward()
     wait_for(settings.device)
     return {"seconds": time.perf_counter() - start, "own_seconds": sum(spent)}
 

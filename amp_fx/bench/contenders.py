@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
     call = compiled(contender, model, settings)
-    region = _region(contender, settings)
+    region = functools.partial(region_of, contender, settings)
     if workload.micro_batches == 0:
         return _inference(call, inputs, region)
     return _training(call, inputs, region, _optimizer(workload, model), workload.micro_batches)
@@ -202,12 +203,11 @@ def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Call
     return torch.compile(model, backend="amp_fx", options=options)
 
 
-def _region(
-    contender: Contender, settings: Settings
-) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def region_of(contender: Contender, settings: Settings) -> contextlib.AbstractContextManager[Any]:
+    """What each call of a contender runs in, made anew for each."""
     if not contender.is_autocast:
-        return contextlib.nullcontext
-    return lambda: torch.autocast(settings.device.type, settings.dtype)
+        return contextlib.nullcontext()
+    return torch.autocast(settings.device.type, settings.dtype)
 
 
 def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

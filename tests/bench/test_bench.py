@@ -230,9 +230,17 @@ def test_lean_is_compared_with_the_default_policy() -> None:
     assert all(4 < figure.value < 8 for figure in losses), "bytes at random cost 5.5 nats"
 
 
-@pytest.mark.parametrize("contender", compile_time.COMPILED)
-def test_compilation_has_a_part_of_our_own(contender: str) -> None:
-    given = {"layers": 1, "compiler": "eager", "device": "cpu", "dtype": "float16", "tiny": True}
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("contender", compile_time.TRAINED)
+def test_compilation_has_a_part_of_our_own(contender: str, is_inference: bool) -> None:
+    given = {
+        "layers": 1,
+        "compiler": "eager",
+        "device": "cpu",
+        "dtype": "float16",
+        "tiny": True,
+        "is_inference": is_inference,
+    }
     measured = compile_worker.main({"contender": contender, **given})
     assert measured["seconds"] > measured["own_seconds"]
     assert (measured["own_seconds"] > 0) == (contender == "amp_fx")

@@ -74,11 +74,11 @@ def explained(model: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> 
 def test_what_is_kept_is_explained(name: str) -> None:
     make, x, options = PROGRAMS[name]
     torch.manual_seed(0)
-    model = make().eval()
+    compiled = amp_fx.compile(make().eval(), dtype=BFLOAT16, options=options)
     weight_cache.clear()
     with torch.no_grad():
-        explanation = explained(model, x, options)
-        torch.compile(model, backend="amp_fx", options={"dtype": BFLOAT16, **options})(x)
+        explanation = explained(compiled, x, options)
+        compiled(x)
     kept = {(value.weights, value.ops, value.bytes) for value in weight_cache.stats().values}
     values = explanation.graphs[0].kept_values
     assert kept

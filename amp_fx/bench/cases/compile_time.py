@@ -12,45 +12,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_fx.bench.compare import Comparison, Figure, Measured
-from amp_fx.bench.contenders import AMP_FX, NATIVE
+from amp_fx.bench.contenders import AMP_FX, NATIVE, NATIVE_FROZEN
 from amp_fx.bench.timing import Timing
 from amp_fx.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from amp_fx.bench.compare import Watch
     from amp_fx.bench.settings import Settings
+
+    Seconds = dict[str, list[float]]
 
 WORKER = "amp_fx.bench.compile_worker"
 LAYERS = 12
 MAX_REPEATS = 3
 """A cold compilation takes tens of seconds: more rounds than these are no use."""
-COMPILED = (NATIVE, AMP_FX)
+TRAINED = (NATIVE, AMP_FX)
+SERVED = (NATIVE, NATIVE_FROZEN, AMP_FX)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """Cold and warm compilation, then how amp_fx's own part grows with the model."""
     layers = settings.num_layers(LAYERS)
-    cold: dict[str, list[float]] = {}
-    warm: dict[str, list[float]] = {}
-    names = [name for name in COMPILED if settings.takes_part(name)]
-    repeats = min(settings.repeats, MAX_REPEATS)
-    for repeat in range(repeats):
-        for index, name in enumerate(names):
-            watch(
-                f"compiling {layers} layers: {name}",
-                repeat * len(names) + index,
-                repeats * len(names),
-            )
-            with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
-                for seconds in (cold, warm):
-                    measured = _measure(name, layers, settings, settings.compiler, Path(cache))
-                    seconds.setdefault(name, []).append(measured["seconds"])
+    cold, warm = _compiled(settings, layers, TRAINED, watch)
     yield _comparison(f"{layers} layers, cold", cold)
     yield _comparison(f"{layers} layers, warm", warm)
-    if "amp_fx" in names:
-        yield from _own_share(settings, layers, min(cold["amp_fx"]), watch)
+    if settings.compiler == "inductor":
+        cold_served, warm_served = _compiled(settings, layers, SERVED, watch, is_inference=True)
+        yield _comparison(f"{layers} layers for inference, cold", cold_served)
+        yield _comparison(f"{layers} layers for inference, warm", warm_served)
+    if AMP_FX in cold:
+        yield from _own_share(settings, layers, min(cold[AMP_FX]), watch)
+
+
+def _compiled(
+    settings: Settings,
+    layers: int,
+    contenders: Sequence[str],
+    watch: Watch,
+    *,
+    is_inference: bool = False,
+) -> tuple[Seconds, Seconds]:
+    """The seconds of each contender with empty caches, and then with what those left."""
+    cold: Seconds = {}
+    warm: Seconds = {}
+    names = [name for name in contenders if settings.takes_part(name)]
+    repeats = min(settings.repeats, MAX_REPEATS)
+    for round_, name in itertools.product(range(repeats), names):
+        done = round_ * len(names) + names.index(name)
+        watch(f"compiling {layers} layers: {name}", done, repeats * len(names))
+        with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
+            for seconds in (cold, warm):
+                measured = _measure(
+                    name, layers, settings, settings.compiler, Path(cache), is_inference
+                )
+                seconds.setdefault(name, []).append(measured["seconds"])
+    return cold, warm
 
 
 def _own_share(
@@ -70,13 +88,18 @@ def _own_share(
     yield Figure(f"... of a cold compilation of {layers} layers", 100 * own[layers] / total, "%")
 
 
-def _comparison(workload: str, seconds: dict[str, list[float]]) -> Comparison:
+def _comparison(workload: str, seconds: Seconds) -> Comparison:
     measured = tuple(Measured(name, Timing(tuple(samples))) for name, samples in seconds.items())
     return Comparison(workload, measured)
 
 
 def _measure(
-    contender: str, layers: int, settings: Settings, compiler: str, cache: Path
+    contender: str,
+    layers: int,
+    settings: Settings,
+    compiler: str,
+    cache: Path,
+    is_inference: bool = False,
 ) -> dict[str, float]:
     given = {
         "contender": contender,
@@ -85,6 +108,7 @@ def _measure(
         "device": str(settings.device),
         "dtype": dtype_name(settings.dtype),
         "tiny": settings.tiny,
+        "is_inference": is_inference,
     }
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     done = subprocess.run(
