@@ -157,6 +157,13 @@ def _short(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype))
 
 
+def matrices(
+    rng: torch.Generator, count: int = 2, *, is_frozen: bool = False
+) -> list[torch.Tensor]:
+    """Small square inputs, which want gradients unless they are frozen."""
+    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(count)]
+
+
 def compiled(program: Program, *, compiler: str = "eager", **options: Any) -> Program:
     """The program compiled by amp_fx; options are those of the backend."""
     options["compiler"] = compiler

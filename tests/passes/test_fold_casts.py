@@ -11,7 +11,12 @@ from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import run_passes
-from tests.programs import assert_same_bits, run_program, site
+from tests.programs import (
+    assert_same_bits,
+    matrices,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -26,10 +31,6 @@ def fold(captured: Captured, policy: Policy, where: Site | None = None) -> Count
     """Runs the pass after those that it needs; checks the graph."""
     passes = (MarkRegions(where or site()), InsertCasts(policy), FoldCasts())
     return run_passes(captured.gm, passes, check=True)[-1].counts
-
-
-def matrices(rng: torch.Generator, *, is_frozen: bool = False) -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(2)]
 
 
 def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,14 @@ from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import run_passes
-from tests.programs import assert_same_bits, compiled, graph_text, run_program, site
+from tests.programs import (
+    assert_same_bits,
+    compiled,
+    graph_text,
+    matrices,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -27,10 +34,6 @@ def hoist(captured: Captured, policy: Policy, *weights: str) -> Counter[str]:
     """Runs the pass after those that it needs; checks the graph."""
     passes = (MarkRegions(site()), InsertCasts(policy), HoistCasts(weights))
     return run_passes(captured.gm, passes, check=True)[-1].counts
-
-
-def matrices(rng: torch.Generator, *, is_frozen: bool = False) -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(2)]
 
 
 def body_text(captured: Captured) -> list[str]:

@@ -13,7 +13,13 @@ from amp_fx.graphs.values import set_value
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind
 from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.weights.kept_cast import Slot
-from tests.programs import Captured, assert_same_bits, run_program, site
+from tests.programs import (
+    Captured,
+    assert_same_bits,
+    matrices,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +30,6 @@ if TYPE_CHECKING:
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w) @ w
-
-
-def matrices(rng: torch.Generator, *, is_frozen: bool = False) -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=rng).requires_grad_(not is_frozen) for _ in range(2)]
 
 
 def keep(captured: Captured, policy: Policy, *, cache_enabled: bool = True) -> dict[str, int]:

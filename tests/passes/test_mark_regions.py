@@ -11,7 +11,13 @@ from amp_fx.graphs.checker import check_graph
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.pipeline import default_passes, run_passes
-from tests.programs import assert_same_bits, node_names, run_program, site
+from tests.programs import (
+    assert_same_bits,
+    matrices,
+    node_names,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +36,6 @@ def nested(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.float() @ w
 
 
-def matrices(rng: torch.Generator) -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=rng).requires_grad_() for _ in range(3)]
-
-
 def dtypes_by_node(captured: Captured) -> dict[str, torch.dtype | None]:
     """For each call, the dtype that the CPU autocasts to there; None if it does not."""
     found: dict[str, torch.dtype | None] = {}
@@ -45,7 +47,7 @@ def dtypes_by_node(captured: Captured) -> dict[str, torch.dtype | None]:
 
 
 def test_golden(capture: Callable[..., Captured], rng: torch.Generator) -> None:
-    captured = capture(nested, *matrices(rng))
+    captured = capture(nested, *matrices(rng, 3))
     assert captured.text().splitlines()[1:] == [
         "matmul: f32 = matmul(x, w)",
         "enter_autocast = _enter_autocast('cpu', torch.float16, True, None)",
@@ -92,7 +94,7 @@ def test_region_without_dtype_takes_the_one_that_is_set(
         with torch.autocast("cpu"):
             return x @ x
 
-    captured = capture(program, *matrices(rng)[:1])
+    captured = capture(program, *matrices(rng, 3)[:1])
     MarkRegions(site(ambient, enabled=False)).call(captured.gm)
     assert dtypes_by_node(captured) == {"matmul": ambient}
 
@@ -105,7 +107,7 @@ def test_cache_setting_ends_with_its_region(
             y = x @ x
         return y.float() @ x
 
-    captured = capture(program, *matrices(rng)[:1])
+    captured = capture(program, *matrices(rng, 3)[:1])
     MarkRegions(site()).call(captured.gm)
     settings = [captured.node(name).meta["site"].state for name in ("matmul", "matmul_1")]
     assert [state.cache_enabled for state in settings] == [False, True]
@@ -119,7 +121,7 @@ def test_grad_mode_is_followed_and_its_switches_stay(
             y = x @ x
         return y @ x
 
-    captured = capture(program, *matrices(rng)[:1])
+    captured = capture(program, *matrices(rng, 3)[:1])
     before = captured.text()
     MarkRegions(site()).call(captured.gm)
     modes = [captured.node(name).meta["site"].is_grad_enabled for name in ("matmul", "matmul_1")]
@@ -134,7 +136,7 @@ def test_nodes_between_functorch_levels_are_one_island(
         y: torch.Tensor = torch.func.vmap(lambda row: row @ w)(x)
         return y @ w
 
-    captured = capture(program, *matrices(rng)[:2])
+    captured = capture(program, *matrices(rng, 3)[:2])
     MarkRegions(site()).call(captured.gm)
     reasons = {
         name: node.meta.get("island")
@@ -153,7 +155,7 @@ def test_nodes_between_functorch_levels_are_one_island(
 def test_higher_order_ops_are_islands(
     capture: Callable[..., Captured], rng: torch.Generator
 ) -> None:
-    captured = capture(squared, *matrices(rng)[:1])
+    captured = capture(squared, *matrices(rng, 3)[:1])
     MarkRegions(site()).call(captured.gm)
     assert captured.node("autograd_function_apply").meta["island"] == "higher-order op"
 
@@ -179,14 +181,14 @@ def squared(x: torch.Tensor) -> torch.Tensor:
 def test_graph_without_regions_is_not_modified(
     capture: Callable[..., Captured], rng: torch.Generator
 ) -> None:
-    captured = capture(lambda x: x @ x, *matrices(rng)[:1])
+    captured = capture(lambda x: x @ x, *matrices(rng, 3)[:1])
     before = captured.text()
     assert not MarkRegions(site()).call(captured.gm).modified
     assert captured.text() == before
 
 
 def test_second_run_changes_nothing(capture: Callable[..., Captured], rng: torch.Generator) -> None:
-    captured = capture(nested, *matrices(rng))
+    captured = capture(nested, *matrices(rng, 3))
     assert MarkRegions(site()).call(captured.gm).modified
     before = dtypes_by_node(captured)
     assert not MarkRegions(site()).call(captured.gm).modified
@@ -197,7 +199,7 @@ def test_second_run_changes_nothing(capture: Callable[..., Captured], rng: torch
 def test_numbers(
     capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, dtype: torch.dtype
 ) -> None:
-    args = matrices(rng)
+    args = matrices(rng, 3)
     captured = capture(nested, *args)
     run_passes(captured.gm, default_passes(policy, site(dtype), restores_outputs=False), check=True)
     assert_same_bits(run_program(captured, args), run_program(nested, args, dtype))
@@ -210,7 +212,7 @@ def test_inner_region_shares_casts_as_eager_does(
         with torch.autocast("cpu", torch.bfloat16):
             return (x @ w) @ w
 
-    args = matrices(rng)[:2]
+    args = matrices(rng, 3)[:2]
     captured = capture(program, *args)
     passes = default_passes(policy, site(), restores_outputs=False)
     run_passes(captured.gm, passes, check=True)

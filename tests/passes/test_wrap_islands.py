@@ -9,7 +9,12 @@ import torch
 
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.pipeline import default_passes, run_passes
-from tests.programs import assert_same_bits, run_program, site
+from tests.programs import (
+    assert_same_bits,
+    matrices,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +58,6 @@ def two_in_a_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 PROGRAMS = {"function": function, "vmap": vmapped, "two": two_in_a_row}
-
-
-def matrices(rng: torch.Generator) -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=rng).requires_grad_() for _ in range(2)]
 
 
 def rewrite(captured: Captured, policy: Policy, **where: Any) -> dict[str, int]:
