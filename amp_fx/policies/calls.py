@@ -107,6 +107,8 @@ def apply_policy(
     """
     if policy is CastPolicy.KEEP:
         return call
+    if policy is CastPolicy.DEMOTE and not _is_demoted(call, device_type, low_dtype):
+        return call
     if policy is CastPolicy.BANNED:
         raise BannedOpError(banned_message(call[0]))
     if policy is CastPolicy.FP32_SET_OPT_DTYPE:
@@ -116,16 +118,28 @@ def apply_policy(
     if policy is CastPolicy.PROMOTE:
         dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
     else:
-        dtype = low_dtype if policy is CastPolicy.LOWER_PRECISION_FP else torch.float32
+        dtype = low_dtype if policy in _LOWERING else torch.float32
     names = [name for name in castable_arguments(call[0]) if name not in kept]
     return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
 
 
-def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
-    """What ``same_as_input`` gives back: the dtype of the first eligible input, if it is low.
+def lower_first(call: Call, device_type: str, low_dtype: torch.dtype) -> Call:
+    """The first half of ``lower_precision_io``: the first tensor input in the low dtype.
 
     Args:
-        call: The call as the program makes it, before ``apply_policy``.
+        call: The call as the program makes it.
+        device_type: Only a tensor on this device type is cast.
+        low_dtype: What it is cast to.
+    """
+    first = castable_arguments(call[0])[:1]
+    return cast_arguments(call, dict.fromkeys(first, low_dtype), device_type)
+
+
+def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
+    """What ``same_as_input`` and ``lower_precision_io`` give back: the first input's low dtype.
+
+    Args:
+        call: The call before ``apply_policy``.
         device_type: Only tensors on this device type count.
 
     Returns:
@@ -136,7 +150,7 @@ def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
 
 
 def restore_results(results: Any, dtype: torch.dtype | None) -> Any:
-    """The second half of ``same_as_input``: float32 results in the dtype of the input.
+    """The second half of both: float32 results in the dtype of the input.
 
     Args:
         results: What the op gave, a tensor or nested tensors.
@@ -169,6 +183,19 @@ def promoted_dtype(
     """
     tensors = [t for t in castable_tensors(call, kept=kept) if is_eligible(t, device_type)]
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
+
+
+_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE)
+
+
+def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:
+    """Whether the inputs of a ``demote`` op are what it is for; all in the low dtype stay so."""
+    tensors = castable_tensors(call)
+    if not tensors or not all(is_eligible(t, device_type) for t in tensors):
+        return False
+    shape = tensors[0].shape
+    is_one_shape = len(shape) > 1 and all(t.shape == shape for t in tensors)
+    return is_one_shape and any(t.dtype == low_dtype for t in tensors)
 
 
 def _set_opt_dtype(call: Call, device_type: str) -> Call:

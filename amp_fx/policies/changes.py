@@ -43,6 +43,8 @@ MODULE_POLICIES = (
     CastPolicy.PROMOTE,
     CastPolicy.KEEP,
     CastPolicy.SAME_AS_INPUT,
+    CastPolicy.LOWER_PRECISION_IO,
+    CastPolicy.DEMOTE,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 

@@ -22,6 +22,7 @@ from amp_fx.policies.calls import (
     castable_tensors,
     is_changeable,
     is_eligible,
+    lower_first,
     qualified_name,
     result_dtype,
     takes_policy,
@@ -68,9 +69,11 @@ class Decision:
             BannedOpError: The op is banned.
         """
         dtype = None
-        if self.policy is CastPolicy.SAME_AS_INPUT:
+        if self.policy in _GIVING_BACK:
             if has_explicit_dtype(call):
                 return call, None
+            if self.policy is CastPolicy.LOWER_PRECISION_IO:
+                call = lower_first(call, device_type, low_dtype)
             dtype = result_dtype(call, device_type)
         kept = [name for name, _ in self.args]
         call = apply_policy(self.policy, call, device_type, low_dtype, kept=kept)
@@ -89,6 +92,9 @@ class Decision:
             elif directive == CastPolicy.LOWER_PRECISION_FP.value:
                 dtypes[name] = low_dtype
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
+
+
+_GIVING_BACK = (CastPolicy.SAME_AS_INPUT, CastPolicy.LOWER_PRECISION_IO)
 
 
 def has_explicit_dtype(call: Call) -> bool:

@@ -392,8 +392,8 @@ def preset(name: str) -> Policy:
         name: ``"torch"`` is what ``torch.autocast`` does in the installed version;
             ``"torch-2.11"`` and its like, what it did in another; ``"ipex"`` takes the CPU
             lists of Intel Extension for PyTorch, and torch's own for all other devices;
-            ``"lean"`` is torch's, with the outputs of normalizations and softmax in the dtype
-            of their inputs where torch makes them float32.
+            ``"lean"`` is torch's, with norms that take and give low values and residual sums in the
+            low dtype.
 
     Raises:
         PolicyError: There is no such preset; lists those there are.

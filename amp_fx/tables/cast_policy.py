@@ -9,8 +9,9 @@ class CastPolicy(enum.Enum):
     """What autocast does to a call of an op; the names are ATen's.
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
-    the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP`` and
-    ``SAME_AS_INPUT`` are amp_fx's own: no table of PyTorch's has them.
+    the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
+    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO`` and ``DEMOTE`` are amp_fx's own: no table of
+    PyTorch's has them.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -29,6 +30,12 @@ class CastPolicy(enum.Enum):
     """Leave the call alone, and do not look into it."""
     SAME_AS_INPUT = "same_as_input"
     """Compute in float32, give back the dtype of the first floating-point input."""
+    LOWER_PRECISION_IO = "lower_precision_io"
+    """Round the first tensor input to the autocast dtype, compute in float32, give back the
+    autocast dtype: what a model that is stored low does, but for its weights."""
+    DEMOTE = "demote"
+    """Cast eligible inputs to the autocast dtype where one of them has it and all are of one
+    shape, with two dimensions or more: a low branch and the float32 stream that it is added to."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """What happens to a call, in a few words.
@@ -48,4 +55,6 @@ _EFFECTS = {
     CastPolicy.BANNED: "raises: unsafe under autocast",
     CastPolicy.KEEP: "left alone, and not looked into",
     CastPolicy.SAME_AS_INPUT: "computes in float32, gives back its first input's dtype",
+    CastPolicy.LOWER_PRECISION_IO: "takes and gives {low}, computes in float32",
+    CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
 }

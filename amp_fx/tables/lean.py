@@ -1,12 +1,16 @@
-"""The ``lean`` preset: normalizations and softmax give back the dtype that they got.
+"""The ``lean`` preset: norms take and give low values, and the residual stream is low.
 
-They compute in float32, as everywhere; but torch also keeps their outputs in float32 (CUDA and
-its siblings), and what is added to them becomes float32 too: a residual stream behind a
-normalization is twice the size. Inside a fused kernel the cast back costs nothing, and the next
-matrix product would make it anyway. Losses and ``log_softmax`` keep float32, on which the training
-rests. In eager code the casts are kernels and copies of their own, and nothing is saved.
+Normalizations compute in float32, as everywhere; but torch also keeps their outputs in float32
+(CUDA and its siblings), and what is added to them becomes float32 too. And it keeps the stream of
+residual sums in float32, as embeddings are: each low branch is widened when it is added, and the
+backward does the same. Inside a fused kernel the casts cost nothing, but what the kernel reads,
+writes and saves is twice the size. Here a sum of a low tensor and a float32 one of its shape is
+low (``demote``): other sums, with biases, masks that are broadcast, numbers and float32 noise,
+stay what they are. Losses and ``log_softmax`` keep float32, on which the training rests. In eager
+code the casts are kernels and copies of their own, and nothing is saved.
 
-Source: pytorch/pytorch issue 188955. CPU lists none of these ops: they stay low there as it is.
+Source: pytorch/pytorch issue 188955; a model that is stored low has such a stream too. The CPU
+lists no normalizations: they stay low there as it is.
 """
 
 from __future__ import annotations
@@ -21,10 +25,16 @@ from amp_fx.tables.families import NORMALIZATIONS, ROOT_MEAN_SQUARE
 if TYPE_CHECKING:
     from amp_fx.tables.build import Table
 
-SAME_AS_INPUT = (*NORMALIZATIONS, *ROOT_MEAN_SQUARE, *ops("softmax.int softmax.Dimname"))
+LOWER_PRECISION_IO = NORMALIZATIONS
+SAME_AS_INPUT = (*ROOT_MEAN_SQUARE, *ops("softmax.int softmax.Dimname"))
+
+
+DEMOTED = ops("add.Tensor")
 
 
 def lean(table: Table) -> Table:
-    """A device's table with ``same_as_input`` for those of the ops that it lists."""
-    changed = {op: CastPolicy.SAME_AS_INPUT for op in SAME_AS_INPUT if op in table}
-    return types.MappingProxyType({**table, **changed})
+    """A device's table with other policies for those of the ops that it lists, and low sums."""
+    norms = {op: CastPolicy.LOWER_PRECISION_IO for op in LOWER_PRECISION_IO if op in table}
+    same = {op: CastPolicy.SAME_AS_INPUT for op in SAME_AS_INPUT if op in table}
+    sums = dict.fromkeys(DEMOTED, CastPolicy.DEMOTE)
+    return types.MappingProxyType({**table, **norms, **same, **sums})

@@ -417,7 +417,7 @@ def test_a_reason_says_what_every_cast_policy_means(policy: CastPolicy) -> None:
     effect = policy.effect("bfloat16")
     assert effect != policy.value
     assert MEANING[policy.value] == policy.effect()
-    if policy is CastPolicy.SAME_AS_INPUT:
+    if policy is CastPolicy.LOWER_PRECISION_IO:
         lean = amp_fx.explain(nn.LayerNorm(4), policy="lean", device_type="cuda")
-        [norm] = [n for n in lean(torch.ones(2, 4)).nodes if n.kind == "op"]
-        assert norm.reason == f"layer_norm: same_as_input (cuda table), {effect}"
+        [norm] = [n for n in lean(torch.ones(2, 4)).nodes if n.op == "aten.layer_norm"]
+        assert norm.reason == f"layer_norm: lower_precision_io (cuda table), {effect}"

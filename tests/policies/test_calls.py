@@ -129,7 +129,12 @@ DTYPES = (bf16, f16, f32, f64, torch.int64, torch.bool, torch.complex64)
 
 def test_every_policy_is_met_on_some_device() -> None:
     met = {preset("torch").rule(op, device_type) for device_type, op in LISTED}
-    amp_fx_own = {CastPolicy.KEEP, CastPolicy.SAME_AS_INPUT}
+    amp_fx_own = {
+        CastPolicy.KEEP,
+        CastPolicy.SAME_AS_INPUT,
+        CastPolicy.LOWER_PRECISION_IO,
+        CastPolicy.DEMOTE,
+    }
     assert met == set(CastPolicy) - {CastPolicy.BANNED} - amp_fx_own
 
 

@@ -35,7 +35,14 @@ def values(policies: Any) -> st.SearchStrategy[str]:
     return st.sampled_from([p.value for p in policies])
 
 
-SIMPLE = (CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP, CastPolicy.KEEP, CastPolicy.SAME_AS_INPUT)
+SIMPLE = (
+    CastPolicy.FP32,
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.KEEP,
+    CastPolicy.SAME_AS_INPUT,
+    CastPolicy.LOWER_PRECISION_IO,
+    CastPolicy.DEMOTE,
+)
 CHANGES = st.one_of(
     st.tuples(st.just("with_ops"), st.dictionaries(st.sampled_from(OPS), values(SIMPLE))),
     st.tuples(
