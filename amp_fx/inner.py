@@ -43,7 +43,15 @@ def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
 def inductor_config(options: Options) -> dict[str, Any]:
     """The settings of inductor that graphs are compiled with."""
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    return dict(wrapper.config)
+    settings = dict(wrapper.config)
+    if options.has_wide_weight_grads:
+        from torch._inductor import config
+
+        from amp_fx.after_autograd import WeightGrads
+
+        name = "post_grad_custom_pre_pass"
+        settings[name] = WeightGrads(settings.get(name, getattr(config, name)))
+    return settings
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -18,6 +18,7 @@ from amp_fx.regions.low_dtypes import (
     warn_of_emulation,
     without_bfloat16,
 )
+from amp_fx.tables.lean import has_low_sums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
+WEIGHT_GRADS = ("autocast", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Options:
             ``amp_fx.freezing`` says; None: on the CPU, if ``weight_cache`` is on.
         fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
             roundings.
+        weight_grads: ``"float32"``: products of gradients of weights give float32, as the
+            hardware sums them, where the device has that (CUDA): more exact than autocast, and
+            fewer bytes; ``"autocast"``: they are rounded to the low dtype first; None: float32
+            under policies by which residual sums are low, such as the preset ``"lean"``.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
@@ -76,6 +82,7 @@ class Options:
     verify: str = "sample"
     freezing: bool | None = None
     fold_batch_norm: bool = False
+    weight_grads: str | None = None
     range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
@@ -112,6 +119,13 @@ class Options:
         _check_inductor_options(given)
         return cls(**parsed, inductor=tuple(given.items()))
 
+    @property
+    def has_wide_weight_grads(self) -> bool:
+        """Whether products of gradients of weights give float32."""
+        if self.weight_grads is None:
+            return any(has_low_sums(table) for table in self.policy.tables.values())
+        return self.weight_grads == "float32"
+
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """A copy with more options for inductor; without effect on other compilers."""
         return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
@@ -145,7 +159,12 @@ def _to_verify(name: str, value: Any) -> str:
     return _to_choice(name, value)
 
 
-_CHOICES = {"compiler": COMPILERS, "output_dtype": OUTPUT_DTYPES, "verify": VERIFY}
+_CHOICES = {
+    "compiler": COMPILERS,
+    "output_dtype": OUTPUT_DTYPES,
+    "verify": VERIFY,
+    "weight_grads": WEIGHT_GRADS,
+}
 
 
 def _to_choice(name: str, value: Any) -> str:
@@ -221,6 +240,7 @@ _CONVERT = {
     "verify": _to_verify,
     "freezing": _to_bool,
     "fold_batch_norm": _to_bool,
+    "weight_grads": _to_choice,
     "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,

@@ -22,7 +22,16 @@ ORDER = (
     ("weights",),
     ("passes",),
     (
-        *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
+        *(
+            "backend",
+            "pipeline",
+            "added_passes",
+            "options",
+            "after_autograd",
+            "inner",
+            "inductor_repair",
+            "fallback",
+        ),
         *("freezing", "stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),

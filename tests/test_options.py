@@ -36,6 +36,7 @@ def test_every_field_can_be_given() -> None:
         "verify": "full",
         "freezing": False,
         "fold_batch_norm": True,
+        "weight_grads": "float32",
         "range_guard": False,
         "bare_region": False,
         "fallback": False,

@@ -38,3 +38,8 @@ def lean(table: Table) -> Table:
     same = {op: CastPolicy.SAME_AS_INPUT for op in SAME_AS_INPUT if op in table}
     sums = dict.fromkeys(DEMOTED, CastPolicy.DEMOTE)
     return types.MappingProxyType({**table, **norms, **same, **sums})
+
+
+def has_low_sums(table: Table) -> bool:
+    """Whether the sums of a residual stream are low by a table."""
+    return any(table.get(op) is CastPolicy.DEMOTE for op in DEMOTED)

@@ -1,0 +1,194 @@
+"""Gradients of weights as float32 products: which ones, and their numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils.checkpoint import checkpoint
+
+from amp_fx import after_autograd, preset
+from amp_fx.after_autograd import WeightGrads, widen_weight_grads
+from amp_fx.inner import has_cpp_compiler, inductor_config
+from amp_fx.options import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MM_DTYPE = torch.ops.aten.mm.dtype
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU does what CUDA's kernel does: sums in float32, not rounded."""
+    monkeypatch.setattr(after_autograd, "DEVICES", ("cpu",))
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return a.to(dtype) @ b.to(dtype)
+
+    library.impl("mm.dtype", product, "CPU")  # type: ignore[no-untyped-call]
+    yield
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+class Run:
+    """A program's gradients, with its backward rewritten, and what was rewritten."""
+
+    def __init__(self) -> None:
+        self.widened = 0
+        self.graphs: list[fx.Graph] = []
+
+    def backward(self, gm: fx.GraphModule, _: Any) -> Any:
+        self.widened += widen_weight_grads(gm.graph)
+        self.graphs.append(gm.graph)
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    def __call__(self, program: Callable[..., Any], *args: torch.Tensor, **how: Any) -> None:
+        compiler = aot_autograd(
+            fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
+            bw_compiler=self.backward,
+            decompositions=select_decomp_table(),
+        )
+        torch.compile(program, backend=compiler, **how)(*args).sum().backward()
+
+    def targets(self) -> list[Any]:
+        return [node.target for graph in self.graphs for node in graph.nodes]
+
+
+def matrices(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def grad_of(weight: torch.Tensor) -> torch.Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What autocast makes of a linear layer, squared for gradients that are no ones."""
+    result: torch.Tensor = (x.to(BFLOAT16) @ w.to(BFLOAT16).t()).float() ** 2
+    return result
+
+
+def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``w``: the product of what the backward reads, summed in float32."""
+    low, weight = x.detach().to(BFLOAT16), w.detach().to(BFLOAT16)
+    grad = (2 * (low @ weight.t()).float()).to(BFLOAT16)
+    return grad.float().t() @ low.float()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_product_is_not_rounded() -> None:
+    x, w = matrices((64, 16), (8, 16))
+    run = Run()
+    run(linear, x.detach(), w)
+    assert run.widened == 1
+    grad = grad_of(w)
+    assert torch.equal(grad, exact(x, w))
+    assert not torch.equal(grad, grad.to(BFLOAT16).float())
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rows_of_batches_are_one_product(dynamic: bool) -> None:
+    x, w = matrices((4, 16, 16), (8, 16))
+    run = Run()
+    run(linear, x.detach(), w, dynamic=dynamic)
+    assert run.widened == 1
+    assert torch.allclose(grad_of(w), exact(x.flatten(0, 1), w), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_weight_that_is_read_twice() -> None:
+    x, y, w = matrices((64, 16), (32, 16), (8, 16))
+    run = Run()
+    run(lambda w: linear(x.detach(), w).sum() + linear(y.detach(), w).sum(), w)
+    assert run.widened == 2
+    assert torch.allclose(grad_of(w), exact(x, w) + exact(y, w), rtol=1e-6, atol=1e-4)
+
+
+def checkpointed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(linear, x, w, use_reentrant=False)
+    return result
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_the_forward_computes_stays_rounded() -> None:
+    """A product that is recomputed and cast to float32 is the forward's."""
+    x, w = matrices((64, 16), (8, 16))
+    run = Run()
+    run(checkpointed, x.detach(), w)
+    assert run.widened == 1
+    assert torch.ops.aten.mm.default in run.targets(), "the product of the forward"
+    assert torch.equal(grad_of(w), exact(x, w))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_gradient_that_is_read_low_stays_low() -> None:
+    """One product is the gradient of a float32 weight and of a low one, in their sum."""
+    x, v = matrices((64, 16), (16, 8))
+    w = torch.zeros(16, 8, dtype=BFLOAT16, requires_grad=True)
+    run = Run()
+    run(lambda v, w: (x.detach().to(BFLOAT16) @ (v.to(BFLOAT16) + w)).float() ** 2, v, w)
+    assert run.widened == 0
+    assert torch.equal(grad_of(v), grad_of(w).float())
+
+
+def test_devices_without_the_kernel_are_left_alone() -> None:
+    x, w = matrices((64, 16), (8, 16))
+    run = Run()
+    run(linear, x.detach(), w)
+    assert MM_DTYPE not in run.targets()
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+def test_inductor_hands_it_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    following: list[fx.Graph] = []
+
+    def spy(graph: fx.Graph) -> int:
+        seen.append(after_autograd.is_backward(graph))
+        return 0
+
+    monkeypatch.setattr(after_autograd, "widen_weight_grads", spy)
+    options: dict[str, Any] = {
+        "dtype": BFLOAT16,
+        "weight_grads": "float32",
+        "post_grad_custom_pre_pass": following.append,  # the user's own runs as well
+    }
+    model = nn.Linear(4, 4)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        torch.compile(model, backend="amp_fx", options=options)(torch.randn(2, 4)).sum().backward()
+    assert seen == [True]
+    assert len(following) >= 2
+
+
+def has_it(**options: Any) -> bool:
+    found = inductor_config(Options.parse(options)).get("post_grad_custom_pre_pass")
+    return isinstance(found, WeightGrads)
+
+
+def test_it_is_on_where_it_is_asked_for_and_in_lean() -> None:
+    assert not has_it()
+    assert has_it(weight_grads="float32")
+    assert has_it(policy="lean")
+    assert has_it(policy=preset("lean").with_ops({"softmax": "fp32"}))
+    assert not has_it(policy="lean", weight_grads="autocast")
+
+
+def test_caches_tell_it_apart() -> None:
+    def theirs(graph: fx.Graph) -> None:
+        """A pass that gives no key."""
+
+    assert WeightGrads().uuid() == WeightGrads().uuid()
+    assert WeightGrads(WeightGrads()).uuid() not in (None, WeightGrads().uuid())
+    assert WeightGrads(theirs).uuid() is None, "what cannot be told apart stays out of caches"
