@@ -17,7 +17,7 @@ from amp_fx.bench.traffic import command
 from amp_fx.bench.traffic.models import CASES, TINY, Case
 from amp_fx.bench.traffic.pretend import can_pretend
 from amp_fx.bench.traffic.totals import refresh_launches, totals
-from amp_fx.bench.traffic.worker import AMP_FX, LIMIT, NATIVE, count
+from amp_fx.bench.traffic.worker import AMP_FX, LEAN, LIMIT, NATIVE, count
 from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
@@ -122,6 +122,9 @@ def check(row: dict[str, Any]) -> None:
         assert further[name] <= ours[name]
     assert ours["saved_bytes"] <= native["saved_bytes"]
     assert further["num_bytes"] < native["num_bytes"]
+    lean = row["totals"][LEAN]
+    assert lean["num_bytes"] <= ours["num_bytes"]
+    assert lean["num_launches"] <= ours["num_launches"]
 
 
 def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -191,6 +194,18 @@ def test_figures_of_another_harness_come_out(
     [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
     assert round(row["totals"][NATIVE]["num_bytes"] / 2**20) == native
     assert round(row["totals"][LIMIT]["num_bytes"] / 2**20) == limit
+
+
+@on_cuda_builds
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [("gpt2", 0.86), ("vit", 0.86), ("unet", 0.86), ("llama", 0.90), ("resnet", 0.91)],
+)
+def test_what_lean_saves_on_cuda(tmp_path: Path, case: str, share: float) -> None:
+    """Of native's bytes in the first step after an update, forward and backward."""
+    [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
+    assert row["totals"][LEAN]["num_bytes"] <= share * row["totals"][NATIVE]["num_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,15 @@ from amp_fx.bench.report import three_digits
 from amp_fx.bench.traffic.models import CASES, TINY
 from amp_fx.bench.traffic.pretend import PROPERTIES, can_pretend
 from amp_fx.bench.traffic.totals import totals
-from amp_fx.bench.traffic.worker import AMP_FX, CONTENDERS, LIMIT, MARK, NATIVE
+from amp_fx.bench.traffic.worker import (
+    AMP_FX,
+    CONTENDERS,
+    LEAN,
+    LIMIT,
+    MARK,
+    NATIVE,
+    POLICIES,
+)
 from amp_fx.dtypes import dtype_name, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.inner import has_cpp_compiler
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 MODES = ("training", "inference")
-COLUMNS = ("native", "amp_fx", "amp_fx, further", "limit")
+COLUMNS = ("native", "amp_fx", "amp_fx, further", "lean", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Row:
         dtype: The low dtype's name.
         mode: ``"training"`` or ``"inference"``.
         totals: By column: native; amp_fx in the first call after an update, casts of weights
-            included; amp_fx in further calls; the limit.
+            included; amp_fx in further calls; the preset ``lean`` in the first call; the limit.
         failures: Why a contender has no figures.
         cubin_failures: Kernels of amp_fx that do not compile, by compute capability.
     """
@@ -116,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """The jobs of each row, three contenders, in order."""
+    """The jobs of each row, all contenders, in order."""
     device = parsed.device or ("cuda" if can_pretend() else "cpu")
     if device == "cuda" and not can_pretend():
         raise OptionError("--device cuda: this torch was built without CUDA or Triton; try cpu")
@@ -138,7 +146,7 @@ def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
                 "dtype": dtype,
                 "trains": mode == "training",
                 "tiny": parsed.tiny,
-                "capabilities": capabilities if contender == AMP_FX else [],
+                "capabilities": capabilities if contender in POLICIES else [],
             }
             for contender in CONTENDERS
         ]
@@ -212,7 +220,8 @@ def _row(answers: Sequence[Mapping[str, Any]], jobs: Sequence[dict[str, Any]]) -
         found[name] = totals(answer["first"], answer["refreshed"], device)
         if name == AMP_FX:
             found["amp_fx, further"] = totals(answer["further"], [], device)
-            cubins = answer["cubin_failures"]
+        for capability, failed in answer["cubin_failures"].items():
+            cubins.setdefault(capability, {}).update(failed)
     mode = MODES[0] if first["trains"] else MODES[1]
     about = (TINY if first["tiny"] else CASES)[first["case"]].about
     return Row(about, first["device"], first["dtype"], mode, found, failures, cubins)
@@ -245,13 +254,16 @@ HEADER = (
     "MiB: native",
     "amp_fx",
     "further",
+    "lean",
     "limit",
     "kernels: native",
     "amp_fx",
     "further",
+    "lean",
     "limit",
     "saved MiB: native",
     "amp_fx",
+    "lean",
     "limit",
 )
 
@@ -265,12 +277,12 @@ def cells(row: Row) -> list[str]:
         value = getattr(row.totals[name], field)
         return str(value) if field == "num_launches" else _mib(value)
 
-    saved = [shown(name, "saved_bytes") for name in (NATIVE, AMP_FX, LIMIT)]
+    saved = [shown(name, "saved_bytes") for name in (NATIVE, AMP_FX, LEAN, LIMIT)]
     return [
         row.about,
         *(shown(name, "num_bytes") for name in COLUMNS),
         *(shown(name, "num_launches") for name in COLUMNS),
-        *(saved if row.mode == MODES[0] else ["", "", ""]),
+        *(saved if row.mode == MODES[0] else [""] * len(saved)),
     ]
 
 

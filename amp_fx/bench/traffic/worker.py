@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from amp_fx.bench.traffic.counting import Graph
     from amp_fx.bench.traffic.models import Case
 
-NATIVE, AMP_FX, LIMIT = "native", "amp_fx", "limit"
-CONTENDERS = (NATIVE, AMP_FX, LIMIT)
+NATIVE, AMP_FX, LEAN, LIMIT = "native", "amp_fx", "lean", "limit"
+CONTENDERS = (NATIVE, AMP_FX, LEAN, LIMIT)
+POLICIES = {AMP_FX: "torch", LEAN: "lean"}
 MARK = "counted: "
 """In front of each line of JSON; libraries print lines too."""
 
@@ -45,7 +46,6 @@ def count(
     device: str,
     dtype: torch.dtype,
     trains: bool,
-    policy: str = "torch",
 ) -> dict[str, Any]:
     """Counts one model, compiled by one contender.
 
@@ -53,12 +53,11 @@ def count(
 
     Args:
         case: The model and its input.
-        contender: ``"native"``: inductor under ``torch.autocast``; ``"amp_fx"``; or ``"limit"``:
-            the model stored low.
+        contender: ``"native"``: inductor under ``torch.autocast``; ``"amp_fx"``; ``"lean"``:
+            amp_fx with that preset; or ``"limit"``: the model stored low.
         device: ``"cpu"``, or ``"cuda"``, which must be pretended.
         dtype: The low dtype.
         trains: Whether there is a backward.
-        policy: amp_fx's policy.
 
     Returns:
         The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
@@ -82,8 +81,9 @@ def count(
         torch.autograd.set_multithreading_enabled(False),
     ):
         options: dict[str, Any] = {"backend": counter.inductor}
-        if contender == AMP_FX:
-            options = {"backend": "amp_fx", "options": {"policy": policy, "fallback": False}}
+        if contender in POLICIES:
+            given = {"policy": POLICIES[contender], "fallback": False}
+            options = {"backend": "amp_fx", "options": given}
         compiled = torch.compile(model, **options)
         for _ in range(2):
             with torch.autocast(device, dtype, enabled=contender != LIMIT):
