@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
+from amp_fx.bench.cases.lean import POLICIES
+from amp_fx.bench.cases.pictures import SHAPES, shapes
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
@@ -224,10 +227,26 @@ def test_lean_is_compared_with_the_default_policy() -> None:
     for comparison in comparisons:
         assert [measured.name for measured in comparison.measured] == ["torch", "lean"]
         assert all(measured.peak_bytes for measured in comparison.measured)
-    losses = [o for o in outcomes if isinstance(o, Figure) and o.unit == "nats"]
-    assert len(comparisons) == 2
-    assert len(losses) >= 2 * len(comparisons)
-    assert all(4 < figure.value < 8 for figure in losses), "bytes at random cost 5.5 nats"
+    tasks = [comparison.workload for comparison in comparisons]
+    assert tasks == ["norm last", "norm first", "ResNet", "U-Net"]
+    figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
+    for task, (least, most) in zip(tasks, [(4, 8), (4, 8), (0.5, 4), (0.05, 2)], strict=True):
+        losses = [figures[f"{task}: last loss with {name}, mean of seeds"] for name in POLICIES]
+        assert all(least < loss < most for loss in losses), "bytes at random cost 5.5 nats"
+        assert figures[f"{task}: lean's mean less torch's"] == pytest.approx(losses[1] - losses[0])
+        spread = figures[f"{task}: ... from the least to the most"]
+        assert spread > 0, "seeds are different runs"
+
+
+def test_pictures_show_what_they_are_said_to(rng: torch.Generator) -> None:
+    pictures, kinds = shapes(200, 32, rng)
+    painted = (pictures > 0).all(1)
+    covered = painted.sum((1, 2)) / (painted.any(1).sum(1) * painted.any(2).sum(1))
+    expected = {"disc": math.pi / 4, "square": 1.0, "checkers": 0.5}
+    for name, share in expected.items():
+        own = covered[kinds == SHAPES.index(name)]
+        assert len(own) > 20
+        assert own.mean().item() == pytest.approx(share, abs=0.12)
 
 
 @pytest.mark.parametrize("is_inference", [False, True])

@@ -1,7 +1,9 @@
-"""What the ``lean`` preset saves: training steps on real text, next to the default policy.
+"""What the ``lean`` preset saves, and whether it costs anything: training next to the default.
 
-On a CPU both run by CUDA's lists, because the CPU's own keep normalizations and softmax low
-already; so this says what the preset does to memory and losses there, and little about time.
+Language models learn real text, a ResNet and a U-Net learn pictures of shapes, each from several
+seeds: what the preset does to the loss is to be held against what another seed does to it. On a
+CPU both policies run by CUDA's lists, because the CPU's own keep normalizations and softmax low
+already; so this says little about time there.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amp_fx.bench.cases.pictures import NOISE, ResNet, UNet, shapes
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.memory import MemoryMeter
-from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns, wait_for
+from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import Size
-from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
+from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
 from amp_fx.policies.policy import preset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from amp_fx.bench.compare import Watch
     from amp_fx.bench.settings import Settings
@@ -91,23 +94,46 @@ class LanguageModel(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@dataclasses.dataclass
-class _Trainer:
-    """A model under one policy, with its optimizer and the losses so far."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Something to learn.
+
+    Attributes:
+        name: What the table calls it.
+        build: Makes the model, whose forward gives the loss.
+        batches: Endless arguments for the model, from a seed.
+    """
 
     name: str
-    model: Callable[..., torch.Tensor]
-    optimizer: torch.optim.Optimizer
-    losses: list[float] = dataclasses.field(default_factory=list)
+    build: Callable[[], nn.Module]
+    batches: Callable[[int], Iterator[tuple[torch.Tensor, ...]]]
 
-    def step(self, batch: Batch) -> None:
-        loss = self.model(batch.tokens, batch.targets)
+
+@dataclasses.dataclass
+class _Trainer:
+    """A model under one policy, with its optimizer and the losses so far, by seed."""
+
+    name: str
+    model: nn.Module
+    compiled: Callable[..., torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    losses: list[list[float]] = dataclasses.field(default_factory=list)
+
+    def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from these weights, with an optimizer that knows nothing."""
+        self.model.load_state_dict(weights)
+        self.optimizer = _optimizer(self.model)
+        self.losses.append([])
+
+    def step(self, batch: tuple[torch.Tensor, ...]) -> None:
+        """One update."""
+        loss = self.compiled(*batch)
         torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.detach().item())
+        self.losses[-1].append(loss.detach().item())
 
-    def saved_bytes(self, batch: Batch) -> int:
+    def saved_bytes(self, batch: tuple[torch.Tensor, ...]) -> int:
         """Bytes of activations that a forward keeps for its backward; weights are not counted."""
         weights = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         saved: dict[int, torch.Tensor] = {}
@@ -118,78 +144,105 @@ class _Trainer:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.model(batch.tokens, batch.targets)
-        rows = batch.tokens.numel()
+            self.compiled(*batch)
+        rows = len(batch[0])
         return sum(t.untyped_storage().nbytes() for t in saved.values() if t.numel() % rows == 0)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Loss curves, then memory and time of a step, for both orders of norm and change."""
-    for is_norm_first in (False, True):
-        kind = "norm first" if is_norm_first else "norm last"
-        yield from _compare(kind, settings, watch, is_norm_first=is_norm_first)
+    """For each task the losses of all seeds, then memory and time of a step."""
+    for task in _tasks(settings):
+        yield from _compare(task, settings, watch)
         torch._dynamo.reset()
 
 
-def _compare(
-    kind: str, settings: Settings, watch: Watch, *, is_norm_first: bool
-) -> Iterator[Comparison | Figure]:
-    size = _size(settings)
-    batches = list(itertools.islice(_batches(settings, size), _num_steps(settings)))
+def _compare(task: Task, settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
+    batch = next(task.batches(0))
     trainers, measured = [], []
     for number, name in enumerate(POLICIES):
-        watch(f"{kind}: training with {name}", number, len(POLICIES))
+        watch(f"{task.name}: training with {name}", number, len(POLICIES))
         meter = MemoryMeter(settings.device)
-        trainer = _trainer(name, settings, size, is_norm_first=is_norm_first)
+        trainer = _trainer(name, task, settings)
         start = time.perf_counter()
-        trainer.step(batches[0])
-        wait_for(settings.device)
-        first_call = time.perf_counter() - start
-        for batch in batches[1:]:
-            trainer.step(batch)
-        again = functools.partial(trainer.step, batches[-1])
+        for seed in range(_num_seeds(settings)):
+            _learn(trainer, task, seed, _num_steps(settings))
+            if seed == 0:
+                first_call = time.perf_counter() - start
+        again = functools.partial(trainer.step, batch)
         measured.append((name, again, first_call, meter.peak(again)))
         trainers.append(trainer)
+    yield from _losses(task.name, trainers)
     timings = time_in_turns(
         {name: again for name, again, *_ in measured},
         repeats=settings.repeats,
         steps=settings.steps,
         device=settings.device,
     )
-    what = f"{kind}: {size.depth} layers of {size.width}, {len(batches[0].tokens)} x {size.context}"
     yield Comparison(
-        what,
+        task.name,
         tuple(
             Measured(name, timings[name], peak, first_call)
             for name, _, first_call, peak in measured
         ),
     )
     for trainer in trainers:
-        saved = trainer.saved_bytes(batches[-1]) / 2**20
-        yield Figure(f"{kind}: saved for the backward with {trainer.name}", saved, "MiB")
-    for start in _milestones(len(batches)):
-        for trainer in trainers:
-            window = trainer.losses[start : start + max(1, len(batches) // 10)]
-            loss = statistics.fmean(window)
-            yield Figure(f"{kind}: loss of {trainer.name} from step {start}", loss, "nats")
+        saved = trainer.saved_bytes(batch) / 2**20
+        yield Figure(f"{task.name}: saved for the backward with {trainer.name}", saved, "MiB")
 
 
-def _trainer(name: str, settings: Settings, size: Size, *, is_norm_first: bool) -> _Trainer:
+def _learn(trainer: _Trainer, task: Task, seed: int, num_steps: int) -> None:
+    torch.manual_seed(seed)
+    trainer.begin(task.build().state_dict())
+    for batch in itertools.islice(task.batches(seed), num_steps):
+        trainer.step(batch)
+
+
+def _losses(kind: str, trainers: Sequence[_Trainer]) -> Iterator[Figure]:
+    """The loss in the last tenth of the steps: its mean over seeds, and how far these differ."""
+    last = {
+        trainer.name: [statistics.fmean(losses[-max(1, len(losses) // 10) :]) for losses in each]
+        for trainer in trainers
+        for each in [trainer.losses]
+    }
+    for name, losses in last.items():
+        yield Figure(f"{kind}: last loss with {name}, mean of seeds", statistics.fmean(losses), "")
+        yield Figure(f"{kind}: ... from the least to the most", max(losses) - min(losses), "")
+    default, lean = (statistics.fmean(last[name]) for name in POLICIES)
+    yield Figure(f"{kind}: lean's mean less torch's", lean - default, "")
+
+
+def _trainer(name: str, task: Task, settings: Settings) -> _Trainer:
     torch.manual_seed(0)
-    model = LanguageModel(size, is_norm_first=is_norm_first).to(settings.device)
+    model = task.build().to(settings.device)
     options: dict[str, Any] = {
         "policy": policy_for(name, settings.device.type),
         "dtype": settings.dtype,
         "compiler": settings.compiler,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    return _Trainer(name, torch.compile(model, backend="amp_fx", options=options), optimizer)
+    compiled = torch.compile(model, backend="amp_fx", options=options)
+    return _Trainer(name, model, compiled, _optimizer(model))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
 def policy_for(name: str, device_type: str) -> Policy:
     """A preset; on a CPU with the lists that it has for CUDA."""
     policy = preset(name)
     return policy.with_device("cpu", policy.tables["cuda"]) if device_type == "cpu" else policy
+
+
+def _tasks(settings: Settings) -> list[Task]:
+    size, width = _size(settings), settings.pick(tiny=8, cpu=32, accelerator=128)
+    depth = settings.pick(tiny=1, cpu=3, accelerator=8)
+    batches = functools.partial(_text, settings, size)
+    return [
+        Task("norm last", lambda: LanguageModel(size, is_norm_first=False), batches),
+        Task("norm first", lambda: LanguageModel(size, is_norm_first=True), batches),
+        Task("ResNet", lambda: ResNet(width, depth), functools.partial(_pictures, settings)),
+        Task("U-Net", lambda: UNet(width), functools.partial(_noisy, settings)),
+    ]
 
 
 def _size(settings: Settings) -> Size:
@@ -202,17 +255,40 @@ def _size(settings: Settings) -> Size:
 
 
 def _num_steps(settings: Settings) -> int:
-    return settings.pick(tiny=WARM_UP_CALLS, cpu=60, accelerator=1000)
+    return settings.pick(tiny=WARM_UP_CALLS, cpu=300, accelerator=1000)
 
 
-def _milestones(num_steps: int) -> list[int]:
-    """Where the curves are read: at the start, on the way, in the last tenth."""
-    return sorted({num_steps * tenth // 10 for tenth in (0, 2, 5, 9)})
+def _num_seeds(settings: Settings) -> int:
+    return settings.pick(tiny=2, cpu=3, accelerator=3)
 
 
-def _batches(settings: Settings, size: Size) -> Iterator[Batch]:
-    data, rng = corpus(), torch.Generator().manual_seed(0)
+def _text(settings: Settings, size: Size, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    data, rng = corpus(), torch.Generator().manual_seed(seed)
     num = settings.pick(tiny=1, cpu=4, accelerator=32)
     while True:
         batch = random_batch(data, num, size.context, rng)
-        yield Batch(batch.tokens.to(settings.device), batch.targets.to(settings.device))
+        yield batch.tokens.to(settings.device), batch.targets.to(settings.device)
+
+
+def _pictures(settings: Settings, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    rng = torch.Generator().manual_seed(seed)
+    num, size = (
+        settings.pick(tiny=2, cpu=16, accelerator=128),
+        settings.pick(tiny=8, cpu=32, accelerator=64),
+    )
+    while True:
+        pictures, kinds = shapes(num, size, rng)
+        noise = NOISE * torch.randn(pictures.shape, generator=rng)
+        yield (pictures + noise).to(settings.device), kinds.to(settings.device)
+
+
+def _noisy(settings: Settings, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    rng = torch.Generator().manual_seed(seed)
+    num, size = (
+        settings.pick(tiny=2, cpu=8, accelerator=64),
+        settings.pick(tiny=8, cpu=32, accelerator=64),
+    )
+    while True:
+        pictures, _ = shapes(num, size, rng)
+        noise = NOISE * torch.randn(pictures.shape, generator=rng)
+        yield pictures.to(settings.device), noise.to(settings.device)
