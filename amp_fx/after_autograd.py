@@ -1,8 +1,9 @@
-"""Rewrites of the graphs that AOTAutograd makes: what the option ``weight_grads`` asks for.
+"""Rewrites of the graphs that AOTAutograd makes: the options ``weight_grads`` and ``products``.
 
 Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
 rounded, written, read and written again. ``aten.mm.dtype`` gives the sums of the product in float32
 as the hardware makes them: one rounding less, and 6 of 8 bytes per element less in between.
+Products on CPUs without units for their dtype are the matter of ``wide_products``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from amp_fx import wide_products
+from amp_fx.product_costs import pays
+from amp_fx.wide_products import widen_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,33 +39,55 @@ _VIEWS = (
 )
 
 
-class WeightGrads(CustomGraphPass):
-    """Makes gradients that leave a backward in float32 products with float32 results.
+class AfterAutograd(CustomGraphPass):
+    """What is done to every graph before inductor lowers it.
 
     Relies on inductor running ``post_grad_custom_pre_pass`` on every graph, and on inputs of a
     backward that are gradients being called ``tangents``.
 
     Args:
+        has_wide_grads: Whether gradients that leave a backward in float32 are products with
+            float32 results.
+        products: ``Options.products``.
         following: A pass of the user's own, which runs after this one.
     """
 
-    def __init__(self, following: Any = None) -> None:
+    def __init__(
+        self, *, has_wide_grads: bool = False, products: str = "low", following: Any = None
+    ) -> None:
+        self.has_wide_grads = has_wide_grads
+        self.products = products
         self.following = following
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrites a graph in place."""
-        if is_backward(graph):
+        if self.has_wide_grads and is_backward(graph):
             widen_weight_grads(graph)
+        self.widen_products(graph)
         if self.following is not None:
             self.following(graph)
 
+    def widen_products(self, graph: fx.Graph) -> int:
+        """Widens the products that are to be wide; which are told by how many there were."""
+        if self.products == "low":
+            return 0
+        return widen_products(graph, pays if self.products == "auto" else _always)
+
     def uuid(self) -> Any:
-        """What stands for it in the keys of inductor's caches; None for nothing can."""
-        own = get_hash_for_files((__file__,))
+        """What stands for it in the keys of inductor's caches; None for nothing can.
+
+        Measured tables are no part of it: another machine's change no rounding, only speed.
+        """
+        files = (__file__, wide_products.__file__)
+        own = (get_hash_for_files(files), self.has_wide_grads, self.products)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
         return None if theirs is None else (own, theirs)
+
+
+def _always(kind: str, dtype: torch.dtype, least_size: int) -> bool:  # noqa: ARG001
+    return True
 
 
 def is_backward(graph: fx.Graph) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx.graphs.values import is_written, value_of
-from amp_fx.inner import compile_graph, compile_with_inductor, inductor_config
+from amp_fx.inner import after_autograd, compile_graph, compile_with_inductor, inductor_config
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
@@ -122,6 +122,7 @@ def compile_freezing(
 
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _check_alike(graph, aliases, num_inputs)
+        after_autograd(options).widen_products(graph.graph)
         frozen = compile_frozen(
             graph,
             inputs,
@@ -155,6 +156,7 @@ def values_when_frozen(
     def note(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         fakes = {i: inputs[i] for i in weights}
         _check_alike(graph, fakes, len(example_inputs))
+        after_autograd(options).widen_products(graph.graph)
         values = folded(graph, inputs, fakes, folds_batch_norm=options.fold_batch_norm)
         storages = {fake.untyped_storage()._cdata for fake in fakes.values()}
         found.update(

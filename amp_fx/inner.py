@@ -19,6 +19,7 @@ from amp_fx.regions.policy_codes import CARRIERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from amp_fx.after_autograd import AfterAutograd
     from amp_fx.options import Options
 
     Compiled = Callable[..., Any]
@@ -44,14 +45,28 @@ def inductor_config(options: Options) -> dict[str, Any]:
     """The settings of inductor that graphs are compiled with."""
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     settings = dict(wrapper.config)
-    if options.has_wide_weight_grads:
+    if options.has_wide_weight_grads or options.products != "low":
         from torch._inductor import config
 
-        from amp_fx.after_autograd import WeightGrads
-
         name = "post_grad_custom_pre_pass"
-        settings[name] = WeightGrads(settings.get(name, getattr(config, name)))
+        settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
     return settings
+
+
+def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
+    """What is done to graphs of AOTAutograd before inductor lowers them.
+
+    Args:
+        options: The options of the backend.
+        following: A pass of the user's own, which runs afterwards.
+    """
+    from amp_fx.after_autograd import AfterAutograd
+
+    return AfterAutograd(
+        has_wide_grads=options.has_wide_weight_grads,
+        products=options.products,
+        following=following,
+    )
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -29,6 +29,7 @@ COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
 WEIGHT_GRADS = ("autocast", "float32")
+PRODUCTS = ("auto", "low", "wide")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Options:
             hardware sums them, where the device has that (CUDA): more exact than autocast, and
             fewer bytes; ``"autocast"``: they are rounded to the low dtype first; None: float32
             under policies by which residual sums are low, such as the preset ``"lean"``.
+        products: What low products are computed in on a CPU, under inductor: ``"wide"``, float32
+            of the rounded inputs, rounded once at the end; ``"low"``; ``"auto"``: wide where that
+            was measured to be faster on this machine (``amp_fx.product_costs``).
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
@@ -83,6 +87,7 @@ class Options:
     freezing: bool | None = None
     fold_batch_norm: bool = False
     weight_grads: str | None = None
+    products: str = "auto"
     range_guard: bool = True
     bare_region: bool = True
     fallback: bool = True
@@ -164,6 +169,7 @@ _CHOICES = {
     "output_dtype": OUTPUT_DTYPES,
     "verify": VERIFY,
     "weight_grads": WEIGHT_GRADS,
+    "products": PRODUCTS,
 }
 
 
@@ -241,6 +247,7 @@ _CONVERT = {
     "freezing": _to_bool,
     "fold_batch_norm": _to_bool,
     "weight_grads": _to_choice,
+    "products": _to_choice,
     "range_guard": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,

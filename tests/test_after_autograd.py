@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import after_autograd, preset
-from amp_fx.after_autograd import WeightGrads, widen_weight_grads
+from amp_fx.after_autograd import AfterAutograd, widen_weight_grads
 from amp_fx.inner import has_cpp_compiler, inductor_config
 from amp_fx.options import Options
 
@@ -174,7 +174,7 @@ def test_inductor_hands_it_the_backward(monkeypatch: pytest.MonkeyPatch) -> None
 
 def has_it(**options: Any) -> bool:
     found = inductor_config(Options.parse(options)).get("post_grad_custom_pre_pass")
-    return isinstance(found, WeightGrads)
+    return isinstance(found, AfterAutograd) and found.has_wide_grads
 
 
 def test_it_is_on_where_it_is_asked_for_and_in_lean() -> None:
@@ -189,6 +189,8 @@ def test_caches_tell_it_apart() -> None:
     def theirs(graph: fx.Graph) -> None:
         """A pass that gives no key."""
 
-    assert WeightGrads().uuid() == WeightGrads().uuid()
-    assert WeightGrads(WeightGrads()).uuid() not in (None, WeightGrads().uuid())
-    assert WeightGrads(theirs).uuid() is None, "what cannot be told apart stays out of caches"
+    assert AfterAutograd().uuid() == AfterAutograd().uuid()
+    assert AfterAutograd(following=AfterAutograd()).uuid() not in (None, AfterAutograd().uuid())
+    assert AfterAutograd(following=theirs).uuid() is None, (
+        "what cannot be told apart stays out of caches"
+    )

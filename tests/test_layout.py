@@ -28,6 +28,8 @@ ORDER = (
             "added_passes",
             "options",
             "after_autograd",
+            "wide_products",
+            "product_costs",
             "inner",
             "inductor_repair",
             "fallback",

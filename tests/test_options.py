@@ -37,6 +37,7 @@ def test_every_field_can_be_given() -> None:
         "freezing": False,
         "fold_batch_norm": True,
         "weight_grads": "float32",
+        "products": "wide",
         "range_guard": False,
         "bare_region": False,
         "fallback": False,

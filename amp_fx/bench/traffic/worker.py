@@ -82,7 +82,7 @@ def count(
     ):
         options: dict[str, Any] = {"backend": counter.inductor}
         if contender in POLICIES:
-            given = {"policy": POLICIES[contender], "fallback": False}
+            given = {"policy": POLICIES[contender], "fallback": False, "products": "low"}
             options = {"backend": "amp_fx", "options": given}
         compiled = torch.compile(model, **options)
         for _ in range(2):

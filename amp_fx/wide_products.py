@@ -1,0 +1,171 @@
+"""Computes low products in float32 where a CPU has no units for the dtype.
+
+oneDNN's reference kernels take six times as long for bfloat16 as for float32 on AVX2, and four to
+sixty times for float16 almost everywhere. A wide product takes the same rounded inputs, is summed
+in float32, as the low kernels do too, and its result is rounded once: the rounding points are
+autocast's. It reads more bytes, so that small ones are better left low: ``product_costs``.
+
+The graphs are AOTAutograd's, forward and backward, of core ops. Inductor takes what was rounded in
+a kernel for what it was before, where that kernel reads it again in float32; what a low product
+reads from memory or writes there is rounded. ``rounded`` is a rounding that nothing takes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.dtypes import is_low
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import fx
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "rounded", "CompositeExplicitAutograd")
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor rounded to a low dtype, in its own dtype."""
+    return x.to(dtype).to(x.dtype)
+
+
+CAST = torch.ops.prims.convert_element_type.default
+
+PRODUCT, BATCHED, CONVOLUTION, ATTENTION = "product", "batched", "convolution", "attention"
+KINDS: Mapping[Any, str] = {
+    aten.mm.default: PRODUCT,
+    aten.addmm.default: PRODUCT,
+    aten.bmm.default: BATCHED,
+    aten.baddbmm.default: BATCHED,
+    aten.convolution.default: CONVOLUTION,
+    aten.convolution_backward.default: CONVOLUTION,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ATTENTION,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION,
+}
+"""The ops that are widened, by the kind of kernel that they take."""
+
+_USUAL_SIZE = 64
+"""What is taken for a size that nobody knows."""
+
+
+def widen_products(graph: fx.Graph, pays: Callable[[str, torch.dtype, int], bool]) -> int:
+    """Rewrites a graph in place.
+
+    Args:
+        graph: Of AOTAutograd; its nodes have their values in ``meta["val"]``.
+        pays: Whether a kind of product is better wide, given its low dtype and the least of
+            its sizes.
+
+    Returns:
+        How many were widened.
+    """
+    _lower_rounded()
+    casts: dict[fx.Node, fx.Node] = {}
+    found = [node for node in graph.nodes if _is_widened(node, pays)]
+    for node in found:
+        for source in node.all_input_nodes:
+            if _is_low_value(source.meta["val"]) and source not in casts:
+                casts[source] = _widened(source)
+        node.args = torch.fx.node.map_arg(node.args, lambda n: casts.get(n, n))
+        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: casts.get(n, n))
+        _round_results(node)
+    if found:
+        graph.lint()
+    return len(found)
+
+
+def _is_widened(node: fx.Node, pays: Callable[[str, torch.dtype, int], bool]) -> bool:
+    kind = KINDS.get(node.target)
+    if kind is None:
+        return False
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    low = {value.dtype for value in tensors if is_low(value.dtype)}
+    is_here = all(value.device.type == "cpu" for value in tensors)
+    return is_here and len(low) == 1 and pays(kind, low.pop(), least_size(kind, tensors))
+
+
+def least_size(kind: str, tensors: list[torch.Tensor]) -> int:
+    """The least of the rows, columns and terms of a product; what is not known is guessed."""
+    if kind not in (PRODUCT, BATCHED):
+        return _USUAL_SIZE
+    left, right = tensors[-2:]
+    return min(_known(size) for size in (*left.shape[-2:], *right.shape[-2:]))
+
+
+def _known(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return _USUAL_SIZE if hint is None else int(hint)
+
+
+def _is_low_value(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_low(value.dtype)
+
+
+def _widened(source: fx.Node) -> fx.Node:
+    """A low value in float32, rounded; behind all inputs if it is one."""
+    graph, last = source.graph, source
+    while source.op == "placeholder" and last.next.op == "placeholder":
+        last = last.next
+    value = source.meta["val"]
+    with graph.inserting_after(last):
+        cast = graph.call_function(CAST, (source, torch.float32))
+    with graph.inserting_after(cast):
+        exact = graph.call_function(torch.ops.amp_fx.rounded.default, (cast, value.dtype))
+    cast.meta, exact.meta = {"val": value.float()}, {"val": value.float()}
+    return exact
+
+
+def _round_results(node: fx.Node) -> None:
+    """Rounds what a node gives, now in float32, where it gave low tensors."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        _round(node)
+        return
+    node.meta["val"] = tuple(v.float() if _is_low_value(v) else v for v in value)
+    for user in list(node.users):
+        if user.target is operator.getitem and _is_low_value(user.meta["val"]):
+            _round(user)
+
+
+def _round(node: fx.Node) -> None:
+    graph, users, value = node.graph, list(node.users), node.meta["val"]
+    node.meta["val"] = value.float()
+    with graph.inserting_after(node):
+        exact = graph.call_function(torch.ops.amp_fx.rounded.default, (node, value.dtype))
+    with graph.inserting_after(exact):
+        cast = graph.call_function(CAST, (exact, value.dtype))
+    exact.meta, cast.meta = {"val": value.float()}, {"val": value}
+    for user in users:
+        user.replace_input_with(node, cast)
+
+
+@functools.cache
+def _lower_rounded() -> None:
+    """Has inductor round.
+
+    Relies on ``ops.to_dtype`` of ``torch._inductor``, which with ``use_compute_types=False`` gives
+    the low value itself, and on ``register_lowering``.
+    """
+    from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    @register_lowering(torch.ops.amp_fx.rounded.default, type_promotion_kind=None)
+    def lower(x: Any, dtype: torch.dtype) -> Any:
+        def round_one(value: Any) -> Any:
+            # Of the value itself the C++ backend knows roundings, and takes them back.
+            value = ops.mul(value, ops.constant(1.0, torch.float32))
+            low = ops.to_dtype(value, dtype, src_dtype=torch.float32, use_compute_types=False)
+            return ops.to_dtype(low, torch.float32, src_dtype=dtype)
+
+        return make_pointwise(round_one)(x)

@@ -1,0 +1,201 @@
+"""Low products that are computed in float32: their numbers, and which ones are."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_fx import product_costs, weight_cache
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.wide_products import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import fx
+
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+
+aten = torch.ops.aten
+FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
+
+
+class WidelyByHand(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Eager code whose low products are sums in float32 of what they get, rounded once."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in KINDS:
+            return func(*args, **(kwargs or {}))
+        low = next((a.dtype for a in args if is_low(a)), None)
+        wide = func(*[a.float() if is_low(a) else a for a in args], **(kwargs or {}))
+        if low is None:
+            return wide
+        if isinstance(wide, torch.Tensor):
+            return wide.to(low)
+        return tuple(None if each is None else each.to(low) for each in wide)
+
+
+def is_low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (FLOAT16, BFLOAT16)
+
+
+class Linears(nn.Module):
+    """Nothing but products: each rounds what it gets and what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=i == 1) for i in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 16, 16) / 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.first) @ self.second
+
+
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linears": (Linears, (64, 32)),
+    "convolutions": (Convolutions, (2, 8, 12, 12)),
+    "batched": (Batched, (4, 24, 16)),
+}
+
+
+def results(program: Callable[..., Any], model: nn.Module, x: torch.Tensor, dtype: Any) -> Any:
+    """The output and all gradients, those small that a low dtype flushes and rounds."""
+    with torch.autocast("cpu", dtype):
+        out = program(x)
+    (out.float() ** 2).mean().mul(1e-2).backward()
+    return [out.detach().float(), *[p.grad for p in model.parameters()]]
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rounding_points_are_those_of_low_products(name: str, dtype: torch.dtype) -> None:
+    """Against eager code; in float16 gradients are subnormal, so that each rounding shows."""
+    build, shape = PROGRAMS[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    twin, exact = copy.deepcopy(model), copy.deepcopy(model)
+    options: dict[str, Any] = {"products": "wide", "fallback": False}
+    compiled = torch.compile(model, backend="amp_fx", options=options)
+    actual = results(compiled, model, x, dtype)
+    with WidelyByHand():  # type: ignore[no-untyped-call]
+        expected = results(twin, twin, x, dtype)
+    (exact(x) ** 2).mean().mul(1e-2).backward()
+    unrounded: list[Any] = [p.grad for p in exact.parameters()]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert distance(ours, theirs) < 2e-4
+    assert any(distance(g, e) > 1e-3 for g, e in zip(expected[1:], unrounded, strict=True))
+
+
+@pytest.fixture
+def targets() -> Iterator[list[tuple[Any, torch.dtype]]]:
+    """The products of all graphs that inductor got, with the dtype that they are summed from."""
+    found: list[tuple[Any, torch.dtype]] = []
+
+    def note(graph: fx.Graph) -> None:
+        products = [node for node in graph.nodes if node.target in KINDS]
+        found.extend((n.target, n.all_input_nodes[0].meta["val"].dtype) for n in products)
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=note, fx_graph_cache=False):
+        yield found
+
+
+def train(products: str, dtype: torch.dtype = FLOAT16, rows: int = 64) -> None:
+    options: dict[str, Any] = {"products": products, "dtype": dtype, "fallback": False}
+    compiled = torch.compile(Linears(), backend="amp_fx", options=options)
+    compiled(torch.randn(rows, 32)).sum().backward()
+
+
+@pytest.mark.parametrize(("products", "dtype"), [("wide", torch.float32), ("low", FLOAT16)])
+def test_forward_and_backward_follow_the_option(
+    products: str, dtype: torch.dtype, targets: list[tuple[Any, torch.dtype]]
+) -> None:
+    train(products)
+    assert {target for target, _ in targets} == {aten.mm.default, aten.addmm.default}
+    assert {seen for _, seen in targets} == {dtype}
+    assert len(targets) == 3 + 5, "three layers, and no gradient of the input"
+
+
+def test_auto_goes_by_what_was_measured(
+    targets: list[tuple[Any, torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"product 1": 0.5, "product 4": 0.5, "product 16": 4.0, "product 64": 4.0}
+    monkeypatch.setattr(product_costs, "table", lambda *_: table)
+    train("auto", rows=64)
+    assert {seen for _, seen in targets} == {torch.float32}
+    targets.clear()
+    torch._dynamo.reset()
+    train("auto", rows=4)
+    assert {seen for _, seen in targets} == {FLOAT16}, "small ones read fewer bytes"
+
+
+def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(product_costs, "SIZES", (1,))
+    measured = product_costs._measured
+    calls: list[torch.dtype] = []
+
+    def counted(dtype: torch.dtype) -> dict[str, float]:
+        calls.append(dtype)
+        return measured(dtype)
+
+    monkeypatch.setattr(product_costs, "_measured", counted)
+    for _ in range(2):
+        product_costs.table.cache_clear()
+        found = product_costs.table(BFLOAT16, 1)
+        assert found.keys() == {"product 1", "batched 1", "convolution", "attention"}
+        assert all(ratio > 0 for ratio in found.values())
+    assert calls == [BFLOAT16]
+    [path] = (tmp_path / "amp_fx").iterdir()
+    path.write_text("{")  # as a process leaves it that was killed
+    product_costs.table.cache_clear()
+    assert product_costs.table(BFLOAT16, 1).keys() == found.keys()
+    product_costs.table.cache_clear()
+
+
+def test_inference_keeps_weights_wide_and_fresh() -> None:
+    """Rounded already, in float32: no call widens them again."""
+    torch.manual_seed(0)
+    model: Any = Linears().eval()
+    x = torch.randn(64, 32)
+    options: dict[str, Any] = {"products": "wide", "dtype": FLOAT16, "fallback": False}
+    compiled = torch.compile(model, backend="amp_fx", options=options)
+    weight_cache.clear()
+    with torch.no_grad():
+        for _ in range(2):
+            with WidelyByHand(), torch.autocast("cpu", FLOAT16):  # type: ignore[no-untyped-call]
+                expected = model(x).float()
+            assert distance(compiled(x), expected) < 1e-3  # type: ignore[no-untyped-call]
+            model.layers[0].weight.data.mul_(2)
+    kept = [value for value in weight_cache.stats().values if value.weights[0].endswith("weight")]
+    assert {value.weights for value in kept} == {(f"layers.{i}.weight",) for i in range(3)}
+    assert all(value.bytes >= 32 * 32 * 4 for value in kept)
