@@ -246,6 +246,7 @@ class ShadowedCall:
             is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
                 self._compare_discrete(seen, result, second)
+                self._note_origin(seen, result, seen.error_in)
                 continue
             wide = widened(second, self.reference)
             again = None if third is None else widened(third, self.reference)
@@ -253,8 +254,7 @@ class ShadowedCall:
                 again = wide
             if is_measured or self.shadows.is_low(result.dtype):
                 self._measure(seen, position, result, wide, again, number, is_measured)
-            entry = self.shadows.note(result)
-            entry.origin, entry.error = seen.index, seen.measures.accumulated
+            self._note_origin(seen, result, seen.measures.accumulated)
             if is_written or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
@@ -262,6 +262,10 @@ class ShadowedCall:
                 self.shadows.put(result, wide, is_fresh=fresh)
         if is_measured and (seen.measures.numel or seen.measures.flips):
             self.mode.record(seen)
+
+    def _note_origin(self, seen: Seen, result: torch.Tensor, error: float) -> None:
+        entry = self.shadows.note(result)
+        entry.origin, entry.error = seen.index, error
 
     def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> None:
         if result is shadow or torch.equal(result, shadow):

@@ -21,6 +21,7 @@ from amp_fx.numerics.repeat import facts_of
 from amp_fx.numerics.shadow import Shadows, is_tracked
 from amp_fx.numerics.torch_private import (
     address_of,
+    is_custom,
     latest_node_number,
     number_of,
     running_node,
@@ -121,8 +122,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stage and site of an op that is about to be recorded, and the number of its node."""
         node = running_node()
         if node is not None and not torch.is_grad_enabled():
-            site = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
-            return "backward", site, None
+            return "backward", self._site_in_backward(node, kernel), None
         number = latest_node_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -131,6 +131,14 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_node()
         is_again = node is not None and _is_in_checkpoint()
         return ("again" if is_again else "forward"), site, number if is_own else None
+
+    def _site_in_backward(self, node: Any, kernel: str) -> Site:
+        """That of its forward; in the backward of a custom function the line that is running."""
+        found = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
+        if not is_custom(node):
+            return found
+        here = self.places.here(kernel)
+        return here._replace(module=found.module, module_type=found.module_type)
 
     def _count_node(self) -> None:
         self._last_number = latest_node_number()

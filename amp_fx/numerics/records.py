@@ -160,8 +160,8 @@ class Suspect:
     """Ops of one kind in one place that do harm.
 
     Attributes:
-        kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"`` or
-            ``"effect"``.
+        kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
+            ``"growth"`` (of errors, over several ops of a module) or ``"effect"``.
         module: The path of the module; ``*`` stands for the numbers of several alike.
         op: The op to mend, as a policy calls it; by its own name where no policy reaches it.
         stage: ``"forward"`` or ``"backward"``.

@@ -18,7 +18,7 @@ from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.repeat import below_everything
 from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
-from amp_fx.numerics.torch_private import number_of
+from amp_fx.numerics.torch_private import is_custom, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -288,7 +288,7 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
             leaves.append(leaf)
             continue
         nodes[number_of(node)] = node
-        if _is_custom(node):
+        if is_custom(node):
             module = mode.site_of(number_of(node)).module
             why = "what ops inside of a custom function do to the loss is not known"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
@@ -299,11 +299,6 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         if found is not None:
             found.register_prehook(_hook(mode, roundings, scale))
     return leaves
-
-
-def _is_custom(node: Any) -> bool:
-    """Whether a node is that of a custom function."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:

@@ -26,6 +26,10 @@ AMPLIFICATION = 30.0
 """How much an op may amplify an error ..."""
 CANCELLED = 0.03
 """... that then is at least so large, of the result."""
+GROWTH = 20.0
+"""How much errors may grow over several ops of one module, from what comes into it ..."""
+GROWN = 0.05
+"""... to that, of a result."""
 LEAST_ELEMENTS = 8
 """Smaller results may be small by chance."""
 EFFECT_UNITS, LEAST_EFFECT = 1.5, 0.002
@@ -75,6 +79,7 @@ def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspec
     """
     by_index = {node.index: node for node in nodes}
     findings = [f for node in nodes for f in _findings(node, by_index, nodes)]
+    findings += _growths(nodes, by_index, {f.mend.module for f in findings})
     if loss is not None and math.isfinite(loss) and loss != 0:
         findings += _effects(nodes, abs(loss))
     suspects = [_suspect(group) for group in _groups(findings)]
@@ -109,9 +114,14 @@ def _forward_findings(node: OpRecord, by_index: dict[int, OpRecord]) -> Iterator
         why += f"; {flush_words(node)}" if node.underflow else ""
         yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
     grew = node.amplification
-    is_large = node.accumulated >= CANCELLED and node.numel // node.num_batches >= LEAST_ELEMENTS
-    if grew >= AMPLIFICATION and is_large and math.isfinite(node.accumulated):
+    if grew >= AMPLIFICATION and node.accumulated >= CANCELLED and _is_telling(node):
         yield _cancellation(node, by_index)
+
+
+def _is_telling(node: OpRecord) -> bool:
+    """Whether its error is one of numbers, and of so many that it is none by chance."""
+    is_long = node.numel // node.num_batches >= LEAST_ELEMENTS
+    return is_long and math.isfinite(node.accumulated)
 
 
 def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
@@ -153,20 +163,106 @@ def _cancellation(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     if not inside:
         return _Finding("cancellation", node, node, score, grew)
     cause = max(inside, key=lambda n: n.effect_rms)
+    cause = cause if cause.effect_rms else _maker(node, by_index)
     if cause.label == node.label:
         return _Finding("cancellation", node, cause, score, grew)
     return _Finding("cancellation", node, cause, score, f"`{node.label}` after it {grew}")
 
 
-def _upstream(node: OpRecord, by_index: dict[int, OpRecord]) -> list[OpRecord]:
-    """The ops that made its inputs and those of these, the nearest first."""
+def _upstream(
+    node: OpRecord, by_index: dict[int, OpRecord], hops: int = HOPS, module: str | None = None
+) -> list[OpRecord]:
+    """The ops that made its inputs and those of these, the nearest first.
+
+    Args:
+        node: Where to begin.
+        by_index: All ops.
+        hops: How far to go.
+        module: The one to stay in; None goes anywhere.
+    """
     found: dict[int, OpRecord] = {}
     level = [node]
-    for _ in range(HOPS):
-        level = [by_index[i] for n in level for i in reversed(n.inputs) if i in by_index]
-        level = [n for n in level if n.index not in found]
+    for _ in range(hops):
+        above = [by_index[i] for n in level for i in reversed(n.inputs) if i in by_index]
+        level = [n for n in above if n.index not in found and module in (None, n.module)]
         found |= {n.index: n for n in level}
+        if not level:
+            break
     return list(found.values())
+
+
+def _growths(
+    nodes: Sequence[OpRecord], by_index: dict[int, OpRecord], blamed: set[str]
+) -> Iterator[_Finding]:
+    """Modules in which errors grow over several ops, none of which is over a threshold alone."""
+    entered: dict[int, float] = {}
+    worst: dict[str, tuple[float, OpRecord]] = {}
+    unit = max((UNIT[n.dtype] for n in nodes if n.dtype in UNIT), default=0.0)
+    for node in nodes:
+        if node.stage != "forward":
+            continue
+        entered[node.index] = _entered(node, by_index, entered)
+        if node.accumulated < GROWN or node.dtype not in UNIT or not _is_telling(node):
+            continue
+        growth = node.accumulated / max(entered[node.index], unit)
+        if growth >= max(GROWTH, worst.get(node.module, (0.0, node))[0]):
+            worst[node.module] = growth, node
+    for module, (growth, node) in worst.items():
+        if module not in blamed:
+            yield _growth(node, growth, by_index)
+
+
+def _entered(node: OpRecord, by_index: dict[int, OpRecord], entered: dict[int, float]) -> float:
+    """The error with which what an op works on has come into its module."""
+    found = 0.0
+    for index in node.inputs:
+        above = by_index.get(index)
+        if above is None:  # it was not measured
+            found = max(found, node.accumulated_in)
+        elif above.module != node.module or index not in entered:
+            found = max(found, above.accumulated)
+        else:
+            found = max(found, entered[index])
+    return found
+
+
+def _growth(node: OpRecord, growth: float, by_index: dict[int, OpRecord]) -> _Finding:
+    """The ops to mend are those of one name whose errors do most to the loss together."""
+    inside = [node, *_upstream(node, by_index, hops=len(by_index), module=node.module)]
+    alike: dict[str, list[OpRecord]] = {}
+    for above in inside:
+        if above.local > 0:
+            alike.setdefault(above.label, []).append(above)
+    several = max(alike.values(), key=_weight, default=[node])
+    if not _weight(several):
+        maker = _maker(node, by_index)
+        several = alike.get(maker.label, [maker])
+    cause = max(several, key=lambda n: (abs(n.effect or 0.0), n.local))
+    why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
+    why += f" in `{node.label}`" if node.label != cause.label else ""
+    why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
+    return _Finding("growth", node, cause, growth / GROWTH, why)
+
+
+def _weight(nodes: Sequence[OpRecord]) -> float:
+    signed = abs(sum(n.effect or 0.0 for n in nodes))
+    return max(signed, math.hypot(*(n.effect_rms for n in nodes)))
+
+
+def _maker(node: OpRecord, by_index: dict[int, OpRecord]) -> OpRecord:
+    """The op that made the error, where no effect tells: up the largest, to where half is its own.
+
+    Indices and masks pass errors on, though they have none in numbers.
+    """
+    seen = {node.index}
+    while node.local < node.accumulated / 2 or not node.is_float:
+        above = [by_index[i] for i in node.inputs if i in by_index and i not in seen]
+        above = [n for n in above if n.accumulated or not n.is_float]
+        if not above:
+            break
+        node = max(above, key=lambda n: n.accumulated)
+        seen.add(node.index)
+    return node
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
