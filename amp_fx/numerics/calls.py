@@ -242,38 +242,43 @@ class ShadowedCall:
             return
         seen = self._new_record(stage, site, first)
         is_measured = self.mode.is_wanted(site) and stage != "again"
+        errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
-                self._compare_discrete(seen, result, second)
-                self._note_origin(seen, result, seen.error_in)
+                differs = self._compare_discrete(seen, result, second)
+                errors += [(result, seen.error_in)] if differs else []
                 continue
             wide = widened(second, self.reference)
             again = None if third is None else widened(third, self.reference)
             if second is third:
                 again = wide
-            if is_measured or self.shadows.is_low(result.dtype):
-                self._measure(seen, position, result, wide, again, number, is_measured)
-            self._note_origin(seen, result, seen.measures.accumulated)
+            is_counted = is_measured and not (position and self.facts.saves)
+            error = 0.0
+            if is_counted or self.shadows.is_low(result.dtype):
+                error = self._measure(seen, position, result, wide, again, number, is_counted)
+            errors.append((result, error))
             if is_written or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
-        if is_measured and (seen.measures.numel or seen.measures.flips):
+        is_recorded = is_measured and bool(seen.measures.numel or seen.measures.flips)
+        if is_recorded:
             self.mode.record(seen)
+        for result, error in errors:
+            entry = self.shadows.note(result)
+            entry.origin, entry.error = (seen.index if is_recorded else -1), error
 
-    def _note_origin(self, seen: Seen, result: torch.Tensor, error: float) -> None:
-        entry = self.shadows.note(result)
-        entry.origin, entry.error = seen.index, error
-
-    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> None:
+    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> bool:
+        """Counts what differs, and says whether anything does."""
         if result is shadow or torch.equal(result, shadow):
             self.shadows.forget(result)
-            return
+            return False
         seen.measures.flips += int(torch.count_nonzero(result != shadow))
         if not _is_in(result, self.written):
             self.shadows.put(result, shadow, is_fresh=True)
+        return True
 
     def _measure(
         self,
@@ -284,7 +289,8 @@ class ShadowedCall:
         repeated: torch.Tensor | None,
         number: int | None,
         is_measured: bool,
-    ) -> None:
+    ) -> float:
+        """Heals a result, adds its numbers to the record, and gives its error since the start."""
         is_low = self.shadows.is_low(result.dtype)
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
         found, eps = measure_float(
@@ -296,7 +302,7 @@ class ShadowedCall:
             heal(result, repeated, shadow, is_singular=bool(found.singular))
             self.mode.num_healed += 1
         if not is_measured:
-            return
+            return found.accumulated
         is_finite = found.max_abs - found.max_abs == 0
         seen.is_origin |= not is_finite and not _has_infinity(
             [self.shadows.of(t) for t in self.tensors]
@@ -304,16 +310,18 @@ class ShadowedCall:
         seen.measures.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
             seen.exponents = exponents(shadow)
-        if eps is None or number is None or seen.stage != "forward" or not found.local_sq:
-            return
-        if not found.is_finite:
-            eps = torch.where(eps.isfinite(), eps, 0)
-        kept = Rounding(seen, position, eps.to(torch.bfloat16))
+        if eps is not None and number is not None and seen.stage == "forward" and found.local_sq:
+            eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
+            self._keep(Rounding(seen, position, eps.to(torch.bfloat16)), result, number)
+        return found.accumulated
+
+    def _keep(self, rounding: Rounding, result: torch.Tensor, number: int) -> None:
+        """Keeps an error until its gradient is there."""
         if _is_in(result, self.written):
-            kept.is_written = True
+            rounding.is_written = True
             if result._is_view():
-                kept.geometry = (result.size(), result.stride(), result.storage_offset())
-        self.mode.roundings.setdefault(number, []).append(kept)
+                rounding.geometry = (result.size(), result.stride(), result.storage_offset())
+        self.mode.roundings.setdefault(number, []).append(rounding)
 
     def _new_record(self, stage: str, site: Site, result: torch.Tensor) -> Seen:
         entries = [self.shadows.entry(t) for t in self.tensors]

@@ -48,6 +48,13 @@ MOVES = frozenset(
 """Ops that round nothing: they move and choose."""
 
 
+_SAVING = (
+    *("aten::native_", "aten::_native_", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+    *("aten::_scaled_dot_product_", "aten::_fused_rms_norm", "aten::_flash_", "aten::_efficient_"),
+)
+"""How ops are called whose results but the first are for the backward alone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
     """What the schema of an op says.
@@ -58,6 +65,7 @@ class OpFacts:
         is_view: Whether it only looks at its input in another way.
         is_random: Whether it takes random numbers.
         is_empty: Whether it makes memory with nothing in it.
+        saves: Whether its results but the first are for the backward alone.
     """
 
     name: str
@@ -65,6 +73,7 @@ class OpFacts:
     is_view: bool
     is_random: bool
     is_empty: bool
+    saves: bool
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
@@ -89,6 +98,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_view=is_view,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_empty=op.overloadpacket in _EMPTY,
+        saves=schema.name.startswith(_SAVING) and "backward" not in schema.name,
     )
 
 

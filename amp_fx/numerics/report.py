@@ -96,7 +96,7 @@ class AccuracyReport:
         if self.reference_problem is not None:
             return ()
         loss = None if self.reference_loss is None else self.reference_loss / self.num_batches
-        return find_suspects(self.nodes, loss)
+        return find_suspects(self.nodes, loss, self.suggested_scale)
 
     @property
     def error(self) -> float | None:

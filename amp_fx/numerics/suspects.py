@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from amp_fx.explanation.rows import without_numbers
+from amp_fx.numerics.causes import OpGraph, weight_of
 from amp_fx.numerics.records import UNIT, OpRecord, Suspect
 from amp_fx.numerics.words import flush_words, number, overflow_words, share
 
@@ -41,8 +42,6 @@ LOST_GRADIENT = 0.5
 """The part of a gradient's norm that flushing to zero may take."""
 PASSED_ON = 4.0
 """An op that amplifies more than that passes on what another one has rounded."""
-HOPS = 4
-"""How far up the cause of an overflow or a cancellation is looked for."""
 
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
 _DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
@@ -67,7 +66,11 @@ class _Finding:
     why: str
 
 
-def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspect, ...]:
+def find_suspects(
+    nodes: Sequence[OpRecord],
+    loss: float | None,
+    scales: tuple[float, float] | None = None,
+) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 
     Overflows come first, by time; then what else harms the forward, and then the backward, by how
@@ -76,10 +79,12 @@ def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspec
     Args:
         nodes: The records of all ops, in order.
         loss: The loss of the reference program; None without one.
+        scales: Between which the scale of the loss would do; None if that is not known.
     """
-    by_index = {node.index: node for node in nodes}
-    findings = [f for node in nodes for f in _findings(node, by_index, nodes)]
-    findings += _growths(nodes, by_index, {f.mend.module for f in findings})
+    graph = OpGraph(nodes)
+    findings = [f for node in nodes for f in _findings(node, graph, scales)]
+    blamed = {f.mend.module for f in findings if f.at.stage == "forward"}
+    findings += _growths(graph, blamed)
     if loss is not None and math.isfinite(loss) and loss != 0:
         findings += _effects(nodes, abs(loss))
     suspects = [_suspect(group) for group in _groups(findings)]
@@ -93,29 +98,31 @@ def _rank(suspect: Suspect) -> tuple[int, float]:
 
 
 def _findings(
-    node: OpRecord, by_index: dict[int, OpRecord], nodes: Sequence[OpRecord]
+    node: OpRecord, graph: OpGraph, scales: tuple[float, float] | None
 ) -> Iterator[_Finding]:
     if node.dtype not in UNIT:
         return
-    if node.is_overflow or (node.fills and any(n.poisoned for n in nodes)):
-        yield _overflow(node, by_index)
+    if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
+        yield _overflow(node, graph)
     if node.stage == "forward":
-        yield from _forward_findings(node, by_index)
+        yield from _forward_findings(node, graph)
     elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
         why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
+        if scales is not None:
+            why += f"; scales of the loss from {scales[0]:g} to {scales[1]:g} would do"
         yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
 
 
-def _forward_findings(node: OpRecord, by_index: dict[int, OpRecord]) -> Iterator[_Finding]:
+def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
     units = node.local / UNIT[node.dtype]
     if units > LOCAL_UNITS and not node.overflows:
         kind = "underflow" if node.underflow > 0.001 else "local error"
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
         yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
-    grew = node.amplification
-    if grew >= AMPLIFICATION and node.accumulated >= CANCELLED and _is_telling(node):
-        yield _cancellation(node, by_index)
+    is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
+    if is_large and _is_telling(node) and node.index not in graph.chosen:
+        yield _cancellation(node, graph)
 
 
 def _is_telling(node: OpRecord) -> bool:
@@ -124,13 +131,13 @@ def _is_telling(node: OpRecord) -> bool:
     return is_long and math.isfinite(node.accumulated)
 
 
-def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
     if node.singular:
-        return _singularity(node, by_index)
+        return _singularity(node, graph)
     why = overflow_words(node)
     if node.kernel.removeprefix("aten::").rstrip("_") not in _DIVISIONS:
         return _Finding("overflow", node, node, float(node.overflows), why)
-    above = [n for n in _upstream(node, by_index) if n.flushed and n.stage == node.stage]
+    above = [n for n in graph.upstream(node) if n.flushed and n.stage == node.stage]
     if not above:
         return _Finding("overflow", node, node, float(node.overflows), why)
     cause = above[0]
@@ -138,10 +145,10 @@ def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     return _Finding("overflow", node, cause, float(node.overflows), why)
 
 
-def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
     """The op mended is the one whose rounding reached zero, or where else it is infinite."""
     why = f"{node.singular} of {node.numel} elements become infinite or NaN"
-    above = [n for n in _upstream(node, by_index) if n.stage == node.stage and n.dtype in UNIT]
+    above = [n for n in graph.upstream(node) if n.stage == node.stage and n.dtype in UNIT]
     inside = [n for n in above if n.module == node.module]
     most = max((n.underflow for n in inside or above), default=0.0)
     flushed = [n for n in inside or above if n.flushed and n.underflow >= most / 4]
@@ -155,114 +162,50 @@ def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     return _Finding("overflow", node, cause, float(node.singular), why)
 
 
-def _cancellation(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _cancellation(node: OpRecord, graph: OpGraph) -> _Finding:
     grew = f"amplifies its error {node.amplification:.0f} times, to {number(node.accumulated)}"
     score = node.amplification / AMPLIFICATION
-    above = [n for n in _upstream(node, by_index) if n.local > 0]
+    above = [n for n in graph.upstream(node) if n.local > 0]
     inside = [n for n in above if n.module == node.module] or above
     if not inside:
         return _Finding("cancellation", node, node, score, grew)
     cause = max(inside, key=lambda n: n.effect_rms)
-    cause = cause if cause.effect_rms else _maker(node, by_index)
+    cause = cause if cause.effect_rms else graph.maker_of_error(node)
     if cause.label == node.label:
         return _Finding("cancellation", node, cause, score, grew)
     return _Finding("cancellation", node, cause, score, f"`{node.label}` after it {grew}")
 
 
-def _upstream(
-    node: OpRecord, by_index: dict[int, OpRecord], hops: int = HOPS, module: str | None = None
-) -> list[OpRecord]:
-    """The ops that made its inputs and those of these, the nearest first.
-
-    Args:
-        node: Where to begin.
-        by_index: All ops.
-        hops: How far to go.
-        module: The one to stay in; None goes anywhere.
-    """
-    found: dict[int, OpRecord] = {}
-    level = [node]
-    for _ in range(hops):
-        above = [by_index[i] for n in level for i in reversed(n.inputs) if i in by_index]
-        level = [n for n in above if n.index not in found and module in (None, n.module)]
-        found |= {n.index: n for n in level}
-        if not level:
-            break
-    return list(found.values())
-
-
-def _growths(
-    nodes: Sequence[OpRecord], by_index: dict[int, OpRecord], blamed: set[str]
-) -> Iterator[_Finding]:
+def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
     """Modules in which errors grow over several ops, none of which is over a threshold alone."""
-    entered: dict[int, float] = {}
+    unit = max((UNIT[n.dtype] for n in graph.nodes if n.dtype in UNIT), default=0.0)
     worst: dict[str, tuple[float, OpRecord]] = {}
-    unit = max((UNIT[n.dtype] for n in nodes if n.dtype in UNIT), default=0.0)
-    for node in nodes:
-        if node.stage != "forward":
+    for node in graph.nodes:
+        if node.index not in graph.entered or node.dtype not in UNIT or node.module in blamed:
             continue
-        entered[node.index] = _entered(node, by_index, entered)
-        if node.accumulated < GROWN or node.dtype not in UNIT or not _is_telling(node):
-            continue
-        growth = node.accumulated / max(entered[node.index], unit)
-        if growth >= max(GROWTH, worst.get(node.module, (0.0, node))[0]):
+        growth = node.accumulated / max(graph.entered[node.index], unit)
+        is_large = growth >= GROWTH and node.accumulated >= GROWN and _is_telling(node)
+        if is_large and growth > worst.get(node.module, (0.0, node))[0]:
             worst[node.module] = growth, node
-    for module, (growth, node) in worst.items():
-        if module not in blamed:
-            yield _growth(node, growth, by_index)
+    for growth, node in worst.values():
+        yield _growth(node, growth, graph)
 
 
-def _entered(node: OpRecord, by_index: dict[int, OpRecord], entered: dict[int, float]) -> float:
-    """The error with which what an op works on has come into its module."""
-    found = 0.0
-    for index in node.inputs:
-        above = by_index.get(index)
-        if above is None:  # it was not measured
-            found = max(found, node.accumulated_in)
-        elif above.module != node.module or index not in entered:
-            found = max(found, above.accumulated)
-        else:
-            found = max(found, entered[index])
-    return found
-
-
-def _growth(node: OpRecord, growth: float, by_index: dict[int, OpRecord]) -> _Finding:
+def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
     """The ops to mend are those of one name whose errors do most to the loss together."""
-    inside = [node, *_upstream(node, by_index, hops=len(by_index), module=node.module)]
     alike: dict[str, list[OpRecord]] = {}
-    for above in inside:
+    for above in [node, *graph.upstream(node, is_inside=True)]:
         if above.local > 0:
             alike.setdefault(above.label, []).append(above)
-    several = max(alike.values(), key=_weight, default=[node])
-    if not _weight(several):
-        maker = _maker(node, by_index)
+    several = max(alike.values(), key=weight_of, default=[node])
+    if not weight_of(several):
+        maker = graph.maker_of_error(node)
         several = alike.get(maker.label, [maker])
     cause = max(several, key=lambda n: (abs(n.effect or 0.0), n.local))
     why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
     why += f" in `{node.label}`" if node.label != cause.label else ""
     why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
     return _Finding("growth", node, cause, growth / GROWTH, why)
-
-
-def _weight(nodes: Sequence[OpRecord]) -> float:
-    signed = abs(sum(n.effect or 0.0 for n in nodes))
-    return max(signed, math.hypot(*(n.effect_rms for n in nodes)))
-
-
-def _maker(node: OpRecord, by_index: dict[int, OpRecord]) -> OpRecord:
-    """The op that made the error, where no effect tells: up the largest, to where half is its own.
-
-    Indices and masks pass errors on, though they have none in numbers.
-    """
-    seen = {node.index}
-    while node.local < node.accumulated / 2 or not node.is_float:
-        above = [by_index[i] for i in node.inputs if i in by_index and i not in seen]
-        above = [n for n in above if n.accumulated or not n.is_float]
-        if not above:
-            break
-        node = max(above, key=lambda n: n.accumulated)
-        seen.add(node.index)
-    return node
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
