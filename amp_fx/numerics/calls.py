@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float
@@ -20,9 +19,10 @@ from amp_fx.numerics.repeat import (
     in_reference,
     names_low_dtype,
     random_state,
+    tensors_in,
 )
 from amp_fx.numerics.seen import Rounding, Seen
-from amp_fx.numerics.shadow import widened
+from amp_fx.numerics.shadow import is_tracked, widened
 from amp_fx.numerics.torch_private import address_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,9 @@ class ShadowedCall:
             rewind = self._rewinder() if self.facts.is_random and not is_drawn else None
         with torch._C.DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
+        if not all(map(is_tracked, tensors_in(results))):
+            self.mode.leave_out(self.facts.name, site.module, "its result is no plain tensor")
+            return results
         with below_everything():
             if is_drawn or before is None:
                 self._follow(results)
@@ -337,11 +340,6 @@ class ShadowedCall:
             error_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
-
-
-def tensors_in(results: Any) -> list[torch.Tensor]:
-    """The tensors of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
 
 def _float_tensors(results: Any) -> list[torch.Tensor]:

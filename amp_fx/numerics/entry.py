@@ -8,12 +8,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
-from amp_fx.numerics.records import GradientRecord, record_of
+from amp_fx.numerics.records import record_of
+from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.state import refuse_strange
@@ -175,7 +175,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
     """The device type that autocasts: that of the tensors, an accelerator before the CPU."""
     if asked.device_type is not None:
         return asked.device_type
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(args)
     if isinstance(step, torch.nn.Module):
         tensors += [*step.parameters(), *step.buffers()]
     for tensor in tensors:
@@ -243,7 +243,7 @@ def report_of(
         is_probed=run.is_probed,
         is_repeatable=run.is_repeatable,
         nodes=tuple(record_of(seen) for seen in run.seen),
-        gradients=tuple(GradientRecord(**vars(g)) for g in run.gradients),
+        gradients=tuple(run.gradients),
         suggested_scale=_suggested_scale(run, asked.scale) if dtype == torch.float16 else None,
         not_examined=tuple(
             UnexaminedRecord(op, module, why) for (op, module), why in run.not_examined.items()

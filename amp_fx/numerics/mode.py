@@ -15,10 +15,10 @@ import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.calls import ShadowedCall, tensors_in
+from amp_fx.numerics.calls import ShadowedCall
 from amp_fx.numerics.places import CallNotes, Places, Site
-from amp_fx.numerics.repeat import facts_of
-from amp_fx.numerics.shadow import Shadows, is_tracked
+from amp_fx.numerics.repeat import facts_of, tensors_in
+from amp_fx.numerics.shadow import Shadows, is_tracked, is_wrapped
 from amp_fx.numerics.torch_private import (
     address_of,
     is_custom,
@@ -63,10 +63,10 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.roundings: dict[int, list[Rounding]] = {}
         self.num_healed = 0
         self.is_paused = False
-        self._guard = guard
-        self._reference = reference
+        self.guard = guard
+        self.reference = reference
         self._modules = modules
-        self._is_brief = is_brief
+        self.is_brief = is_brief
         self._site_of: dict[int, Site] = {}
         self._last_number = latest_node_number()
 
@@ -82,7 +82,12 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_paused:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        self._guard.look_at(tensors)
+        wrapped = next(filter(is_wrapped, tensors), None)
+        if wrapped is not None:
+            why = "what ops on the tensors that it consists of do to the loss is not known"
+            self.leave_out(type(wrapped).__name__, self.places.here("").module, why)
+            return NotImplemented  # it calls ops on these
+        self.guard.look_at(tensors)
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
         facts = facts_of(func)
@@ -91,10 +96,10 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _all_share(results, tensors):
                 self._count_node()
                 return results
-        self._guard.save(facts.written(args, kwargs))
         call = ShadowedCall(self, func, facts, args, kwargs, tensors)
+        self.guard.save(call.written)
         results = call.run() if call.is_touched() else call.run_as_it_is()
-        self._guard.note_made(results, tensors)
+        self.guard.note_made(results, tensors)
         return results
 
     def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
@@ -102,7 +107,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             results = func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        self._guard.note_made(results, tensors)
+        self.guard.note_made(results, tensors)
         return results
 
     def leave_out(self, op: str, module: str, why: str) -> None:
@@ -151,16 +156,6 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Adds the record of an op; what a checkpoint computes again was there before."""
         if seen.stage != "again":
             self.seen.append(seen)
-
-    @property
-    def reference(self) -> torch.dtype:
-        """The dtype of the reference."""
-        return self._reference
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether only results in a low dtype are measured."""
-        return self._is_brief
 
 
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
+from amp_fx.numerics.control_flow import eager_form
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
 from amp_fx.policies.module_path import name_of
@@ -66,7 +67,11 @@ class CallNotes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls the function."""
+        """Calls the function; what holds ops, such as a branch, as eager code."""
+        form = eager_form(func)
+        if form is not None:
+            with self:
+                return form(*args, **(kwargs or {}))
         outer, self.function = self.function, func
         self.number += 1
         try:

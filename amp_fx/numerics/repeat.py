@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +57,11 @@ _SAVING = (
 """How ops are called whose results but the first are for the backward alone."""
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
     """What the schema of an op says.
@@ -80,7 +87,7 @@ class OpFacts:
         found = []
         for index, name in self.writes:
             value = args[index] if index < len(args) else kwargs.get(name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += tensors_in(value)
         return found
 
 
@@ -169,6 +176,20 @@ def random_state(device: torch.device) -> Callable[[], None]:
     module = getattr(torch, device.type)
     state = module.get_rng_state(device)
     return lambda: module.set_rng_state(state, device)
+
+
+def python_random_state() -> Callable[[], None]:
+    """Takes the states of ``random`` and of NumPy, if that is there; call it to go back."""
+    numpy: Any = sys.modules.get("numpy")
+    ours = random.getstate()
+    theirs = numpy.random.get_state() if numpy is not None else None
+
+    def go_back() -> None:
+        random.setstate(ours)
+        if theirs is not None:
+            numpy.random.set_state(theirs)
+
+    return go_back
 
 
 def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:

@@ -9,19 +9,20 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
 from amp_fx.numerics.measures import effect_of
 from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
-from amp_fx.numerics.repeat import below_everything
-from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
+from amp_fx.numerics.records import GradientRecord
+from amp_fx.numerics.repeat import below_everything, python_random_state, tensors_in
+from amp_fx.numerics.shadow import is_tracked, unwrapped
+from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
 from amp_fx.numerics.torch_private import is_custom, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from amp_fx.numerics.seen import Seen
 
@@ -50,18 +51,6 @@ class Request:
 
 
 @dataclasses.dataclass
-class GradientSeen:
-    """The gradient of one leaf: in the low program and in the reference."""
-
-    name: str
-    shape: tuple[int, ...]
-    error: float
-    cosine: float
-    flushed: float
-    max_abs: float
-
-
-@dataclasses.dataclass
 class Run:
     """What one run under the shadow gave.
 
@@ -69,7 +58,6 @@ class Run:
         seen: The ops, in order.
         low_loss: The loss of the low program; None without a loss.
         reference_loss: That of the reference program.
-        healed_loss: That of the low program with overflows put right.
         output_error: Relative error of all outputs together.
         gradients: Those of leaves.
         not_examined: Ops that could not be, with their modules and the reasons.
@@ -82,9 +70,8 @@ class Run:
     seen: list[Seen]
     low_loss: float | None
     reference_loss: float | None
-    healed_loss: float | None
     output_error: float
-    gradients: list[GradientSeen]
+    gradients: list[GradientRecord]
     not_examined: dict[tuple[str, str], str]
     is_probed: bool
     is_repeatable: bool | None
@@ -100,7 +87,7 @@ def run_step(
     Raises:
         AccuracyError: There is nothing to examine.
     """
-    guard = StateGuard(modules_of(step))
+    guard = guard_of(step)
     with undisturbed(guard) as rewind:
         plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
         if plain is not None:
@@ -122,17 +109,20 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
     with torch.random.fork_rng(devices):
         cpu = torch.get_rng_state()
         others = torch.cuda.get_rng_state_all() if devices else []
+        rewind_python = python_random_state()
 
         def rewind() -> None:
             torch.set_rng_state(cpu)
             if others:
                 torch.cuda.set_rng_state_all(others)
+            rewind_python()
 
         try:
             with torch.compiler.set_stance("force_eager" if is_eager else "default"):
                 yield rewind
         finally:
             guard.restore()
+            rewind_python()
 
 
 @dataclasses.dataclass
@@ -178,7 +168,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
             return found.reshape(())
         what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise AccuracyError(f"loss=... gives {what}, not a floating-point scalar")
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(outputs)
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
 
@@ -205,7 +195,7 @@ def _shadow_run(
     num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
     low, reference = _values_of(mode, loss)
     with below_everything():
-        compared = floats if loss is None or request.is_brief else [loss]
+        compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
     gradients = _backward(mode, loss, floats, request)
     is_same = None if plain is None or mode.num_healed else plain.loss == low
@@ -213,7 +203,6 @@ def _shadow_run(
         seen=mode.seen,
         low_loss=plain.loss if plain is not None and mode.num_healed else low,
         reference_loss=reference,
-        healed_loss=low,
         output_error=output_error,
         gradients=gradients,
         not_examined=mode.not_examined,
@@ -225,15 +214,20 @@ def _shadow_run(
 
 
 def _float_outputs(outputs: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(outputs)
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
 
 
 def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | None, float | None]:
     if loss is None:
         return None, None
+    plain = unwrapped(loss.detach())
+    if not is_tracked(plain):
+        raise AccuracyError(
+            f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function that "
+            "makes a plain tensor of what the step gives"
+        )
     with below_everything():
-        return float(loss.detach()), float(mode.shadows.of(loss.detach()))
+        return float(plain), float(mode.shadows.of(plain))
 
 
 def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
@@ -250,7 +244,7 @@ def _backward(
     loss: torch.Tensor | None,
     floats: list[torch.Tensor],
     request: Request,
-) -> list[GradientSeen]:
+) -> list[GradientRecord]:
     """Runs the backward, if the step has not, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
     if any(seen.stage == "backward" for seen in mode.seen) or not outputs:
@@ -260,13 +254,36 @@ def _backward(
         return []
     with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
         directions = [_direction(t, request.scale, is_loss=loss is not None) for t in outputs]
+    if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
+        return _reentrant_gradients(mode, outputs, directions)
     with mode:
         found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    return [
-        _compare(mode, name, gradient)
-        for name, gradient in zip(_names(mode, leaves), found, strict=True)
-        if gradient is not None
-    ]
+    return _compared(mode, leaves, found)
+
+
+_REENTRANT = ("CheckpointFunctionBackward",)
+"""Functions whose backward runs another one, so that leaves below are not known before."""
+
+
+def _reentrant_gradients(
+    mode: ShadowMode, outputs: list[torch.Tensor], directions: list[torch.Tensor]
+) -> list[GradientRecord]:
+    """Those that a backward leaves in leaves, whose own ones are put back in the end."""
+    leaves = [leaf for leaf, _ in mode.guard.leaves()]
+    for leaf in leaves:
+        leaf.grad = None
+    with mode:
+        torch.autograd.backward(outputs, directions)
+    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
+
+
+def _compared(
+    mode: ShadowMode,
+    leaves: list[torch.Tensor],
+    gradients: Iterable[torch.Tensor | None],
+) -> list[GradientRecord]:
+    several = zip(_names(mode, leaves), gradients, strict=True)
+    return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
 
 
 def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
@@ -288,7 +305,7 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
             leaves.append(leaf)
             continue
         nodes[number_of(node)] = node
-        if is_custom(node):
+        if is_custom(node) and node.name() not in _PASSING:
             module = mode.site_of(number_of(node)).module
             why = "what ops inside of a custom function do to the loss is not known"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
@@ -299,6 +316,10 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         if found is not None:
             found.register_prehook(_hook(mode, roundings, scale))
     return leaves
+
+
+_PASSING = ("BackwardHookFunctionBackward",)
+"""Custom functions of torch that only pass on what they are given, for the sake of hooks."""
 
 
 def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
@@ -332,7 +353,7 @@ def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any
         try:
             with below_everything():
                 for position, gradient in enumerate(gradients):
-                    if gradient is not None:
+                    if gradient is not None and is_tracked(gradient):
                         _meet(mode, roundings, position, gradient, scale)
         finally:
             mode.is_paused = False
@@ -360,12 +381,10 @@ def _meet(
         seen.effect_sq += square / scale**2
 
 
-def _own_gradients(mode: ShadowMode) -> list[GradientSeen]:
+def _own_gradients(mode: ShadowMode) -> list[GradientRecord]:
     """Those that the step has computed itself, of leaves that had none before."""
-    leaves = [leaf for leaf, before in mode._guard.leaves() if before is None]
-    found = [leaf for leaf in leaves if leaf.grad is not None]
-    names = _names(mode, found)
-    return [_compare(mode, n, leaf.grad) for n, leaf in zip(names, found, strict=True)]  # type: ignore[arg-type]
+    leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
+    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
 
 
 def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
@@ -376,7 +395,7 @@ def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
     return [known.get(id(leaf), f"input {index}") for index, leaf in enumerate(leaves)]
 
 
-def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientSeen:
+def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRecord:
     with below_everything():
         shadow = mode.shadows.of(gradient.detach()).double()
         low = gradient.detach().double()
@@ -388,7 +407,7 @@ def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientSee
         flushed = int(((low == 0) & (shadow != 0)).sum())
         max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
     is_zero = norm == 0 and low_norm == 0
-    return GradientSeen(
+    return GradientRecord(
         name=name,
         shape=tuple(gradient.shape),
         error=0.0 if error == 0 else error / norm if norm else float("inf"),

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.front.compile import compile as compile_step
+from amp_fx.front.settings import as_dtype
 from amp_fx.numerics.entry import (
     Asked,
     accuracy,
@@ -28,9 +29,10 @@ from amp_fx.numerics.entry import (
 )
 from amp_fx.numerics.minimize import Minimizer
 from amp_fx.numerics.policies import with_reasons
+from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
-from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
+from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.units import Unit, units_of
 from amp_fx.options import COMPILERS
 from amp_fx.regions.region import autocast
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amp_fx.policies.policy import Policy
-
-Metric = "Callable[[Any, Any], float]"
 
 
 def search(
@@ -93,7 +93,7 @@ def search(
     """
     target, given = unwrap(step, "amp_fx.search")
     asked = Asked(
-        dtype=given.dtype if dtype is None else _as_dtype(dtype),
+        dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=policy_for(policy, given),
         device_type=given.device_type,
         scale=scale_for(scale),
@@ -120,12 +120,6 @@ class _Options:
     keep: tuple[str, ...]
     budget: int
     compiler: str | None
-
-
-def _as_dtype(dtype: Any) -> torch.dtype:
-    from amp_fx.front.settings import as_dtype
-
-    return as_dtype(dtype)
 
 
 def _tolerance(value: Any) -> float:
@@ -268,7 +262,7 @@ class _Search:
 
     def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:
         """Runs the step: under a policy, or in float32."""
-        guard = StateGuard(modules_of(self.step))
+        guard = guard_of(self.step)
         region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if policy is not None and call is None:
             region = autocast(self.device_type, self.dtype, policy=policy)
@@ -284,8 +278,7 @@ class _Search:
 
     def _with_gradients(self, outputs: Any) -> _Outcome:
         loss = loss_of(outputs, None)
-        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        floats = [t for t in tensors if t.is_floating_point()]
+        floats = [t for t in tensors_in(outputs) if t.is_floating_point()]
         begin = [loss] if loss is not None and loss.requires_grad else []
         parameters = [p for m in modules_of(self.step) for p in m.parameters() if p.requires_grad]
         gradients: list[torch.Tensor | None] = []
@@ -314,8 +307,8 @@ class _Search:
                 weight_cache=False,
                 **settings,
             )
-            guard = StateGuard(modules_of(self.step))
-            guard.save_all([*self._state(), *_tensors_in((self.args, self.kwargs))])
+            guard = guard_of(self.step)
+            guard.save_all([*self._state(), *tensors_in((self.args, self.kwargs))])
             try:
                 value = self._value(self._outcome(policy, compiled))
             except AmpFxError:
@@ -337,10 +330,6 @@ class _Search:
     def _state(self) -> list[torch.Tensor]:
         modules = modules_of(self.step)
         return [t for m in modules for t in (*m.parameters(), *m.buffers())]
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _default_metric(low: _Outcome, reference: _Outcome) -> float:
