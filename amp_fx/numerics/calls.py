@@ -6,6 +6,7 @@ once does for both where the inputs have no error yet.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +121,9 @@ class ShadowedCall:
                 self._follow(results)
                 return results
             again = self._again(mixed, rewind) if mixed is not None else None
-            self._compare(results, shadow, repeated, (stage, site, number), inside)
+            seen = self._compare(results, shadow, repeated, (stage, site, number), inside)
+            if seen is not None and stage == "forward" and not math.prod(seen.shape) > 1:
+                seen.magnitude = self._magnitude(before[0], shadow)
             if again is not None and repeated is not None and number is not None:
                 self._note_errors_of_constants(repeated, again, number)
         return results
@@ -236,13 +239,13 @@ class ShadowedCall:
         repeated: Any,
         place: tuple[str, Site, int | None],
         inside: set[int],
-    ) -> None:
+    ) -> Seen | None:
         stage, site, number = place
         low, high = tensors_in(results), tensors_in(shadow)
         same = tensors_in(repeated) if repeated is not None else [None] * len(low)
         first = next((t for t in low if t.is_floating_point()), low[0] if low else None)
         if first is None:
-            return
+            return None
         seen = self._new_record(stage, site, first)
         is_measured = self.mode.is_wanted(site) and stage != "again"
         errors: list[tuple[torch.Tensor, float]] = []
@@ -272,6 +275,15 @@ class ShadowedCall:
         for result, error in errors:
             entry = self.shadows.note(result)
             entry.origin, entry.error = (seen.index if is_recorded else -1), error
+        return seen if is_recorded else None
+
+    def _magnitude(self, before: tuple[Any, Any], shadow: Any) -> float:
+        """How large a scalar of the reference is, or what it would be if nothing cancelled."""
+        args, kwargs = before
+        if self.facts.name in ("aten::mean", "aten::sum"):
+            shadow = self.op(args[0].abs(), *args[1:], **kwargs)
+        sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
+        return max(sizes, default=0.0)
 
     def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> bool:
         """Counts what differs, and says whether anything does."""

@@ -94,9 +94,9 @@ def accuracy(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
         if len(args) == 1 and not kwargs and _is_batches(args[0]):
-            reports = [_examine(target, asked, batch, {}) for batch in args[0]]
+            reports = [examine(target, asked, batch, {}) for batch in args[0]]
             return functools.reduce(AccuracyReport.__add__, reports)
-        return _examine(target, asked, args, kwargs)
+        return examine(target, asked, args, kwargs)
 
     return accuracy_call
 
@@ -112,7 +112,6 @@ class Asked:
     scale: float = 1.0
     loss: Callable[[Any], Any] | None = None
     modules: tuple[str, ...] | None = None
-    is_brief: bool = False
 
 
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
@@ -202,9 +201,15 @@ def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
-def _examine(
+def examine(
     step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
+    """Examines one call.
+
+    Raises:
+        AccuracyError: See ``accuracy``.
+        OptionError: The device does not autocast to the dtype.
+    """
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     request = Request(
@@ -213,7 +218,6 @@ def _examine(
         scale=asked.scale,
         loss=asked.loss,
         modules=asked.modules,
-        is_brief=asked.is_brief,
     )
     run = run_step(caller_of(step), args, kwargs, request)
     if asked.modules is not None and not run.seen:
@@ -239,6 +243,7 @@ def report_of(
         scale=asked.scale,
         loss=run.low_loss,
         reference_loss=run.reference_loss,
+        loss_magnitude=run.loss_magnitude,
         output_error=run.output_error,
         is_probed=run.is_probed,
         is_repeatable=run.is_repeatable,

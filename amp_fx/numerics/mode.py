@@ -7,8 +7,8 @@ backward, in eager code of any kind. Each op that meets a low dtype runs up to t
 
 from __future__ import annotations
 
+import math
 import sys
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.numerics.calls import ShadowedCall
-from amp_fx.numerics.places import CallNotes, Places, Site
+from amp_fx.numerics.places import CallNotes, Places, Site, is_inside
 from amp_fx.numerics.repeat import facts_of, tensors_in
 from amp_fx.numerics.shadow import Shadows, is_tracked, is_wrapped
 from amp_fx.numerics.torch_private import (
@@ -116,12 +116,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_wanted(self, site: Site) -> bool:
         """Whether ops of a site are measured."""
-        if self._modules is None:
-            return True
-        return any(
-            fnmatchcase(site.module, pattern) or fnmatchcase(site.module, f"{pattern}.*")
-            for pattern in self._modules
-        )
+        return self._modules is None or is_inside(site.module, self._modules)
 
     def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
         """Stage and site of an op that is about to be recorded, and the number of its node."""
@@ -151,6 +146,20 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def site_of(self, number: int) -> Site:
         """The site of the op with some node of autograd."""
         return self._site_of.get(number, Site())
+
+    def magnitude_of(self, loss: torch.Tensor) -> float:
+        """How large the loss is in the reference, or the scalars that it is made of."""
+        entry = self.shadows.entry(loss)
+        pending = [entry.origin] if entry is not None else []
+        known, largest = set(pending), abs(float(self.shadows.of(loss)))
+        while pending:
+            index = pending.pop()
+            if not 0 <= index < len(self.seen) or math.prod(self.seen[index].shape) > 1:
+                continue
+            largest = max(largest, self.seen[index].magnitude)
+            pending += [i for i in self.seen[index].inputs if i not in known]
+            known.update(pending)
+        return largest
 
     def record(self, seen: Seen) -> None:
         """Adds the record of an op; what a checkpoint computes again was there before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from amp_fx.policies.module_path import name_of
 from amp_fx.regions.module_stack import current_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from amp_fx.policies.module_path import ModuleStack
@@ -138,7 +139,6 @@ def _user_line(frame: FrameType | None) -> tuple[str, int]:
 _OTHER_NAMES = {
     "cross_entropy": "cross_entropy_loss",
     "radd": "add",
-    "rsub": "rsub",
     "rmul": "mul",
     "rdiv": "div",
     "truediv": "div",
@@ -146,7 +146,6 @@ _OTHER_NAMES = {
     "rmatmul": "matmul",
     "floordiv": "floor_divide",
     "rpow": "pow",
-    "ne": "ne",
 }
 """What functions are called that have another name than their op."""
 
@@ -188,6 +187,13 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
     name = kernel.removeprefix("aten::")
     candidates = (_OTHER_NAMES.get(bare, bare), _MADE_OF.get(name, ""), name, name.lstrip("_"))
     return next((op for op in candidates if op and is_policy_op(op)), "")
+
+
+def is_inside(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a module is one that a pattern fits, or inside of one: ``"h.*.attn"``."""
+    return any(
+        fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in patterns
+    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -145,6 +145,8 @@ class GradientRecord:
         cosine: Of the angle between both.
         flushed: The share of elements that are zero, and none in the reference program.
         max_abs: The largest absolute value in the reference program.
+        norm: Its norm (L2) there. What is zero but for rounding, as the gradient of the bias of
+            attention's keys, has errors as large as itself, and they do no harm.
     """
 
     name: str
@@ -153,6 +155,7 @@ class GradientRecord:
     cosine: float
     flushed: float
     max_abs: float
+    norm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,3 +258,16 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
         max_abs=max(ours.max_abs, theirs.max_abs),
         is_origin=ours.is_origin or theirs.is_origin,
     )
+
+
+def as_plain(value: Any) -> Any:
+    """A tree of records with only what JSON has: ``"nan"`` and ``"inf"`` are strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

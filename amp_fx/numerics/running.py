@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
-from amp_fx.numerics.measures import effect_of
+from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.records import GradientRecord
@@ -58,6 +58,7 @@ class Run:
         seen: The ops, in order.
         low_loss: The loss of the low program; None without a loss.
         reference_loss: That of the reference program.
+        loss_magnitude: How large that is, or the largest of what it is a sum or mean of.
         output_error: Relative error of all outputs together.
         gradients: Those of leaves.
         not_examined: Ops that could not be, with their modules and the reasons.
@@ -70,6 +71,7 @@ class Run:
     seen: list[Seen]
     low_loss: float | None
     reference_loss: float | None
+    loss_magnitude: float | None
     output_error: float
     gradients: list[GradientRecord]
     not_examined: dict[tuple[str, str], str]
@@ -193,7 +195,7 @@ def _shadow_run(
         )
     roundings = [r for several in mode.roundings.values() for r in several]
     num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
-    low, reference = _values_of(mode, loss)
+    low, reference, magnitude = _values_of(mode, loss)
     with below_everything():
         compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
@@ -203,6 +205,7 @@ def _shadow_run(
         seen=mode.seen,
         low_loss=plain.loss if plain is not None and mode.num_healed else low,
         reference_loss=reference,
+        loss_magnitude=magnitude,
         output_error=output_error,
         gradients=gradients,
         not_examined=mode.not_examined,
@@ -217,9 +220,11 @@ def _float_outputs(outputs: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
 
 
-def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | None, float | None]:
+def _values_of(
+    mode: ShadowMode, loss: torch.Tensor | None
+) -> tuple[float | None, float | None, float | None]:
     if loss is None:
-        return None, None
+        return None, None, None
     plain = unwrapped(loss.detach())
     if not is_tracked(plain):
         raise AccuracyError(
@@ -227,7 +232,7 @@ def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | Non
             "makes a plain tensor of what the step gives"
         )
     with below_everything():
-        return float(plain), float(mode.shadows.of(plain))
+        return float(plain), float(mode.shadows.of(plain)), mode.magnitude_of(plain)
 
 
 def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
@@ -236,7 +241,7 @@ def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
         shadow = mode.shadows.of(output.detach()).double()
         error += float(torch.sub(output.detach(), shadow).square().sum())
         reference += float(shadow.square().sum())
-    return float((error / reference) ** 0.5) if reference else 0.0
+    return relative(error, reference)
 
 
 def _backward(
@@ -414,4 +419,5 @@ def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRec
         cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
         flushed=flushed / nonzero if nonzero else 0.0,
         max_abs=max_abs,
+        norm=norm,
     )

@@ -18,9 +18,9 @@ from amp_fx.front.compile import compile as compile_step
 from amp_fx.front.settings import as_dtype
 from amp_fx.numerics.entry import (
     Asked,
-    accuracy,
     caller_of,
     device_type_of,
+    examine,
     low_dtype_of,
     name_of,
     policy_for,
@@ -177,9 +177,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Finds the set."""
-        report = accuracy(
-            self.step, dtype=self.dtype, policy=self.asked.policy, scale=self.asked.scale
-        )(*self.args, **self.kwargs)
+        report = examine(self.step, self.asked, self.args, self.kwargs)
         self.reference = self._outcome(None)
         self._check_repeatable()
         units, num_suspects = units_of(report, self.options.keep)
@@ -352,8 +350,7 @@ def _relative(low: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     norm = sum(float(b.double().square().sum()) for b in reference)
     if error == 0:
         return 0.0
-    value = math.sqrt(error / norm) if norm and math.isfinite(error) else math.inf
-    return math.inf if math.isnan(value) else value
+    return math.sqrt(error / norm) if norm and math.isfinite(error) else math.inf
 
 
 MOST_RIVALS = 3

@@ -78,7 +78,7 @@ def find_suspects(
 
     Args:
         nodes: The records of all ops, in order.
-        loss: The loss of the reference program; None without one.
+        loss: How large the loss of the reference program is; None without one.
         scales: Between which the scale of the loss would do; None if that is not known.
     """
     graph = OpGraph(nodes)
@@ -86,9 +86,9 @@ def find_suspects(
     blamed = {f.mend.module for f in findings if f.at.stage == "forward"}
     findings += _growths(graph, blamed)
     if loss is not None and math.isfinite(loss) and loss != 0:
-        findings += _effects(nodes, abs(loss))
-    suspects = [_suspect(group) for group in _groups(findings)]
-    return tuple(sorted(_without_repetitions(suspects), key=_rank))
+        findings += _effects(nodes, loss)
+    suspects = sorted(map(_suspect, _groups(findings)), key=_rank)
+    return tuple(_without_repetitions(suspects))
 
 
 def _rank(suspect: Suspect) -> tuple[int, float]:
@@ -258,10 +258,10 @@ def _suspect(group: list[_Finding]) -> Suspect:
     )
 
 
-def _without_repetitions(suspects: list[Suspect]) -> Iterator[Suspect]:
-    """One line for each op: that of the kind which comes first."""
+def _without_repetitions(suspects: Iterable[Suspect]) -> Iterator[Suspect]:
+    """One line for each op: the first."""
     seen: set[tuple[str, str, str]] = set()
-    for suspect in sorted(suspects, key=_rank):
+    for suspect in suspects:
         key = (suspect.stage, suspect.module, suspect.op)
         if key not in seen:
             seen.add(key)

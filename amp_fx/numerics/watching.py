@@ -306,6 +306,5 @@ def watch(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=policy_for(policy, given),
         device_type=given.device_type,
-        is_brief=True,
     )
     return Watch(model, every, asked, _Writers(to, writer))
