@@ -45,7 +45,6 @@ def count(
     device: str,
     dtype: torch.dtype,
     trains: bool,
-    policy: str = "torch",
 ) -> dict[str, Any]:
     """Counts one model, compiled by one contender.
 
@@ -58,11 +57,10 @@ def count(
         device: ``"cpu"``, or ``"cuda"``, which must be pretended.
         dtype: The low dtype.
         trains: Whether there is a backward.
-        policy: amp_fx's policy.
 
     Returns:
         The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
-        ``"refreshed"`` before the first, and the dtype of the output.
+        ``"refreshed"`` before the first.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
@@ -83,7 +81,7 @@ def count(
     ):
         options: dict[str, Any] = {"backend": counter.inductor}
         if contender == AMP_FX:
-            options = {"backend": "amp_fx", "options": {"policy": policy, "fallback": False}}
+            options = {"backend": "amp_fx", "options": {"policy": "torch", "fallback": False}}
         compiled = torch.compile(model, **options)
         for _ in range(2):
             with torch.autocast(device, dtype, enabled=contender != LIMIT):
@@ -96,7 +94,6 @@ def count(
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": kept.refreshed[0] if kept.refreshed else [],
-        "output": str(out.dtype),
     }
 
 
