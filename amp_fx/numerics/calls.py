@@ -142,7 +142,7 @@ class ShadowedCall:
             return None
 
         def choose(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
+            if tensor.requires_grad or not tensor.is_floating_point():
                 return widened(tensor, self.reference)
             return self.shadows.of(tensor)
 

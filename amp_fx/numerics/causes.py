@@ -38,7 +38,7 @@ class OpGraph:
         found: dict[int, OpRecord] = {}
         level = [node]
         for _ in range(len(self.nodes) if is_inside else HOPS):
-            above = {n.index: n for below in level for n in reversed(self._inputs(below))}
+            above = {n.index: n for below in level for n in reversed(self.inputs(below))}
             level = [n for index, n in above.items() if index not in found]
             if is_inside:
                 level = [n for n in level if n.module == node.module]
@@ -54,7 +54,7 @@ class OpGraph:
         """
         seen = {node.index}
         while node.local < node.accumulated / 2 or not node.is_float:
-            above = [n for n in self._inputs(node) if n.index not in seen]
+            above = [n for n in self.inputs(node) if n.index not in seen]
             above = [n for n in above if n.accumulated or not n.is_float]
             if not above:
                 break
@@ -74,7 +74,7 @@ class OpGraph:
         shares: dict[int, float] = {}
         found = set()
         for node in self._forward():
-            above = max((shares.get(n.index, 0.0) for n in self._inputs(node)), default=0.0)
+            above = max((shares.get(n.index, 0.0) for n in self.inputs(node)), default=0.0)
             if 0 < above < FEW_FLIPS:
                 found.add(node.index)
             if node.flips:
@@ -102,7 +102,8 @@ class OpGraph:
     def _forward(self) -> list[OpRecord]:
         return [node for node in self.nodes if node.stage == "forward"]
 
-    def _inputs(self, node: OpRecord) -> list[OpRecord]:
+    def inputs(self, node: OpRecord) -> list[OpRecord]:
+        """The ops that made its inputs, as far as they were measured."""
         return [self._by_index[i] for i in node.inputs if i in self._by_index]
 
 

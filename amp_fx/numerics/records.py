@@ -53,6 +53,7 @@ class OpRecord:
         lost: Elements that are zero, and none in the reference program.
         flips: Elements of discrete results (indices, masks) that differ.
         max_abs: The largest absolute value in the reference program.
+        norm: The norm (L2) of the result there.
         is_origin: Whether the reference program becomes infinite or NaN here.
     """
 
@@ -85,6 +86,7 @@ class OpRecord:
     lost: int
     flips: int
     max_abs: float
+    norm: float
     is_origin: bool
 
     @property
@@ -230,6 +232,7 @@ def record_of(seen: Seen) -> OpRecord:
         lost=measures.lost,
         flips=measures.flips,
         max_abs=measures.max_abs,
+        norm=math.sqrt(measures.shadow_sq),
         is_origin=seen.is_origin,
     )
 
@@ -256,6 +259,7 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
         lost=ours.lost + theirs.lost,
         flips=ours.flips + theirs.flips,
         max_abs=max(ours.max_abs, theirs.max_abs),
+        norm=math.hypot(ours.norm, theirs.norm),
         is_origin=ours.is_origin or theirs.is_origin,
     )
 

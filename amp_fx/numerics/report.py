@@ -100,7 +100,8 @@ class AccuracyReport:
         if self.reference_problem is not None:
             return ()
         loss = None if self.loss_magnitude is None else self.loss_magnitude / self.num_batches
-        return find_suspects(self.nodes, loss, self.suggested_scale)
+        room = 1.0 if self.suggested_scale is None else self.suggested_scale[1] / self.scale
+        return find_suspects(self.nodes, loss, room=room, gradient_error=self.gradient_error)
 
     @property
     def error(self) -> float | None:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
-from amp_fx.numerics.measures import effect_of, relative
+from amp_fx.numerics.gradients import backward
+from amp_fx.numerics.measures import relative
 from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
-from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.repeat import below_everything, python_random_state, tensors_in
 from amp_fx.numerics.shadow import is_tracked, unwrapped
 from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
-from amp_fx.numerics.torch_private import is_custom, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
+    from amp_fx.numerics.records import GradientRecord
     from amp_fx.numerics.seen import Seen
 
 log = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ def _shadow_run(
     with below_everything():
         compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
-    gradients = _backward(mode, loss, floats, request)
+    gradients = backward(mode, loss, floats, request.scale)
     is_same = None if plain is None or mode.num_healed else plain.loss == low
     return Run(
         seen=mode.seen,
@@ -242,182 +241,3 @@ def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
         error += float(torch.sub(output.detach(), shadow).square().sum())
         reference += float(shadow.square().sum())
     return relative(error, reference)
-
-
-def _backward(
-    mode: ShadowMode,
-    loss: torch.Tensor | None,
-    floats: list[torch.Tensor],
-    request: Request,
-) -> list[GradientRecord]:
-    """Runs the backward, if the step has not, and compares the gradients of leaves."""
-    outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    if any(seen.stage == "backward" for seen in mode.seen) or not outputs:
-        return _own_gradients(mode)
-    leaves = _prepare(mode, outputs, request.scale)
-    if not leaves:
-        return []
-    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
-        directions = [_direction(t, request.scale, is_loss=loss is not None) for t in outputs]
-    if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
-        return _reentrant_gradients(mode, outputs, directions)
-    with mode:
-        found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    return _compared(mode, leaves, found)
-
-
-_REENTRANT = ("CheckpointFunctionBackward",)
-"""Functions whose backward runs another one, so that leaves below are not known before."""
-
-
-def _reentrant_gradients(
-    mode: ShadowMode, outputs: list[torch.Tensor], directions: list[torch.Tensor]
-) -> list[GradientRecord]:
-    """Those that a backward leaves in leaves, whose own ones are put back in the end."""
-    leaves = [leaf for leaf, _ in mode.guard.leaves()]
-    for leaf in leaves:
-        leaf.grad = None
-    with mode:
-        torch.autograd.backward(outputs, directions)
-    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
-
-
-def _compared(
-    mode: ShadowMode,
-    leaves: list[torch.Tensor],
-    gradients: Iterable[torch.Tensor | None],
-) -> list[GradientRecord]:
-    several = zip(_names(mode, leaves), gradients, strict=True)
-    return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
-
-
-def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
-    """What the backward begins with: the scale, or signs by chance for outputs without a loss."""
-    if is_loss:
-        return torch.full_like(output, scale)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
-    return (signs * scale).to(output.device, output.dtype)
-
-
-def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """Sees to it that gradients meet the errors; returns the leaves of the graph."""
-    leaves = [t for t in outputs if t.grad_fn is None]
-    nodes: dict[int, Any] = {}
-    for node in _nodes_above(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not node.next_functions:
-            leaves.append(leaf)
-            continue
-        nodes[number_of(node)] = node
-        if is_custom(node) and node.name() not in _PASSING:
-            module = mode.site_of(number_of(node)).module
-            why = "what ops inside of a custom function do to the loss is not known"
-            mode.leave_out(node.name().removesuffix("Backward"), module, why)
-    for number, roundings in mode.roundings.items():
-        found = nodes.get(number)
-        if found is None and roundings[0].is_written:
-            found = _node_of_write(nodes, number, is_view=roundings[0].geometry is not None)
-        if found is not None:
-            found.register_prehook(_hook(mode, roundings, scale))
-    return leaves
-
-
-_PASSING = ("BackwardHookFunctionBackward",)
-"""Custom functions of torch that only pass on what they are given, for the sake of hooks."""
-
-
-def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd that outputs depend on."""
-    pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    known = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in known:
-                known.add(following)
-                pending.append(following)
-
-
-def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
-    """The node of an op that writes in place, which is not the latest when the op runs.
-
-    Relies on autograd keeping a copy of what is overwritten, whose node comes after the op's, and
-    on a write to a view being a ``CopySlices`` of its base, whose node is made after the write.
-    """
-    if is_view:
-        found = nodes.get(number + 1)
-        return found if found is not None and found.name().endswith("CopySlices") else None
-    return nodes.get(number - 1)
-
-
-def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
-    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        mode.is_paused = True
-        try:
-            with below_everything():
-                for position, gradient in enumerate(gradients):
-                    if gradient is not None and is_tracked(gradient):
-                        _meet(mode, roundings, position, gradient, scale)
-        finally:
-            mode.is_paused = False
-
-    return hook
-
-
-def _meet(
-    mode: ShadowMode, roundings: list[Any], position: int, gradient: torch.Tensor, scale: float
-) -> None:
-    for rounding in roundings:
-        if rounding.position != position and rounding.geometry is None:
-            continue
-        low = rounding.part_of(gradient)
-        shadow = rounding.part_of(mode.shadows.of(gradient))
-        if low is None or shadow is None:
-            continue
-        if mode.shadows.of(gradient) is gradient:
-            low = shadow
-        effect, square = effect_of(low, shadow, rounding.eps)
-        if not math.isfinite(effect) or not math.isfinite(square):
-            continue  # where something overflowed there is no first order
-        seen = rounding.seen
-        seen.effect = (seen.effect or 0.0) + effect / scale
-        seen.effect_sq += square / scale**2
-
-
-def _own_gradients(mode: ShadowMode) -> list[GradientRecord]:
-    """Those that the step has computed itself, of leaves that had none before."""
-    leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
-    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
-
-
-def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
-    known: dict[int, str] = {}
-    for prefix, root in mode.places.roots.values():
-        for name, parameter in root.named_parameters():
-            known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-    return [known.get(id(leaf), f"input {index}") for index, leaf in enumerate(leaves)]
-
-
-def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRecord:
-    with below_everything():
-        shadow = mode.shadows.of(gradient.detach()).double()
-        low = gradient.detach().double()
-        norm = float(torch.linalg.vector_norm(shadow))
-        low_norm = float(torch.linalg.vector_norm(low))
-        error = float(torch.linalg.vector_norm(low - shadow))
-        dot = float((low * shadow).sum())
-        nonzero = int(torch.count_nonzero(shadow))
-        flushed = int(((low == 0) & (shadow != 0)).sum())
-        max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
-    is_zero = norm == 0 and low_norm == 0
-    return GradientRecord(
-        name=name,
-        shape=tuple(gradient.shape),
-        error=0.0 if error == 0 else error / norm if norm else float("inf"),
-        cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
-        flushed=flushed / nonzero if nonzero else 0.0,
-        max_abs=max_abs,
-        norm=norm,
-    )

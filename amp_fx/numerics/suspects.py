@@ -13,6 +13,8 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from amp_fx.explanation.rows import without_numbers
 from amp_fx.numerics.causes import OpGraph, weight_of
 from amp_fx.numerics.records import UNIT, OpRecord, Suspect
@@ -40,6 +42,9 @@ MANY = 64
 """From so many ops on a quarter of it is enough: their errors then have a common sign."""
 LOST_GRADIENT = 0.5
 """The part of a gradient's norm that flushing to zero may take."""
+WRONG_GRADIENT, AMPLIFIED_GRADIENT = 0.2, 5.0
+"""The relative error of all gradients that is looked into if no op of the forward is at fault, and
+how much its op amplifies errors; sound models have one of 0.04 at most."""
 PASSED_ON = 4.0
 """An op that amplifies more than that passes on what another one has rounded."""
 
@@ -69,7 +74,9 @@ class _Finding:
 def find_suspects(
     nodes: Sequence[OpRecord],
     loss: float | None,
-    scales: tuple[float, float] | None = None,
+    *,
+    room: float = 1.0,
+    gradient_error: float = 0.0,
 ) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 
@@ -79,14 +86,18 @@ def find_suspects(
     Args:
         nodes: The records of all ops, in order.
         loss: How large the loss of the reference program is; None without one.
-        scales: Between which the scale of the loss would do; None if that is not known.
+        room: How many times larger the scale of the loss may be. What that keeps from being
+            flushed to zero is a matter of the scale and no op's fault.
+        gradient_error: The relative error of all gradients together.
     """
     graph = OpGraph(nodes)
-    findings = [f for node in nodes for f in _findings(node, graph, scales)]
+    findings = [f for node in nodes for f in _findings(node, graph, room)]
     blamed = {f.mend.module for f in findings if f.at.stage == "forward"}
     findings += _growths(graph, blamed)
     if loss is not None and math.isfinite(loss) and loss != 0:
         findings += _effects(nodes, loss)
+    if not findings and gradient_error >= WRONG_GRADIENT:
+        findings += _wrong_gradients(graph, gradient_error)
     suspects = sorted(map(_suspect, _groups(findings)), key=_rank)
     return tuple(_without_repetitions(suspects))
 
@@ -97,9 +108,7 @@ def _rank(suspect: Suspect) -> tuple[int, float]:
     return (1 if suspect.stage == "forward" else 3), -suspect.score
 
 
-def _findings(
-    node: OpRecord, graph: OpGraph, scales: tuple[float, float] | None
-) -> Iterator[_Finding]:
+def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]:
     if node.dtype not in UNIT:
         return
     if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
@@ -107,9 +116,9 @@ def _findings(
     if node.stage == "forward":
         yield from _forward_findings(node, graph)
     elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
+        if node.max_abs * room >= torch.finfo(getattr(torch, node.dtype)).smallest_normal:
+            return
         why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
-        if scales is not None:
-            why += f"; scales of the loss from {scales[0]:g} to {scales[1]:g} would do"
         yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
 
 
@@ -206,6 +215,24 @@ def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
     why += f" in `{node.label}`" if node.label != cause.label else ""
     why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
     return _Finding("growth", node, cause, growth / GROWTH, why)
+
+
+def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding]:
+    """The op whose backward amplifies errors to the largest one, where nothing else tells."""
+    backward = [n for n in graph.nodes if n.stage == "backward" and _is_telling(n)]
+    kept = [n for n in backward if n.underflow < LOST_GRADIENT / 2]
+    found = [n for n in kept if n.amplification >= AMPLIFIED_GRADIENT]
+    if not found:
+        return
+    worst = max(found, key=lambda n: n.accumulated * n.norm)
+    saved = [n for n in graph.inputs(worst) if n.stage == "forward"]
+    why = f"the gradients are off by {share(gradient_error)}: in the backward of `{worst.label}` "
+    why += f"errors grow {worst.amplification:.0f} times, to {number(worst.accumulated)}"
+    source = max(saved, key=lambda n: n.accumulated, default=worst)
+    above = [source, *graph.upstream(source, is_inside=True)]
+    rounding = [n for n in above if n.local > 0 and n.stage == "forward"]
+    cause = max(rounding, key=lambda n: n.effect_rms, default=worst)
+    yield _Finding("growth", worst, cause, gradient_error / WRONG_GRADIENT, why)
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
