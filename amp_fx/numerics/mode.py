@@ -86,7 +86,10 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wrapped is not None:
             why = "what ops on the tensors that it consists of do to the loss is not known"
             self.leave_out(type(wrapped).__name__, self.places.here("").module, why)
+            self.guard.has_wrappers = True
             return NotImplemented  # it calls ops on these
+        if self.guard.is_aside(tensors):
+            return func(*args, **kwargs)
         self.guard.look_at(tensors)
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")

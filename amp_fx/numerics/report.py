@@ -13,13 +13,15 @@ import torch
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import as_plain, joined
-from amp_fx.numerics.suspects import find_suspects
+from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects
 
 if TYPE_CHECKING:
     from amp_fx.numerics.difference import ReportDiff
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
     from amp_fx.policies.policy import Policy
 
+MOST_FORETOLD = 4.0
+"""How many times larger than the error of the loss its first order may be."""
 SCHEMA = 1
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
 
@@ -100,8 +102,17 @@ class AccuracyReport:
         if self.reference_problem is not None:
             return ()
         loss = None if self.loss_magnitude is None else self.loss_magnitude / self.num_batches
+        loss = loss if self._has_first_order else None
         room = 1.0 if self.suggested_scale is None else self.suggested_scale[1] / self.scale
         return find_suspects(self.nodes, loss, room=room, gradient_error=self.gradient_error)
+
+    @property
+    def _has_first_order(self) -> bool:
+        """Whether effects may be right; gradients that are not the loss's make them too large."""
+        if self.error is None or not math.isfinite(self.error):
+            return True
+        least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
+        return abs(self.predicted_error) <= MOST_FORETOLD * abs(self.error) + least
 
     @property
     def error(self) -> float | None:

@@ -38,6 +38,7 @@ class StateGuard:
         modules: Iterable[torch.nn.Module] = (),
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
+        self.has_wrappers = False
         self._dtypes: set[torch.dtype] = set()
         self._parameter_dtypes: set[torch.dtype] = set()
         self._others: list[_Attributes | _OptimizerState] = [
@@ -48,6 +49,10 @@ class StateGuard:
         self._made: dict[int, StorageReference] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether an op is on what tensors made of others keep their sizes in, on ``meta``."""
+        return self.has_wrappers and any(t.device.type == "meta" for t in tensors)
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down the tensors that an op is called with.
@@ -261,7 +266,10 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = tensors_in((args, kwargs))
         if any(map(is_wrapped, tensors)):
+            self.guard.has_wrappers = True
             return NotImplemented
+        if self.guard.is_aside(tensors):
+            return func(*args, **kwargs)
         self.guard.look_at(tensors)
         facts = facts_of(func) if isinstance(func, torch._ops.OpOverload) else None
         if facts is None or facts.is_view:

@@ -206,15 +206,14 @@ def angle_between_near_vectors(x: Tensor) -> Tensor:
 @part("blocks.1.mlp", "bfloat16", "mul", "linear", "add")
 def index_of_a_value(x: Tensor) -> Tensor:
     table: Tensor = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    found: Tensor = table[((x * 0.1 + 0.5) * 1000).long().clamp(0, 4095)]
-    result: Tensor = x + found
-    return result
+    return x + table[((x * 0.1 + 0.5) * 1000).long().clamp(0, 4095)]
 
 
 @part("blocks.1.mlp", "float16", "linalg_vector_norm", "norm")
 def norm_of_a_large_vector(x: Tensor) -> Tensor:
     large = x * 20000
-    return large / (torch.linalg.vector_norm(large, dim=-1, keepdim=True) + 1) * 4
+    norm: Tensor = torch.linalg.vector_norm(large, dim=-1, keepdim=True)
+    return large / (norm + 1) * 4
 
 
 @part("blocks.1.mlp", "bfloat16", "mul", "rsub", "sigmoid")
