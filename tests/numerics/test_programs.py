@@ -92,7 +92,8 @@ def test_random_numbers_of_python_and_numpy_are_those_of_the_run_before() -> Non
     x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     random.seed(1)
     np.random.seed(1)
-    ours, theirs = random.getstate(), np.random.get_state()
+    ours: Any = random.getstate()
+    theirs: Any = np.random.get_state()
     step: Any = lambda: (x @ w).square().mean() * random.random() * np.random.rand()  # noqa: E731
     report = amp_fx.accuracy(step)()
     assert report.is_repeatable
