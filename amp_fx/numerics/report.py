@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
     from amp_fx.policies.policy import Policy
 
-MOST_FORETOLD = 4.0
-"""How many times larger than the error of the loss its first order may be."""
+MOST_FORETOLD = 2.0
+"""How many times the error of the loss its first order may be off by."""
 SCHEMA = 1
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
 
@@ -112,7 +112,7 @@ class AccuracyReport:
         if self.error is None or not math.isfinite(self.error):
             return True
         least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
-        return abs(self.predicted_error) <= MOST_FORETOLD * abs(self.error) + least
+        return abs(self.predicted_error - self.error) <= MOST_FORETOLD * abs(self.error) + least
 
     @property
     def error(self) -> float | None:

@@ -115,7 +115,7 @@ class StateGuard:
                 self._histories[id(base)] = base
             if address in self._kept:
                 continue
-            with below_everything():
+            with torch.inference_mode(False), below_everything():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
                 self._kept[address] = (whole, whole.clone())

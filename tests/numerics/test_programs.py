@@ -253,6 +253,36 @@ def test_a_meta_tensor_among_arguments_is_refused_and_a_dummy_is_not() -> None:
         amp_fx.accuracy(lambda x: x @ torch.empty(4, 4, device="meta"))(torch.randn(4, 4))
 
 
+def test_buffers_that_are_met_in_inference_mode_first() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return net(x).square().mean()  # type: ignore[no-any-return]
+
+    report = compared(step, torch.randn(2, 3, 8, 8))
+    assert report.gradients == ()
+
+
+def test_a_custom_function_whose_backward_is_another() -> None:
+    """Gradients that are none of the loss do not tell what errors do to it."""
+
+    class Large(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004
+            return gradient * 1000
+
+    net = nn.Linear(32, 32)
+    step: Any = lambda x: Large.apply(net(x)).float().square().mean()  # type: ignore[no-untyped-call]  # noqa: E731
+    report = amp_fx.accuracy(step)(torch.randn(64, 32))
+    assert abs(report.predicted_error) > 100 * abs(report.error or 0.0)
+    assert report.suspects == ()
+
+
 def test_lines_of_the_backward_of_a_custom_function() -> None:
     class Scaled(torch.autograd.Function):
         @staticmethod
