@@ -34,8 +34,10 @@ def backward(
         scale: What the loss is multiplied with.
     """
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    if any(seen.stage == "backward" for seen in mode.seen) or not outputs:
-        return _own_gradients(mode)
+    own = _own_gradients(mode)
+    if mode.roots or own or not outputs:
+        _rescale(mode, loss)
+        return own
     leaves = _prepare(mode, outputs, scale)
     if not leaves:
         return []
@@ -46,6 +48,31 @@ def backward(
     with mode:
         found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
     return _compared(mode, leaves, found)
+
+
+def listen(mode: ShadowMode) -> None:
+    """Has gradients meet errors in a backward that the step runs itself, by ``Tensor.backward``."""
+
+    def begins(root: torch.Tensor) -> None:
+        if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_tracked(root):
+            return
+        with below_everything():
+            mode.roots.append(float(mode.shadows.of(root.detach()).sum()))
+        _prepare(mode, [root], 1.0)
+
+    mode.notes.on_backward = begins
+
+
+def _rescale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
+    """Takes out of effects what the step has multiplied its loss with, such as a scaler's scale."""
+    if loss is None or not mode.roots:
+        return
+    with below_everything():
+        value = float(mode.shadows.of(loss.detach()))
+    factor = sum(mode.roots) / value if value else math.nan
+    for seen in mode.seen if math.isfinite(factor) and factor else ():
+        seen.effect = None if seen.effect is None else seen.effect / factor
+        seen.effect_sq /= factor**2
 
 
 _REENTRANT = ("CheckpointFunctionBackward",)

@@ -61,6 +61,8 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[Seen] = []
         self.not_examined: dict[tuple[str, str], str] = {}
         self.roundings: dict[int, list[Rounding]] = {}
+        self.roots: list[float] = []
+        """What the step itself has called ``backward`` of, in the reference."""
         self.num_healed = 0
         self.is_paused = False
         self.guard = guard

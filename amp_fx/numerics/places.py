@@ -60,6 +60,8 @@ class CallNotes(TorchFunctionMode):
         super().__init__()
         self.function: Callable[..., Any] | None = None
         self.number = 0
+        self.on_backward: Callable[[Any], None] | None = None
+        """Called with what ``Tensor.backward`` is called of, before it runs."""
 
     def __torch_function__(
         self,
@@ -73,6 +75,8 @@ class CallNotes(TorchFunctionMode):
         if form is not None:
             with self:
                 return form(*args, **(kwargs or {}))
+        if func is torch.Tensor.backward and self.on_backward is not None:
+            self.on_backward(args[0])
         outer, self.function = self.function, func
         self.number += 1
         try:

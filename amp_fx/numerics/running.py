@@ -11,7 +11,7 @@ import torch
 
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
-from amp_fx.numerics.gradients import backward
+from amp_fx.numerics.gradients import backward, listen
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
@@ -183,6 +183,7 @@ def _shadow_run(
     plain: _Plain | None,
 ) -> Run:
     mode = ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
+    listen(mode)
     with request.region(), mode.notes, mode:
         outputs = step(*args, **kwargs)
         loss = loss_of(outputs, request.loss)

@@ -67,6 +67,43 @@ def test_an_optimizer_has_the_state_and_the_options_that_it_had() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+def test_effects_in_a_step_that_runs_its_own_backward() -> None:
+    """As where the backward is not its own, whatever a scaler multiplies the loss with."""
+    torch.manual_seed(0)
+    net, inputs = Bare(), Bare.inputs()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    plain = amp_fx.accuracy(net)(*inputs)
+
+    def step(*inputs: Tensor) -> Tensor:
+        loss: Tensor = net(*inputs)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    report = amp_fx.accuracy(step)(*inputs)
+    assert report.predicted_error == pytest.approx(plain.predicted_error, rel=1e-3)
+    assert report.predicted_error == pytest.approx(report.error, rel=0.05)
+    ours, theirs = ([n.effect_rms for n in r.nodes if n.effect] for r in (report, plain))
+    assert ours == pytest.approx(theirs, rel=0.01)
+
+
+def test_gradients_taken_inside_of_a_step() -> None:
+    """Of an adversarial step: the backward of the loss comes after it."""
+    net = nn.Linear(16, 16)
+
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        [gradient] = torch.autograd.grad(net(x).square().mean(), x)
+        result: Tensor = net(x + 0.1 * gradient.sign()).square().mean()
+        return result
+
+    report = amp_fx.accuracy(step)(torch.randn(8, 16))
+    assert {g.name for g in report.gradients} >= {"net.weight", "net.bias"}
+    assert report.predicted_error == pytest.approx(report.error, rel=0.05)
+
+
 def test_a_trainer_that_holds_model_and_optimizer_is_looked_into() -> None:
     class Trainer:
         def __init__(self) -> None:
