@@ -28,6 +28,7 @@ from amp_fx.numerics.entry import (
     unwrap,
 )
 from amp_fx.numerics.minimize import Minimizer
+from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.policies import with_reasons
 from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import loss_of, undisturbed
@@ -265,14 +266,13 @@ class _Search:
         if policy is not None and call is None:
             region = autocast(self.device_type, self.dtype, policy=policy)
         is_eager = call is None
-        with undisturbed(guard, is_eager=is_eager):
-            mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        with undisturbed(guard, is_eager=is_eager), contextlib.ExitStack() as modes:
             if is_eager:
-                mode = GuardMode(guard, torch.float32)
-            with mode:
-                with region:
-                    outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
-                return self._with_gradients(outputs)
+                modes.enter_context(CallNotes())  # branches and loops as eager code
+                modes.enter_context(GuardMode(guard, torch.float32))
+            with region:
+                outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
+            return self._with_gradients(outputs)
 
     def _with_gradients(self, outputs: Any) -> _Outcome:
         loss = loss_of(outputs, None)
