@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from amp_fx.errors import OptionError
+
+LOW_DTYPE_NAMES = ("bfloat16", "float16")
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What people write, and torch has no such attribute for; ``half`` it has."""
 
@@ -27,10 +30,16 @@ def as_dtype(value: object) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def low_dtype_named(text: str) -> torch.dtype | None:
-    """The low dtype that a command line names; None if it is none."""
+def low_dtype_named(text: str) -> torch.dtype:
+    """The low dtype that ``--dtype`` of a command line names.
+
+    Raises:
+        OptionError: It is none.
+    """
     found = as_dtype(text)
-    return found if found is not None and is_low(found) else None
+    if found is None or not is_low(found):
+        raise OptionError(f"--dtype {text}: not one of {', '.join(LOW_DTYPE_NAMES)}")
+    return found
 
 
 def is_low(dtype: torch.dtype) -> bool:

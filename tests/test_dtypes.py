@@ -11,10 +11,9 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Policy
-from amp_fx.bench.__main__ import _parse_dtype
 from amp_fx.commands.demo import parse_settings
 from amp_fx.commands.explain import parse_input
-from amp_fx.dtypes import as_dtype
+from amp_fx.dtypes import as_dtype, low_dtype_named
 from amp_fx.errors import OptionError, RegionError
 from amp_fx.options import Options
 from amp_fx.regions.devices import _checked_dtypes
@@ -94,7 +93,7 @@ PLACES: dict[str, Callable[[str], Any]] = {
     "with_dtype": lambda name: Policy.default().with_dtype(name).low_dtype("cpu"),
     "policy file": of_policy_file,
     "demo": of_demo,
-    "bench": _parse_dtype,
+    "command line": low_dtype_named,
     "input shape": lambda name: parse_input(f"2:{name.removeprefix('torch.')}").dtype,
     "register_device": lambda name: _checked_dtypes("privateuseone", [name])[0],
     "options": lambda name: Options.parse({"dtype": name}).dtype,

@@ -20,7 +20,7 @@ from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.traffic.command import main as traffic
-from amp_fx.dtypes import low_dtype_named
+from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 log = logging.getLogger(__name__)
-
-DTYPES = ("bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     default = Settings()
     parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
-    parser.add_argument("--dtype", default=DTYPES[0], help=", ".join(DTYPES))
+    parser.add_argument("--dtype", default="bfloat16", help=", ".join(LOW_DTYPE_NAMES))
     parser.add_argument("--contenders", help="comma-separated; default: all")
     parser.add_argument("--compiler", default=default.compiler, help=", ".join(COMPILERS))
     parser.add_argument(
@@ -127,7 +125,7 @@ def _parse_cases(names: list[str]) -> list[str]:
 
 def _parse_settings(parsed: argparse.Namespace) -> Settings:
     device = _parse_device(parsed.device)
-    dtype = _parse_dtype(parsed.dtype)
+    dtype = low_dtype_named(parsed.dtype)
     check_device_dtype(device.type, dtype)
     contenders = parsed.contenders.split(",") if parsed.contenders else None
     for name in contenders or ():
@@ -156,13 +154,6 @@ def _parse_device(text: str) -> torch.device:
     if device.type not in autocast_device_types():
         raise OptionError(f"--device {text}: not one of {', '.join(autocast_device_types())}")
     return device
-
-
-def _parse_dtype(text: str) -> torch.dtype:
-    dtype = low_dtype_named(text)
-    if dtype is None:
-        raise OptionError(f"--dtype {text}: not one of {', '.join(DTYPES)}")
-    return dtype
 
 
 def _parse_count(option: str, text: str) -> int:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.weights.storage_watch import storage_address_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -55,18 +57,15 @@ def _kept_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
-    return sum({_begin(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
+    return sum({_place(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
 
 
-def _begin(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins: views share one, and so do aliases.
-
-    Relies on ``torch._C._data_address``, which unlike ``data_ptr`` does not count as a write.
-    """
+def _place(tensor: torch.Tensor) -> int:
+    """What tells storages apart: views share one, and so do aliases."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return address - int(tensor.storage_offset()) * tensor.itemsize
+    address: int = storage_address_of(tensor)
+    return address
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +14,10 @@ from amp_fx.drawing.draw import FORMATS, check_path, draw
 from amp_fx.errors import OptionError
 from amp_fx.numerics.entry import accuracy
 from amp_fx.numerics.search import search
+from amp_fx.numerics.search_result import SearchResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from amp_fx.numerics.report import AccuracyReport
 
 EXAMPLES = """\
 examples:
@@ -83,14 +84,20 @@ def run(args: argparse.Namespace) -> int:
         inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
     if inputs is None:
         raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
-    if args.search is not None:
-        return _search(step, inputs, args)
     options = {"dtype": args.dtype, "policy": args.policy, "scale": args.scale}
-    report = accuracy(step, modules=args.modules, **options)(*inputs)
-    sys.stdout.write(f"{report.to_json() if args.json else report}\n")
+    found: AccuracyReport | SearchResult
+    if args.search is None:
+        found = report = accuracy(step, modules=args.modules, **options)(*inputs)
+    else:
+        found = search(step, tolerance=args.search, budget=args.budget, **options)(*inputs)
+        report = found.report
+    sys.stdout.write(f"{found.to_json() if args.json else found}\n")
     if args.draw:
         draw(report, args.draw)
         sys.stderr.write(f"wrote {args.draw}\n")
+    if isinstance(found, SearchResult):
+        _save(found, args.save)
+        return 0
     return 1 if report.suspects else 0
 
 
@@ -111,20 +118,7 @@ def _random(zeros: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(zeros) if zeros.is_floating_point() else zeros
 
 
-def _search(step: Callable[..., Any], inputs: tuple[Any, ...], args: argparse.Namespace) -> int:
-    result = search(
-        step,
-        tolerance=args.search,
-        dtype=args.dtype,
-        policy=args.policy,
-        scale=args.scale,
-        budget=args.budget,
-    )(*inputs)
-    sys.stdout.write(f"{result.to_json() if args.json else result}\n")
-    if args.draw:
-        draw(result.report, args.draw)
-        sys.stderr.write(f"wrote {args.draw}\n")
-    if args.save:
-        result.policy.save(args.save)
-        sys.stderr.write(f"wrote {args.save}\n")
-    return 0
+def _save(result: SearchResult, path: str | None) -> None:
+    if path is not None:
+        result.policy.save(path)
+        sys.stderr.write(f"wrote {path}\n")

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.demo.train import Settings, compare
-from amp_fx.dtypes import low_dtype_named
+from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from amp_fx.demo.train import Comparison, Run
 
-DTYPES = ("bfloat16", "float16")
 FOLDED = ("casts_shared", "round_trips_removed")
 """Which counts of the passes are casts that went away again."""
 
@@ -41,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--steps", default=str(default.steps), help="default: %(default)s")
     parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(DTYPES)}")
+    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(LOW_DTYPE_NAMES)}")
     parser.add_argument("--compiler", default="inductor", help=f"{', '.join(COMPILERS)}")
     parser.set_defaults(run=run)
 
@@ -67,7 +66,7 @@ def parse_settings(args: argparse.Namespace) -> Settings:
     Raises:
         OptionError: One of them is not usable here; says what is.
     """
-    device, dtype = _parse_device(args.device), _parse_dtype(args.dtype)
+    device, dtype = _parse_device(args.device), low_dtype_named(args.dtype)
     check_device_dtype(device.type, dtype)
     return Settings(
         steps=_parse_steps(args.steps),
@@ -87,13 +86,6 @@ def _choose(option: str, text: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
         raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
     return text
-
-
-def _parse_dtype(text: str) -> torch.dtype:
-    dtype = low_dtype_named(text)
-    if dtype is None:
-        raise OptionError(f"--dtype {text}: not one of {', '.join(DTYPES)}")
-    return dtype
 
 
 def _parse_device(text: str) -> torch.device:

@@ -87,6 +87,10 @@ class Drawing:
         self.view = view
         self._dot, self.boxes = _picture(explanation, records, view, report)
 
+    def with_view(self, view: View) -> Drawing:
+        """The same drawn in another way."""
+        return Drawing(self.explanation, self.records, view, self.report)
+
     @property
     def source(self) -> str:
         """The picture in the language of Graphviz."""

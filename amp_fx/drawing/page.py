@@ -9,15 +9,18 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.drawing.colors import COLORS, HEAT, OTHER
 from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import bare_op, treatment
 from amp_fx.explanation.table import human
-from amp_fx.numerics.picture import MEASURES, levels_of
+from amp_fx.numerics.picture import MEASURES
+from amp_fx.numerics.table import MOST
+from amp_fx.numerics.words import number
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing
     from amp_fx.explanation.records import GraphRecord, NodeRecord
+    from amp_fx.numerics.records import OpRecord
+    from amp_fx.numerics.report import AccuracyReport
 
 MOST_OPS = 250
 """How many boxes a picture of all ops may have to go into the page: larger ones take long."""
@@ -35,15 +38,13 @@ def page_of(drawing: Drawing) -> str:
         for name, view in views.items()
     )
     data = {
-        "boxes": {name: _members(view) for name, view in views.items()},
+        "boxes": {name.rpartition("-")[0]: _members(view) for name, view in views.items()},
         "first": next(iter(views)),
+        "paints": _paints(drawing),
+        "column": "treatment" if drawing.report is None else "measured",
         "before": _nodes(drawing, before=True),
         "after": _nodes(drawing, before=False),
         "casts": _casts(drawing),
-        "levels": _levels(drawing),
-        "heat": HEAT,
-        "colors": {**COLORS, "other": OTHER},
-        "color": drawing.view.color,
     }
     template = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
@@ -52,6 +53,7 @@ def page_of(drawing: Drawing) -> str:
             f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
         ),
         "@SUMMARY@": _summary(drawing),
+        "@NOTES@": _notes(drawing),
         "@VIEWS@": templates,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
@@ -59,25 +61,17 @@ def page_of(drawing: Drawing) -> str:
     return re.sub("|".join(contents), lambda mark: contents[mark[0]], template)
 
 
-def _levels(drawing: Drawing) -> dict[str, dict[str, int]]:
-    """By measure of a report, how strongly each node is coloured; empty without one."""
-    if drawing.report is None:
-        return {}
-    keys = {
-        node.name: _key(record, node.name) for record in drawing.records for node in record.nodes
-    }
-    return {
-        measure: {
-            keys[n]: level for n, level in levels_of(drawing.report, measure).items() if n in keys
-        }
-        for measure in MEASURES
-    }
+def _paints(drawing: Drawing) -> list[str]:
+    """What boxes can be coloured by, that which was asked for first."""
+    names = ("dtype",) if drawing.report is None else (*MEASURES, "dtype")
+    return sorted(names, key=lambda name: name != drawing.view.color)
 
 
 def _views(drawing: Drawing) -> dict[str, Drawing]:
-    """By name, the pictures that the page switches between; the one asked for comes first."""
-    from amp_fx.drawing.draw import Drawing as _Drawing
+    """By name, the pictures that the page switches between; the one asked for comes first.
 
+    Where boxes lie does not depend on what they are coloured by.
+    """
     found: dict[str, Drawing] = {}
     asked = drawing.view.level or _guess_level(drawing)
     levels = (asked, "op" if asked == "module" else "module")
@@ -85,10 +79,15 @@ def _views(drawing: Drawing) -> dict[str, Drawing]:
     for level in levels:
         for before in sides:
             view = dataclasses.replace(drawing.view, level=level, before=before)
-            made = _Drawing(drawing.explanation, drawing.records, view, drawing.report)
+            made = drawing.with_view(view)
             num_boxes = sum(len(graph) for graph in made.boxes.values())
-            if level == asked or num_boxes <= MOST_OPS:
-                found[f"{'before' if before else 'after'}-{level}"] = made
+            if level != asked and num_boxes > MOST_OPS:
+                continue
+            for paint in _paints(drawing):
+                painted = dataclasses.replace(view, color=paint)
+                found[f"{'before' if before else 'after'}-{level}-{paint}"] = (
+                    made if paint == view.color else made.with_view(painted)
+                )
     return found
 
 
@@ -115,8 +114,9 @@ def _key(record: GraphRecord, name: str) -> str:
 
 
 def _nodes(drawing: Drawing, *, before: bool) -> list[dict[str, Any]]:
+    measured = {} if drawing.report is None else {n.name: _words(n) for n in drawing.report.nodes}
     return [
-        _node(record, node)
+        _node(record, node, measured)
         for record in drawing.records
         for node in (record.before if before else record.nodes)
         if node.kind != "weight"
@@ -127,7 +127,7 @@ _LABELS = {"cast": "cast", "kept_cast": "kept cast", "copy": "kept copy"}
 """What casts are called in the table, whatever op makes them."""
 
 
-def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
+def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> dict[str, Any]:
     return {
         "label": _LABELS.get(node.kind, bare_op(node.op)),
         "listed": node.kind not in ("copy", "output"),
@@ -141,12 +141,20 @@ def _node(record: GraphRecord, node: NodeRecord) -> dict[str, Any]:
         "code": node.code,
         "dtype": node.dtype,
         "treatment": treatment(node),
+        "text": measured.get(node.name) or treatment(node) or node.kind,
         "origin": node.origin,
         "reason": node.reason,
         "inputs": [_key(record, name) for name in node.inputs],
         "outputs": [f"{t.dtype} [{', '.join(map(str, t.shape))}]" for t in node.outputs],
         "flops": human(node.flops, "") if node.flops else "",
     }
+
+
+def _words(node: OpRecord) -> str:
+    parts = [f"error {number(node.accumulated)}"]
+    parts += [f"effect {number(node.effect)}"] if node.effect else []
+    parts += [f"{node.overflows + node.singular} overflow"] if node.is_overflow else []
+    return ", ".join(parts)
 
 
 def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
@@ -164,7 +172,28 @@ def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
     }
 
 
+def _notes(drawing: Drawing) -> str:
+    """The suspects of a report."""
+    if drawing.report is None:
+        return ""
+    lines = [f"{i}. {suspect}" for i, suspect in enumerate(drawing.report.suspects[:MOST], 1)]
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines or ["no suspects"])
+
+
+def _summary_of_report(report: AccuracyReport) -> str:
+    loss = f"loss <b>{report.loss:.6g}</b> ({report.reference} {report.reference_loss:.6g})"
+    error = f"error of the outputs <b>{number(report.output_error)}</b>"
+    parts = [
+        f"<b>{len(report.nodes)}</b> ops, forward and backward",
+        error if report.loss is None else loss,
+        f"<b>{len(report.suspects)}</b> suspects",
+    ]
+    return " &middot; ".join(parts)
+
+
 def _summary(drawing: Drawing) -> str:
+    if drawing.report is not None:
+        return _summary_of_report(drawing.report)
     totals = drawing.explanation.totals
     share = ", ".join(
         f"{part:.0%} {html.escape(dtype)}" for dtype, part in totals.flop_share.items()

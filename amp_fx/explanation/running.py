@@ -103,9 +103,11 @@ def isolated() -> Iterator[None]:
     Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``, where torch has that.
     """
     before = Counter(counters["graph_break"])
-    with _sizes_forgotten(), _without_limit():
-        yield
-    counters["graph_break"] = before
+    try:
+        with _sizes_forgotten(), _without_limit():
+            yield
+    finally:
+        counters["graph_break"] = before
 
 
 @contextlib.contextmanager

@@ -69,8 +69,13 @@ PIPED_WIDTH = 1000
 
 def as_html(explanation: Explanation) -> str:
     """The table as HTML, for notebooks."""
+    return printed_html(render(explanation))
+
+
+def printed_html(shown: RenderableType) -> str:
+    """What rich prints, as HTML."""
     console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-    console.print(render(explanation))
+    console.print(shown)
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
     form = f'<pre style="{style}">{{code}}</pre>'
     return console.export_html(inline_styles=True, code_format=form)

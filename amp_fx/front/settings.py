@@ -44,7 +44,8 @@ class RegionSettings:
         self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
         """The region for one call of a module, or of a function if it is None."""
-        devices = _devices_of(module, args, kwargs)
+        is_open = self.device_type is None or self.dtype is None
+        devices = _devices_of(module, args, kwargs) if is_open else set()
         device_type = self.device_type or _device_type_of(devices)
         dtype = self.dtype or self._low_dtype(device_type, devices)
         if self.policy is None:
@@ -81,13 +82,10 @@ class RegionSettings:
         given = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
 
         def restore(tensor: torch.Tensor) -> torch.Tensor:
-            is_low = tensor.is_floating_point() and tensor.dtype.itemsize == _LOW_SIZE
-            return tensor.float() if is_low and id(tensor) not in given else tensor
+            is_changed = dtypes.is_low(tensor.dtype) and id(tensor) not in given
+            return tensor.float() if is_changed else tensor
 
         return pytree.tree_map_only(torch.Tensor, restore, outputs)
-
-
-_LOW_SIZE = torch.bfloat16.itemsize
 
 
 def _devices_of(

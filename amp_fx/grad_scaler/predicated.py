@@ -66,12 +66,12 @@ def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> 
         step: the optimizer's, with the caller's arguments.
 
     Returns:
-        What the optimizer's step returns.
+        What the optimizer's step returns; None where no parameter has a gradient.
     """
     overflowed = on_devices(found_inf != 0)
     if not runs_only_own_code(optimizer):
         return _step_or_put_back(overflowed, optimizer, step)
-    groups = optimizer.param_groups
+    groups, result = optimizer.param_groups, None
     try:
         for group, part in _parts(groups):
             optimizer.param_groups = [{**group, "params": part}]
@@ -89,13 +89,15 @@ def _parts(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[
     """The parameters with gradients in parts, each with its group."""
     for group in groups:
         part: list[Tensor] = []
+        num_elements = 0
         for param in group["params"]:
             if param.grad is None:
                 continue
-            if part and sum(p.numel() for p in part) + param.numel() > MOST_ELEMENTS:
+            if part and num_elements + param.numel() > MOST_ELEMENTS:
                 yield group, part
-                part = []
+                part, num_elements = [], 0
             part.append(param)
+            num_elements += param.numel()
         if part:
             yield group, part
 

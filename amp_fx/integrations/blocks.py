@@ -86,14 +86,11 @@ def _regions(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     if _is_repeated(module):
         for name, child in module.named_children():
             yield _join(path, name), child
-    elif any(map(_is_repeated, module.modules())):
+    elif isinstance(module, _CONTAINERS) or any(map(_is_repeated, module.modules())):
         for name, child in module.named_children():
             yield from _regions(child, _join(path, name))
-    elif next(module.parameters(), None) is not None and not isinstance(module, _CONTAINERS):
+    elif next(module.parameters(), None) is not None:
         yield path, module
-    elif isinstance(module, _CONTAINERS):
-        for name, child in module.named_children():
-            yield from _regions(child, _join(path, name))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -6,10 +6,10 @@ once does for both where the inputs have no error yet.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float
@@ -20,9 +20,10 @@ from amp_fx.numerics.repeat import (
     in_reference,
     names_low_dtype,
     random_state,
+    tensors_in,
 )
 from amp_fx.numerics.seen import Rounding, Seen
-from amp_fx.numerics.shadow import widened
+from amp_fx.numerics.shadow import is_tracked, widened
 from amp_fx.numerics.torch_private import address_of
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ class ShadowedCall:
             rewind = self._rewinder() if self.facts.is_random and not is_drawn else None
         with torch._C.DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
+        if not all(map(is_tracked, tensors_in(results))):
+            self.mode.leave_out(self.facts.name, site.module, "its result is no plain tensor")
+            return results
         with below_everything():
             if is_drawn or before is None:
                 self._follow(results)
@@ -117,7 +121,9 @@ class ShadowedCall:
                 self._follow(results)
                 return results
             again = self._again(mixed, rewind) if mixed is not None else None
-            self._compare(results, shadow, repeated, (stage, site, number), inside)
+            seen = self._compare(results, shadow, repeated, (stage, site, number), inside)
+            if seen is not None and stage == "forward" and not math.prod(seen.shape) > 1:
+                seen.magnitude = self._magnitude(before[0], shadow)
             if again is not None and repeated is not None and number is not None:
                 self._note_errors_of_constants(repeated, again, number)
         return results
@@ -136,7 +142,7 @@ class ShadowedCall:
             return None
 
         def choose(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
+            if tensor.requires_grad or not tensor.is_floating_point():
                 return widened(tensor, self.reference)
             return self.shadows.of(tensor)
 
@@ -233,43 +239,61 @@ class ShadowedCall:
         repeated: Any,
         place: tuple[str, Site, int | None],
         inside: set[int],
-    ) -> None:
+    ) -> Seen | None:
         stage, site, number = place
         low, high = tensors_in(results), tensors_in(shadow)
         same = tensors_in(repeated) if repeated is not None else [None] * len(low)
         first = next((t for t in low if t.is_floating_point()), low[0] if low else None)
         if first is None:
-            return
+            return None
         seen = self._new_record(stage, site, first)
         is_measured = self.mode.is_wanted(site) and stage != "again"
+        errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
-                self._compare_discrete(seen, result, second)
+                differs = self._compare_discrete(seen, result, second)
+                errors += [(result, seen.error_in)] if differs else []
                 continue
             wide = widened(second, self.reference)
             again = None if third is None else widened(third, self.reference)
             if second is third:
                 again = wide
-            if is_measured or self.shadows.is_low(result.dtype):
-                self._measure(seen, position, result, wide, again, number, is_measured)
-            entry = self.shadows.note(result)
-            entry.origin, entry.error = seen.index, seen.measures.accumulated
+            is_counted = is_measured and not (position and self.facts.saves)
+            error = 0.0
+            if is_counted or self.shadows.is_low(result.dtype):
+                error = self._measure(seen, position, result, wide, again, number, is_counted)
+            errors.append((result, error))
             if is_written or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
-        if is_measured and (seen.measures.numel or seen.measures.flips):
+        is_recorded = is_measured and bool(seen.measures.numel or seen.measures.flips)
+        if is_recorded:
             self.mode.record(seen)
+        for result, error in errors:
+            entry = self.shadows.note(result)
+            entry.origin, entry.error = (seen.index if is_recorded else -1), error
+        return seen if is_recorded else None
 
-    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> None:
+    def _magnitude(self, before: tuple[Any, Any], shadow: Any) -> float:
+        """How large a scalar of the reference is, or what it would be if nothing cancelled."""
+        args, kwargs = before
+        if self.facts.name in ("aten::mean", "aten::sum"):
+            shadow = self.op(args[0].abs(), *args[1:], **kwargs)
+        sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
+        return max(sizes, default=0.0)
+
+    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> bool:
+        """Counts what differs, and says whether anything does."""
         if result is shadow or torch.equal(result, shadow):
             self.shadows.forget(result)
-            return
+            return False
         seen.measures.flips += int(torch.count_nonzero(result != shadow))
         if not _is_in(result, self.written):
             self.shadows.put(result, shadow, is_fresh=True)
+        return True
 
     def _measure(
         self,
@@ -280,7 +304,8 @@ class ShadowedCall:
         repeated: torch.Tensor | None,
         number: int | None,
         is_measured: bool,
-    ) -> None:
+    ) -> float:
+        """Heals a result, adds its numbers to the record, and gives its error since the start."""
         is_low = self.shadows.is_low(result.dtype)
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
         found, eps = measure_float(
@@ -292,7 +317,7 @@ class ShadowedCall:
             heal(result, repeated, shadow, is_singular=bool(found.singular))
             self.mode.num_healed += 1
         if not is_measured:
-            return
+            return found.accumulated
         is_finite = found.max_abs - found.max_abs == 0
         seen.is_origin |= not is_finite and not _has_infinity(
             [self.shadows.of(t) for t in self.tensors]
@@ -300,16 +325,18 @@ class ShadowedCall:
         seen.measures.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
             seen.exponents = exponents(shadow)
-        if eps is None or number is None or seen.stage != "forward" or not found.local_sq:
-            return
-        if not found.is_finite:
-            eps = torch.where(eps.isfinite(), eps, 0)
-        kept = Rounding(seen, position, eps.to(torch.bfloat16))
+        if eps is not None and number is not None and seen.stage == "forward" and found.local_sq:
+            eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
+            self._keep(Rounding(seen, position, eps.to(torch.bfloat16)), result, number)
+        return found.accumulated
+
+    def _keep(self, rounding: Rounding, result: torch.Tensor, number: int) -> None:
+        """Keeps an error until its gradient is there."""
         if _is_in(result, self.written):
-            kept.is_written = True
+            rounding.is_written = True
             if result._is_view():
-                kept.geometry = (result.size(), result.stride(), result.storage_offset())
-        self.mode.roundings.setdefault(number, []).append(kept)
+                rounding.geometry = (result.size(), result.stride(), result.storage_offset())
+        self.mode.roundings.setdefault(number, []).append(rounding)
 
     def _new_record(self, stage: str, site: Site, result: torch.Tensor) -> Seen:
         entries = [self.shadows.entry(t) for t in self.tensors]
@@ -325,11 +352,6 @@ class ShadowedCall:
             error_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
-
-
-def tensors_in(results: Any) -> list[torch.Tensor]:
-    """The tensors of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
 
 def _float_tensors(results: Any) -> list[torch.Tensor]:

@@ -8,12 +8,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
-from amp_fx.numerics.records import GradientRecord, record_of
+from amp_fx.numerics.records import record_of
+from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.state import refuse_strange
@@ -94,9 +94,9 @@ def accuracy(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
         if len(args) == 1 and not kwargs and _is_batches(args[0]):
-            reports = [_examine(target, asked, batch, {}) for batch in args[0]]
+            reports = [examine(target, asked, batch, {}) for batch in args[0]]
             return functools.reduce(AccuracyReport.__add__, reports)
-        return _examine(target, asked, args, kwargs)
+        return examine(target, asked, args, kwargs)
 
     return accuracy_call
 
@@ -112,7 +112,6 @@ class Asked:
     scale: float = 1.0
     loss: Callable[[Any], Any] | None = None
     modules: tuple[str, ...] | None = None
-    is_brief: bool = False
 
 
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
@@ -175,7 +174,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
     """The device type that autocasts: that of the tensors, an accelerator before the CPU."""
     if asked.device_type is not None:
         return asked.device_type
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(args)
     if isinstance(step, torch.nn.Module):
         tensors += [*step.parameters(), *step.buffers()]
     for tensor in tensors:
@@ -202,9 +201,15 @@ def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
-def _examine(
+def examine(
     step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
+    """Examines one call.
+
+    Raises:
+        AccuracyError: See ``accuracy``.
+        OptionError: The device does not autocast to the dtype.
+    """
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     request = Request(
@@ -213,7 +218,6 @@ def _examine(
         scale=asked.scale,
         loss=asked.loss,
         modules=asked.modules,
-        is_brief=asked.is_brief,
     )
     run = run_step(caller_of(step), args, kwargs, request)
     if asked.modules is not None and not run.seen:
@@ -239,11 +243,12 @@ def report_of(
         scale=asked.scale,
         loss=run.low_loss,
         reference_loss=run.reference_loss,
+        loss_magnitude=run.loss_magnitude,
         output_error=run.output_error,
         is_probed=run.is_probed,
         is_repeatable=run.is_repeatable,
         nodes=tuple(record_of(seen) for seen in run.seen),
-        gradients=tuple(GradientRecord(**vars(g)) for g in run.gradients),
+        gradients=tuple(run.gradients),
         suggested_scale=_suggested_scale(run, asked.scale) if dtype == torch.float16 else None,
         not_examined=tuple(
             UnexaminedRecord(op, module, why) for (op, module), why in run.not_examined.items()

@@ -7,20 +7,21 @@ backward, in eager code of any kind. Each op that meets a low dtype runs up to t
 
 from __future__ import annotations
 
+import math
 import sys
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.calls import ShadowedCall, tensors_in
-from amp_fx.numerics.places import CallNotes, Places, Site
-from amp_fx.numerics.repeat import facts_of
-from amp_fx.numerics.shadow import Shadows, is_tracked
+from amp_fx.numerics.calls import ShadowedCall
+from amp_fx.numerics.places import CallNotes, Places, Site, is_inside
+from amp_fx.numerics.repeat import facts_of, tensors_in
+from amp_fx.numerics.shadow import Shadows, is_tracked, is_wrapped
 from amp_fx.numerics.torch_private import (
     address_of,
+    is_custom,
     latest_node_number,
     number_of,
     running_node,
@@ -60,12 +61,14 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[Seen] = []
         self.not_examined: dict[tuple[str, str], str] = {}
         self.roundings: dict[int, list[Rounding]] = {}
+        self.roots: list[float] = []
+        """What the step itself has called ``backward`` of, in the reference."""
         self.num_healed = 0
         self.is_paused = False
-        self._guard = guard
-        self._reference = reference
+        self.guard = guard
+        self.reference = reference
         self._modules = modules
-        self._is_brief = is_brief
+        self.is_brief = is_brief
         self._site_of: dict[int, Site] = {}
         self._last_number = latest_node_number()
 
@@ -81,7 +84,15 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_paused:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        self._guard.look_at(tensors)
+        wrapped = next(filter(is_wrapped, tensors), None)
+        if wrapped is not None:
+            why = "what ops on the tensors that it consists of do to the loss is not known"
+            self.leave_out(type(wrapped).__name__, self.places.here("").module, why)
+            self.guard.has_wrappers = True
+            return NotImplemented  # it calls ops on these
+        if self.guard.is_aside(tensors):
+            return func(*args, **kwargs)
+        self.guard.look_at(tensors)
         if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
         facts = facts_of(func)
@@ -90,10 +101,10 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _all_share(results, tensors):
                 self._count_node()
                 return results
-        self._guard.save(facts.written(args, kwargs))
         call = ShadowedCall(self, func, facts, args, kwargs, tensors)
+        self.guard.save(call.written)
         results = call.run() if call.is_touched() else call.run_as_it_is()
-        self._guard.note_made(results, tensors)
+        self.guard.note_made(results, tensors)
         return results
 
     def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
@@ -101,7 +112,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             results = func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        self._guard.note_made(results, tensors)
+        self.guard.note_made(results, tensors)
         return results
 
     def leave_out(self, op: str, module: str, why: str) -> None:
@@ -110,19 +121,13 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_wanted(self, site: Site) -> bool:
         """Whether ops of a site are measured."""
-        if self._modules is None:
-            return True
-        return any(
-            fnmatchcase(site.module, pattern) or fnmatchcase(site.module, f"{pattern}.*")
-            for pattern in self._modules
-        )
+        return self._modules is None or is_inside(site.module, self._modules)
 
     def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
         """Stage and site of an op that is about to be recorded, and the number of its node."""
         node = running_node()
         if node is not None and not torch.is_grad_enabled():
-            site = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
-            return "backward", site, None
+            return "backward", self._site_in_backward(node, kernel), None
         number = latest_node_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -132,6 +137,14 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_again = node is not None and _is_in_checkpoint()
         return ("again" if is_again else "forward"), site, number if is_own else None
 
+    def _site_in_backward(self, node: Any, kernel: str) -> Site:
+        """That of its forward; in the backward of a custom function the line that is running."""
+        found = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
+        if not is_custom(node):
+            return found
+        here = self.places.here(kernel)
+        return here._replace(module=found.module, module_type=found.module_type)
+
     def _count_node(self) -> None:
         self._last_number = latest_node_number()
 
@@ -139,20 +152,24 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The site of the op with some node of autograd."""
         return self._site_of.get(number, Site())
 
+    def magnitude_of(self, loss: torch.Tensor) -> float:
+        """How large the loss is in the reference, or the scalars that it is made of."""
+        entry = self.shadows.entry(loss)
+        pending = [entry.origin] if entry is not None else []
+        known, largest = set(pending), abs(float(self.shadows.of(loss)))
+        while pending:
+            index = pending.pop()
+            if not 0 <= index < len(self.seen) or math.prod(self.seen[index].shape) > 1:
+                continue
+            largest = max(largest, self.seen[index].magnitude)
+            pending += [i for i in self.seen[index].inputs if i not in known]
+            known.update(pending)
+        return largest
+
     def record(self, seen: Seen) -> None:
         """Adds the record of an op; what a checkpoint computes again was there before."""
         if seen.stage != "again":
             self.seen.append(seen)
-
-    @property
-    def reference(self) -> torch.dtype:
-        """The dtype of the reference."""
-        return self._reference
-
-    @property
-    def is_brief(self) -> bool:
-        """Whether only results in a low dtype are measured."""
-        return self._is_brief
 
 
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:

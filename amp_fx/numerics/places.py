@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +17,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
+from amp_fx.numerics.control_flow import eager_form
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
 from amp_fx.policies.module_path import name_of
 from amp_fx.regions.module_stack import current_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from amp_fx.policies.module_path import ModuleStack
@@ -58,6 +60,8 @@ class CallNotes(TorchFunctionMode):
         super().__init__()
         self.function: Callable[..., Any] | None = None
         self.number = 0
+        self.on_backward: Callable[[Any], None] | None = None
+        """Called with what ``Tensor.backward`` is called of, before it runs."""
 
     def __torch_function__(
         self,
@@ -66,7 +70,13 @@ class CallNotes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Calls the function."""
+        """Calls the function; what holds ops, such as a branch, as eager code."""
+        form = eager_form(func)
+        if form is not None:
+            with self:
+                return form(*args, **(kwargs or {}))
+        if func is torch.Tensor.backward and self.on_backward is not None:
+            self.on_backward(args[0])
         outer, self.function = self.function, func
         self.number += 1
         try:
@@ -133,7 +143,6 @@ def _user_line(frame: FrameType | None) -> tuple[str, int]:
 _OTHER_NAMES = {
     "cross_entropy": "cross_entropy_loss",
     "radd": "add",
-    "rsub": "rsub",
     "rmul": "mul",
     "rdiv": "div",
     "truediv": "div",
@@ -141,7 +150,6 @@ _OTHER_NAMES = {
     "rmatmul": "matmul",
     "floordiv": "floor_divide",
     "rpow": "pow",
-    "ne": "ne",
 }
 """What functions are called that have another name than their op."""
 
@@ -183,6 +191,13 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
     name = kernel.removeprefix("aten::")
     candidates = (_OTHER_NAMES.get(bare, bare), _MADE_OF.get(name, ""), name, name.lstrip("_"))
     return next((op for op in candidates if op and is_policy_op(op)), "")
+
+
+def is_inside(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a module is one that a pattern fits, or inside of one: ``"h.*.attn"``."""
+    return any(
+        fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in patterns
+    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,6 +53,7 @@ class OpRecord:
         lost: Elements that are zero, and none in the reference program.
         flips: Elements of discrete results (indices, masks) that differ.
         max_abs: The largest absolute value in the reference program.
+        norm: The norm (L2) of the result there.
         is_origin: Whether the reference program becomes infinite or NaN here.
     """
 
@@ -85,6 +86,7 @@ class OpRecord:
     lost: int
     flips: int
     max_abs: float
+    norm: float
     is_origin: bool
 
     @property
@@ -145,6 +147,8 @@ class GradientRecord:
         cosine: Of the angle between both.
         flushed: The share of elements that are zero, and none in the reference program.
         max_abs: The largest absolute value in the reference program.
+        norm: Its norm (L2) there. What is zero but for rounding, as the gradient of the bias of
+            attention's keys, has errors as large as itself, and they do no harm.
     """
 
     name: str
@@ -153,6 +157,7 @@ class GradientRecord:
     cosine: float
     flushed: float
     max_abs: float
+    norm: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +165,8 @@ class Suspect:
     """Ops of one kind in one place that do harm.
 
     Attributes:
-        kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"`` or
-            ``"effect"``.
+        kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
+            ``"growth"`` (of errors, over several ops of a module) or ``"effect"``.
         module: The path of the module; ``*`` stands for the numbers of several alike.
         op: The op to mend, as a policy calls it; by its own name where no policy reaches it.
         stage: ``"forward"`` or ``"backward"``.
@@ -227,6 +232,7 @@ def record_of(seen: Seen) -> OpRecord:
         lost=measures.lost,
         flips=measures.flips,
         max_abs=measures.max_abs,
+        norm=math.sqrt(measures.shadow_sq),
         is_origin=seen.is_origin,
     )
 
@@ -253,5 +259,19 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
         lost=ours.lost + theirs.lost,
         flips=ours.flips + theirs.flips,
         max_abs=max(ours.max_abs, theirs.max_abs),
+        norm=math.hypot(ours.norm, theirs.norm),
         is_origin=ours.is_origin or theirs.is_origin,
     )
+
+
+def as_plain(value: Any) -> Any:
+    """A tree of records with only what JSON has: ``"nan"`` and ``"inf"`` are strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +50,18 @@ MOVES = frozenset(
 """Ops that round nothing: they move and choose."""
 
 
+_SAVING = (
+    *("aten::native_", "aten::_native_", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+    *("aten::_scaled_dot_product_", "aten::_fused_rms_norm", "aten::_flash_", "aten::_efficient_"),
+)
+"""How ops are called whose results but the first are for the backward alone."""
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
     """What the schema of an op says.
@@ -58,6 +72,7 @@ class OpFacts:
         is_view: Whether it only looks at its input in another way.
         is_random: Whether it takes random numbers.
         is_empty: Whether it makes memory with nothing in it.
+        saves: Whether its results but the first are for the backward alone.
     """
 
     name: str
@@ -65,13 +80,14 @@ class OpFacts:
     is_view: bool
     is_random: bool
     is_empty: bool
+    saves: bool
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
         found = []
         for index, name in self.writes:
             value = args[index] if index < len(args) else kwargs.get(name)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += tensors_in(value)
         return found
 
 
@@ -89,6 +105,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_view=is_view,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_empty=op.overloadpacket in _EMPTY,
+        saves=schema.name.startswith(_SAVING) and "backward" not in schema.name,
     )
 
 
@@ -159,6 +176,20 @@ def random_state(device: torch.device) -> Callable[[], None]:
     module = getattr(torch, device.type)
     state = module.get_rng_state(device)
     return lambda: module.set_rng_state(state, device)
+
+
+def python_random_state() -> Callable[[], None]:
+    """Takes the states of ``random`` and of NumPy, if that is there; call it to go back."""
+    numpy: Any = sys.modules.get("numpy")
+    ours = random.getstate()
+    theirs = numpy.random.get_state() if numpy is not None else None
+
+    def go_back() -> None:
+        random.setstate(ours)
+        if theirs is not None:
+            numpy.random.set_state(theirs)
+
+    return go_back
 
 
 def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:

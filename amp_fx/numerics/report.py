@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.records import joined
-from amp_fx.numerics.suspects import find_suspects
+from amp_fx.numerics.measures import relative
+from amp_fx.numerics.records import as_plain, joined
+from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects
 
 if TYPE_CHECKING:
     from amp_fx.numerics.difference import ReportDiff
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
     from amp_fx.policies.policy import Policy
 
+MOST_FORETOLD = 2.0
+"""How many times the error of the loss its first order may be off by."""
 SCHEMA = 1
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
 
@@ -58,6 +61,8 @@ class AccuracyReport:
         scale: What the loss was multiplied with for the backward.
         loss: The loss in low precision, summed over batches; None where the step gives none.
         reference_loss: The same of the reference program.
+        loss_magnitude: How large that is; where it is a sum or mean of positive and negative
+            terms, what it would be if none cancelled another. Effects are compared with it.
         output_error: The relative error (L2) of the loss, or of all outputs; the largest batch's.
         is_probed: Whether there is no loss, and the backward began with random signs.
         is_repeatable: Whether two runs in low precision gave the same loss; None where that
@@ -80,6 +85,7 @@ class AccuracyReport:
     scale: float
     loss: float | None
     reference_loss: float | None
+    loss_magnitude: float | None
     output_error: float
     is_probed: bool
     is_repeatable: bool | None
@@ -95,8 +101,18 @@ class AccuracyReport:
         """The ops that do harm, the worst first; empty for a sound program."""
         if self.reference_problem is not None:
             return ()
-        loss = None if self.reference_loss is None else self.reference_loss / self.num_batches
-        return find_suspects(self.nodes, loss)
+        loss = None if self.loss_magnitude is None else self.loss_magnitude / self.num_batches
+        loss = loss if self._has_first_order else None
+        room = 1.0 if self.suggested_scale is None else self.suggested_scale[1] / self.scale
+        return find_suspects(self.nodes, loss, room=room, gradient_error=self.gradient_error)
+
+    @property
+    def _has_first_order(self) -> bool:
+        """Whether effects may be right; gradients that are not the loss's make them too large."""
+        if self.error is None or not math.isfinite(self.error):
+            return True
+        least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
+        return abs(self.predicted_error - self.error) <= MOST_FORETOLD * abs(self.error) + least
 
     @property
     def error(self) -> float | None:
@@ -121,6 +137,20 @@ class AccuracyReport:
         if self.reference_loss is None and not nans:
             return None
         return next(iter(nans + origins), None)
+
+    @property
+    def gradient_error(self) -> float:
+        """The relative error (L2) of all gradients together."""
+        known = [g for g in self.gradients if math.isfinite(g.error)]
+        error = math.hypot(*(g.error * g.norm for g in known))
+        return relative(error**2, sum(g.norm**2 for g in known))
+
+    @property
+    def worst_gradient(self) -> GradientRecord | None:
+        """The one that points elsewhere most, of those that are not next to nothing."""
+        whole = math.hypot(*(g.norm for g in self.gradients))
+        some = [g for g in self.gradients if not g.norm < whole / 1000]
+        return min(some, key=lambda g: g.cosine, default=None)
 
     @property
     def flushed_gradients(self) -> float:
@@ -183,9 +213,10 @@ class AccuracyReport:
         """The report as dictionaries, lists, strings and numbers.
 
         Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), those of the attributes, but for
-        ``used_policy`` (its text), and ``suspects``, ``error``, ``predicted_error`` and
-        ``flushed_gradients``; a node has ``amplification``, ``underflow``, ``headroom`` and
-        ``sqnr`` (in decibels) too. Numbers that JSON lacks are strings: ``"nan"``, ``"inf"``.
+        ``used_policy`` (its text), and ``suspects``, ``error``, ``predicted_error``,
+        ``gradient_error`` and ``flushed_gradients``; a node has ``amplification``,
+        ``underflow``, ``headroom`` and ``sqnr`` (in decibels) too. Numbers that JSON lacks are
+        strings: ``"nan"``, ``"inf"``.
         """
         plain = {
             field.name: getattr(self, field.name)
@@ -199,11 +230,12 @@ class AccuracyReport:
             "used_policy": str(self.used_policy),
             "error": self.error,
             "predicted_error": self.predicted_error,
+            "gradient_error": self.gradient_error,
             "flushed_gradients": self.flushed_gradients,
             "suspects": self.suspects,
             "nodes": [_node_dict(node) for node in self.nodes],
         }
-        plain_dict: dict[str, Any] = _plain(found)
+        plain_dict: dict[str, Any] = as_plain(found)
         return plain_dict
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -240,19 +272,6 @@ def _node_dict(node: OpRecord) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """Only what JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def _added(ours: AccuracyReport, theirs: AccuracyReport) -> AccuracyReport:
     for name in ("model", "dtype", "reference", "scale", "used_policy"):
         if getattr(ours, name) != getattr(theirs, name):
@@ -264,6 +283,7 @@ def _added(ours: AccuracyReport, theirs: AccuracyReport) -> AccuracyReport:
         ours,
         loss=_sum(ours.loss, theirs.loss),
         reference_loss=_sum(ours.reference_loss, theirs.reference_loss),
+        loss_magnitude=_sum(ours.loss_magnitude, theirs.loss_magnitude),
         output_error=max(ours.output_error, theirs.output_error),
         is_repeatable=_both(ours.is_repeatable, theirs.is_repeatable),
         nodes=_joined_nodes(ours.nodes, theirs.nodes),
@@ -329,5 +349,6 @@ def _joined_gradients(
             cosine=min(mine.cosine, gradient.cosine),
             flushed=max(mine.flushed, gradient.flushed),
             max_abs=max(mine.max_abs, gradient.max_abs),
+            norm=max(mine.norm, gradient.norm),
         )
     return tuple(found.values())

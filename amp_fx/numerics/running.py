@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.table import human
-from amp_fx.numerics.measures import effect_of
+from amp_fx.numerics.gradients import backward, listen
+from amp_fx.numerics.measures import relative
 from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
-from amp_fx.numerics.repeat import below_everything
-from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
-from amp_fx.numerics.torch_private import number_of
+from amp_fx.numerics.repeat import below_everything, python_random_state, tensors_in
+from amp_fx.numerics.shadow import is_tracked, unwrapped
+from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from amp_fx.numerics.records import GradientRecord
     from amp_fx.numerics.seen import Seen
 
 log = logging.getLogger(__name__)
@@ -50,18 +50,6 @@ class Request:
 
 
 @dataclasses.dataclass
-class GradientSeen:
-    """The gradient of one leaf: in the low program and in the reference."""
-
-    name: str
-    shape: tuple[int, ...]
-    error: float
-    cosine: float
-    flushed: float
-    max_abs: float
-
-
-@dataclasses.dataclass
 class Run:
     """What one run under the shadow gave.
 
@@ -69,7 +57,7 @@ class Run:
         seen: The ops, in order.
         low_loss: The loss of the low program; None without a loss.
         reference_loss: That of the reference program.
-        healed_loss: That of the low program with overflows put right.
+        loss_magnitude: How large that is, or the largest of what it is a sum or mean of.
         output_error: Relative error of all outputs together.
         gradients: Those of leaves.
         not_examined: Ops that could not be, with their modules and the reasons.
@@ -82,9 +70,9 @@ class Run:
     seen: list[Seen]
     low_loss: float | None
     reference_loss: float | None
-    healed_loss: float | None
+    loss_magnitude: float | None
     output_error: float
-    gradients: list[GradientSeen]
+    gradients: list[GradientRecord]
     not_examined: dict[tuple[str, str], str]
     is_probed: bool
     is_repeatable: bool | None
@@ -100,7 +88,7 @@ def run_step(
     Raises:
         AccuracyError: There is nothing to examine.
     """
-    guard = StateGuard(modules_of(step))
+    guard = guard_of(step)
     with undisturbed(guard) as rewind:
         plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
         if plain is not None:
@@ -122,17 +110,20 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
     with torch.random.fork_rng(devices):
         cpu = torch.get_rng_state()
         others = torch.cuda.get_rng_state_all() if devices else []
+        rewind_python = python_random_state()
 
         def rewind() -> None:
             torch.set_rng_state(cpu)
             if others:
                 torch.cuda.set_rng_state_all(others)
+            rewind_python()
 
         try:
             with torch.compiler.set_stance("force_eager" if is_eager else "default"):
                 yield rewind
         finally:
             guard.restore()
+            rewind_python()
 
 
 @dataclasses.dataclass
@@ -178,7 +169,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
             return found.reshape(())
         what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise AccuracyError(f"loss=... gives {what}, not a floating-point scalar")
-    tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(outputs)
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
 
@@ -192,6 +183,7 @@ def _shadow_run(
     plain: _Plain | None,
 ) -> Run:
     mode = ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
+    listen(mode)
     with request.region(), mode.notes, mode:
         outputs = step(*args, **kwargs)
         loss = loss_of(outputs, request.loss)
@@ -203,17 +195,17 @@ def _shadow_run(
         )
     roundings = [r for several in mode.roundings.values() for r in several]
     num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
-    low, reference = _values_of(mode, loss)
+    low, reference, magnitude = _values_of(mode, loss)
     with below_everything():
-        compared = floats if loss is None or request.is_brief else [loss]
+        compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
-    gradients = _backward(mode, loss, floats, request)
+    gradients = backward(mode, loss, floats, request.scale)
     is_same = None if plain is None or mode.num_healed else plain.loss == low
     return Run(
         seen=mode.seen,
         low_loss=plain.loss if plain is not None and mode.num_healed else low,
         reference_loss=reference,
-        healed_loss=low,
+        loss_magnitude=magnitude,
         output_error=output_error,
         gradients=gradients,
         not_examined=mode.not_examined,
@@ -225,15 +217,22 @@ def _shadow_run(
 
 
 def _float_outputs(outputs: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(outputs)
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
 
 
-def _values_of(mode: ShadowMode, loss: torch.Tensor | None) -> tuple[float | None, float | None]:
+def _values_of(
+    mode: ShadowMode, loss: torch.Tensor | None
+) -> tuple[float | None, float | None, float | None]:
     if loss is None:
-        return None, None
+        return None, None, None
+    plain = unwrapped(loss.detach())
+    if not is_tracked(plain):
+        raise AccuracyError(
+            f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function that "
+            "makes a plain tensor of what the step gives"
+        )
     with below_everything():
-        return float(loss.detach()), float(mode.shadows.of(loss.detach()))
+        return float(plain), float(mode.shadows.of(plain)), mode.magnitude_of(plain)
 
 
 def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
@@ -242,162 +241,4 @@ def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
         shadow = mode.shadows.of(output.detach()).double()
         error += float(torch.sub(output.detach(), shadow).square().sum())
         reference += float(shadow.square().sum())
-    return float((error / reference) ** 0.5) if reference else 0.0
-
-
-def _backward(
-    mode: ShadowMode,
-    loss: torch.Tensor | None,
-    floats: list[torch.Tensor],
-    request: Request,
-) -> list[GradientSeen]:
-    """Runs the backward, if the step has not, and compares the gradients of leaves."""
-    outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    if any(seen.stage == "backward" for seen in mode.seen) or not outputs:
-        return _own_gradients(mode)
-    leaves = _prepare(mode, outputs, request.scale)
-    if not leaves:
-        return []
-    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
-        directions = [_direction(t, request.scale, is_loss=loss is not None) for t in outputs]
-    with mode:
-        found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    return [
-        _compare(mode, name, gradient)
-        for name, gradient in zip(_names(mode, leaves), found, strict=True)
-        if gradient is not None
-    ]
-
-
-def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
-    """What the backward begins with: the scale, or signs by chance for outputs without a loss."""
-    if is_loss:
-        return torch.full_like(output, scale)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
-    return (signs * scale).to(output.device, output.dtype)
-
-
-def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """Sees to it that gradients meet the errors; returns the leaves of the graph."""
-    leaves = [t for t in outputs if t.grad_fn is None]
-    nodes: dict[int, Any] = {}
-    for node in _nodes_above(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not node.next_functions:
-            leaves.append(leaf)
-            continue
-        nodes[number_of(node)] = node
-        if _is_custom(node):
-            module = mode.site_of(number_of(node)).module
-            why = "what ops inside of a custom function do to the loss is not known"
-            mode.leave_out(node.name().removesuffix("Backward"), module, why)
-    for number, roundings in mode.roundings.items():
-        found = nodes.get(number)
-        if found is None and roundings[0].is_written:
-            found = _node_of_write(nodes, number, is_view=roundings[0].geometry is not None)
-        if found is not None:
-            found.register_prehook(_hook(mode, roundings, scale))
-    return leaves
-
-
-def _is_custom(node: Any) -> bool:
-    """Whether a node is that of a custom function."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd that outputs depend on."""
-    pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    known = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in known:
-                known.add(following)
-                pending.append(following)
-
-
-def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
-    """The node of an op that writes in place, which is not the latest when the op runs.
-
-    Relies on autograd keeping a copy of what is overwritten, whose node comes after the op's, and
-    on a write to a view being a ``CopySlices`` of its base, whose node is made after the write.
-    """
-    if is_view:
-        found = nodes.get(number + 1)
-        return found if found is not None and found.name().endswith("CopySlices") else None
-    return nodes.get(number - 1)
-
-
-def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
-    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        mode.is_paused = True
-        try:
-            with below_everything():
-                for position, gradient in enumerate(gradients):
-                    if gradient is not None:
-                        _meet(mode, roundings, position, gradient, scale)
-        finally:
-            mode.is_paused = False
-
-    return hook
-
-
-def _meet(
-    mode: ShadowMode, roundings: list[Any], position: int, gradient: torch.Tensor, scale: float
-) -> None:
-    for rounding in roundings:
-        if rounding.position != position and rounding.geometry is None:
-            continue
-        low = rounding.part_of(gradient)
-        shadow = rounding.part_of(mode.shadows.of(gradient))
-        if low is None or shadow is None:
-            continue
-        if mode.shadows.of(gradient) is gradient:
-            low = shadow
-        effect, square = effect_of(low, shadow, rounding.eps)
-        if not math.isfinite(effect) or not math.isfinite(square):
-            continue  # where something overflowed there is no first order
-        seen = rounding.seen
-        seen.effect = (seen.effect or 0.0) + effect / scale
-        seen.effect_sq += square / scale**2
-
-
-def _own_gradients(mode: ShadowMode) -> list[GradientSeen]:
-    """Those that the step has computed itself, of leaves that had none before."""
-    leaves = [leaf for leaf, before in mode._guard.leaves() if before is None]
-    found = [leaf for leaf in leaves if leaf.grad is not None]
-    names = _names(mode, found)
-    return [_compare(mode, n, leaf.grad) for n, leaf in zip(names, found, strict=True)]  # type: ignore[arg-type]
-
-
-def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
-    known: dict[int, str] = {}
-    for prefix, root in mode.places.roots.values():
-        for name, parameter in root.named_parameters():
-            known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-    return [known.get(id(leaf), f"input {index}") for index, leaf in enumerate(leaves)]
-
-
-def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientSeen:
-    with below_everything():
-        shadow = mode.shadows.of(gradient.detach()).double()
-        low = gradient.detach().double()
-        norm = float(torch.linalg.vector_norm(shadow))
-        low_norm = float(torch.linalg.vector_norm(low))
-        error = float(torch.linalg.vector_norm(low - shadow))
-        dot = float((low * shadow).sum())
-        nonzero = int(torch.count_nonzero(shadow))
-        flushed = int(((low == 0) & (shadow != 0)).sum())
-        max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
-    is_zero = norm == 0 and low_norm == 0
-    return GradientSeen(
-        name=name,
-        shape=tuple(gradient.shape),
-        error=0.0 if error == 0 else error / norm if norm else float("inf"),
-        cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
-        flushed=flushed / nonzero if nonzero else 0.0,
-        max_abs=max_abs,
-    )
+    return relative(error, reference)

@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.front.compile import compile as compile_step
+from amp_fx.front.settings import as_dtype
 from amp_fx.numerics.entry import (
     Asked,
-    accuracy,
     caller_of,
     device_type_of,
+    examine,
     low_dtype_of,
     name_of,
     policy_for,
@@ -27,10 +28,12 @@ from amp_fx.numerics.entry import (
     unwrap,
 )
 from amp_fx.numerics.minimize import Minimizer
+from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.policies import with_reasons
+from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
-from amp_fx.numerics.state import GuardMode, StateGuard, modules_of
+from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.units import Unit, units_of
 from amp_fx.options import COMPILERS
 from amp_fx.regions.region import autocast
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amp_fx.policies.policy import Policy
-
-Metric = "Callable[[Any, Any], float]"
 
 
 def search(
@@ -93,7 +94,7 @@ def search(
     """
     target, given = unwrap(step, "amp_fx.search")
     asked = Asked(
-        dtype=given.dtype if dtype is None else _as_dtype(dtype),
+        dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=policy_for(policy, given),
         device_type=given.device_type,
         scale=scale_for(scale),
@@ -120,12 +121,6 @@ class _Options:
     keep: tuple[str, ...]
     budget: int
     compiler: str | None
-
-
-def _as_dtype(dtype: Any) -> torch.dtype:
-    from amp_fx.front.settings import as_dtype
-
-    return as_dtype(dtype)
 
 
 def _tolerance(value: Any) -> float:
@@ -183,9 +178,7 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Finds the set."""
-        report = accuracy(
-            self.step, dtype=self.dtype, policy=self.asked.policy, scale=self.asked.scale
-        )(*self.args, **self.kwargs)
+        report = examine(self.step, self.asked, self.args, self.kwargs)
         self.reference = self._outcome(None)
         self._check_repeatable()
         units, num_suspects = units_of(report, self.options.keep)
@@ -268,24 +261,22 @@ class _Search:
 
     def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:
         """Runs the step: under a policy, or in float32."""
-        guard = StateGuard(modules_of(self.step))
+        guard = guard_of(self.step)
         region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if policy is not None and call is None:
             region = autocast(self.device_type, self.dtype, policy=policy)
         is_eager = call is None
-        with undisturbed(guard, is_eager=is_eager):
-            mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        with undisturbed(guard, is_eager=is_eager), contextlib.ExitStack() as modes:
             if is_eager:
-                mode = GuardMode(guard, torch.float32)
-            with mode:
-                with region:
-                    outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
-                return self._with_gradients(outputs)
+                modes.enter_context(CallNotes())  # branches and loops as eager code
+                modes.enter_context(GuardMode(guard, torch.float32))
+            with region:
+                outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
+            return self._with_gradients(outputs)
 
     def _with_gradients(self, outputs: Any) -> _Outcome:
         loss = loss_of(outputs, None)
-        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        floats = [t for t in tensors if t.is_floating_point()]
+        floats = [t for t in tensors_in(outputs) if t.is_floating_point()]
         begin = [loss] if loss is not None and loss.requires_grad else []
         parameters = [p for m in modules_of(self.step) for p in m.parameters() if p.requires_grad]
         gradients: list[torch.Tensor | None] = []
@@ -314,8 +305,8 @@ class _Search:
                 weight_cache=False,
                 **settings,
             )
-            guard = StateGuard(modules_of(self.step))
-            guard.save_all([*self._state(), *_tensors_in((self.args, self.kwargs))])
+            guard = guard_of(self.step)
+            guard.save_all([*self._state(), *tensors_in((self.args, self.kwargs))])
             try:
                 value = self._value(self._outcome(policy, compiled))
             except AmpFxError:
@@ -339,10 +330,6 @@ class _Search:
         return [t for m in modules for t in (*m.parameters(), *m.buffers())]
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _default_metric(low: _Outcome, reference: _Outcome) -> float:
     """The largest relative error (L2): of each output, and of all gradients together."""
     pairs = [([a], [b]) for a, b in zip(low.floats, reference.floats, strict=False)]
@@ -363,8 +350,7 @@ def _relative(low: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     norm = sum(float(b.double().square().sum()) for b in reference)
     if error == 0:
         return 0.0
-    value = math.sqrt(error / norm) if norm and math.isfinite(error) else math.inf
-    return math.inf if math.isnan(value) else value
+    return math.sqrt(error / norm) if norm and math.isfinite(error) else math.inf
 
 
 MOST_RIVALS = 3

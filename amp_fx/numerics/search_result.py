@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_fx.explanation.table import printed
+from amp_fx.numerics.records import as_plain
 from amp_fx.numerics.words import number
 
 if TYPE_CHECKING:
@@ -84,15 +84,13 @@ class SearchResult:
         found: dict[str, Any] = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("report", "policy", "units", "history")
+            if field.name not in ("report", "policy")
         }
         found |= {
             "policy": str(self.policy),
-            "units": [dataclasses.asdict(unit) for unit in self.units],
-            "history": [dataclasses.asdict(evaluation) for evaluation in self.history],
             "evaluations": self.evaluations,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(_finite(found)))
+        plain: dict[str, Any] = as_plain(found)
         return plain
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -129,12 +127,3 @@ class SearchResult:
             f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in float32, "
             f"{self.evaluations} runs>"
         )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    is_odd = isinstance(value, float) and not math.isfinite(value)
-    return str(value) if is_odd else value

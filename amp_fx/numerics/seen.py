@@ -28,6 +28,7 @@ class Seen:
         inputs: Numbers of the ops that made them.
         effect: What its error does to the loss, to first order; None if that is not known.
         effect_sq: The squares of the same, element by element, summed up.
+        magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
         is_origin: Whether the reference becomes infinite or NaN here.
         exponents: Binary exponents of a sample of the shadow, in a low backward.
     """
@@ -43,6 +44,7 @@ class Seen:
     inputs: tuple[int, ...] = ()
     effect: float | None = None
     effect_sq: float = 0.0
+    magnitude: float = 0.0
     is_origin: bool = False
     exponents: torch.Tensor | None = None
 

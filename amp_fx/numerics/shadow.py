@@ -46,7 +46,6 @@ class Shadows:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self.peak_bytes = 0
         self._entries: dict[int, Entry] = {}
         self._num_new = 0
 
@@ -138,8 +137,6 @@ class Shadows:
 
     def _sweep(self) -> None:
         self._num_new = 0
-        held = [e.shadow.nbytes() for e in self._entries.values() if e.shadow is not None]
-        self.peak_bytes = max(self.peak_bytes, sum(held))
         for address in [a for a, e in self._entries.items() if e.alive.is_dead()]:
             del self._entries[address]
 
@@ -163,14 +160,25 @@ def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
 
 def is_tracked(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of elements that a shadow can be made for."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not _is_wrapped(tensor)
+    return tensor.layout is torch.strided and not tensor.is_quantized and not is_wrapped(tensor)
 
 
-def _is_wrapped(tensor: torch.Tensor) -> bool:
+def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass that stands for others: it has no storage of its own."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
         tensor, "__tensor_flatten__"
     )
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a subclass stands for, if it is one of the same sizes; else itself."""
+    while is_wrapped(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner = getattr(tensor, names[0])
+        if len(names) != 1 or inner.shape != tensor.shape:
+            break
+        tensor = inner
+    return tensor
 
 
 def _fits(found: Entry, tensor: torch.Tensor, shadows: Shadows) -> bool:

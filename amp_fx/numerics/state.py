@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.repeat import MOVES, below_everything, facts_of
+from amp_fx.numerics.repeat import MOVES, below_everything, facts_of, tensors_in
+from amp_fx.numerics.shadow import is_wrapped
 from amp_fx.numerics.torch_private import StorageReference, address_of
 
 if TYPE_CHECKING:
@@ -30,16 +30,29 @@ class StateGuard:
 
     Args:
         modules: Modules whose attributes are put back too, as far as they are bound to others.
+        optimizers: Optimizers whose states and options are put back too.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
+        self.has_wrappers = False
         self._dtypes: set[torch.dtype] = set()
         self._parameter_dtypes: set[torch.dtype] = set()
-        self._attributes = [_Attributes(m) for root in modules for m in root.modules()]
+        self._others: list[_Attributes | _OptimizerState] = [
+            *(_Attributes(m) for root in modules for m in root.modules()),
+            *map(_OptimizerState, optimizers),
+        ]
         self._histories: dict[int, torch.Tensor] = {}
         self._made: dict[int, StorageReference] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether an op is on what tensors made of others keep their sizes in, on ``meta``."""
+        return self.has_wrappers and any(t.device.type == "meta" for t in tensors)
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down the tensors that an op is called with.
@@ -80,8 +93,8 @@ class StateGuard:
     def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down what an op has made, of the tensors that it was called with."""
         given = {address_of(t) for t in tensors if t.layout is torch.strided}
-        for result in pytree.tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.layout is torch.strided:
+        for result in tensors_in(results):
+            if result.layout is torch.strided and not is_wrapped(result):
                 address = address_of(result)
                 if address not in self._made and address not in given:
                     self._made[address] = StorageReference(result.untyped_storage())
@@ -102,7 +115,7 @@ class StateGuard:
                 self._histories[id(base)] = base
             if address in self._kept:
                 continue
-            with below_everything():
+            with torch.inference_mode(False), below_everything():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
                 self._kept[address] = (whole, whole.clone())
@@ -121,8 +134,8 @@ class StateGuard:
             for base in self._histories.values():
                 if base.grad_fn is not None:
                     base.detach_()
-        for attributes in self._attributes:
-            attributes.restore()
+        for other in self._others:
+            other.restore()
         self._histories.clear()
         for leaf, gradient in self._leaves.values():
             if leaf.grad is not gradient:
@@ -155,6 +168,27 @@ class _Attributes:
                 found[name].update(table)
 
 
+class _OptimizerState:
+    """What an optimizer knows of its parameters, and its options; tensors are kept elsewhere."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states = {p: dict(state) for p, state in optimizer.state.items()}
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        states = self._optimizer.state
+        for parameter in [p for p in states if p not in self._states]:
+            del states[parameter]
+        for parameter, before in self._states.items():
+            states[parameter].clear()
+            states[parameter].update(before)
+        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        for group, before in self._groups:
+            group.clear()
+            group.update(before)
+
+
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -164,9 +198,22 @@ def _is_same(found: dict[str, Any], table: dict[str, Any]) -> bool:
 
 def modules_of(step: Any) -> list[torch.nn.Module]:
     """The modules that a step is or knows: those of its variables, its closure and its object."""
+    return list(dict.fromkeys(v for v in _known_to(step) if isinstance(v, torch.nn.Module)))
+
+
+def guard_of(step: Any) -> StateGuard:
+    """What puts back what a step does to its modules and optimizers, and to tensors."""
+    optimizers = [v for v in _known_to(step) if isinstance(v, torch.optim.Optimizer)]
+    return StateGuard(modules_of(step), dict.fromkeys(optimizers))
+
+
+def _known_to(step: Any) -> list[Any]:
+    """The values of a step's variables, and those that lists and objects among these hold."""
     owner = getattr(step, "__self__", None)
     function = inspect.unwrap(step) if callable(step) else step
     found: list[Any] = [step, owner, *(getattr(function, "__defaults__", None) or ())]
+    if owner is not None and not isinstance(owner, torch.nn.Module):
+        found += getattr(owner, "__dict__", {}).values()
     found += (getattr(function, "__kwdefaults__", None) or {}).values()
     if isinstance(step, functools.partial):
         found += [step.func, *step.args, *step.keywords.values()]
@@ -175,8 +222,12 @@ def modules_of(step: Any) -> list[torch.nn.Module]:
         known = getattr(function, "__globals__", {})
         found += [known[name] for name in code.co_names if name in known]
         found += [c.cell_contents for c in function.__closure__ or () if _has_content(c)]
-    modules = [value for value in found if isinstance(value, torch.nn.Module)]
-    return list(dict.fromkeys(modules))
+    for value in list(found):
+        if isinstance(value, (list, tuple)):
+            found += value
+        elif type(value) is dict:
+            found += value.values()
+    return found
 
 
 def _has_content(cell: Any) -> bool:
@@ -213,25 +264,28 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs one op."""
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
+        if any(map(is_wrapped, tensors)):
+            self.guard.has_wrappers = True
+            return NotImplemented
+        if self.guard.is_aside(tensors):
+            return func(*args, **kwargs)
         self.guard.look_at(tensors)
-        is_op = isinstance(func, torch._ops.OpOverload)
-        if is_op and not facts_of(func).is_view:
-            self.guard.save(facts_of(func).written(args, kwargs))
+        facts = facts_of(func) if isinstance(func, torch._ops.OpOverload) else None
+        if facts is None or facts.is_view:
+            return func(*args, **kwargs)
+        self.guard.save(facts.written(args, kwargs))
         results = func(*args, **kwargs)
-        if is_op and not facts_of(func).is_view:
-            self.guard.note_made(results, tensors)
-            moves = facts_of(func).name in MOVES
-            self._count(results, tensors, rounds=not moves)
+        self.guard.note_made(results, tensors)
+        self._count(results, tensors, rounds=facts.name not in MOVES)
         return results
 
     def _count(self, results: Any, tensors: list[torch.Tensor], *, rounds: bool) -> None:
         """Adds the roundings that are kept of an op, in two bytes each, and notes what is off."""
         has_gradient = rounds and any(t.requires_grad for t in tensors)
         is_off = any(self._is_off(t) for t in tensors)
-        for result in pytree.tree_leaves(results):
-            if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+        for result in tensors_in(results):
+            if not result.is_floating_point():
                 continue
             if has_gradient and self._is_low(result):
                 self.num_bytes += 2 * result.numel()

@@ -13,7 +13,10 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from amp_fx.explanation.rows import without_numbers
+from amp_fx.numerics.causes import OpGraph, weight_of
 from amp_fx.numerics.records import UNIT, OpRecord, Suspect
 from amp_fx.numerics.words import flush_words, number, overflow_words, share
 
@@ -26,6 +29,10 @@ AMPLIFICATION = 30.0
 """How much an op may amplify an error ..."""
 CANCELLED = 0.03
 """... that then is at least so large, of the result."""
+GROWTH = 20.0
+"""How much errors may grow over several ops of one module, from what comes into it ..."""
+GROWN = 0.05
+"""... to that, of a result."""
 LEAST_ELEMENTS = 8
 """Smaller results may be small by chance."""
 EFFECT_UNITS, LEAST_EFFECT = 1.5, 0.002
@@ -35,10 +42,11 @@ MANY = 64
 """From so many ops on a quarter of it is enough: their errors then have a common sign."""
 LOST_GRADIENT = 0.5
 """The part of a gradient's norm that flushing to zero may take."""
+WRONG_GRADIENT, AMPLIFIED_GRADIENT = 0.2, 5.0
+"""The relative error of all gradients that is looked into if no op of the forward is at fault, and
+how much its op amplifies errors; sound models have one of 0.04 at most."""
 PASSED_ON = 4.0
 """An op that amplifies more than that passes on what another one has rounded."""
-HOPS = 4
-"""How far up the cause of an overflow or a cancellation is looked for."""
 
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
 _DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
@@ -63,7 +71,13 @@ class _Finding:
     why: str
 
 
-def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspect, ...]:
+def find_suspects(
+    nodes: Sequence[OpRecord],
+    loss: float | None,
+    *,
+    room: float = 1.0,
+    gradient_error: float = 0.0,
+) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 
     Overflows come first, by time; then what else harms the forward, and then the backward, by how
@@ -71,14 +85,21 @@ def find_suspects(nodes: Sequence[OpRecord], loss: float | None) -> tuple[Suspec
 
     Args:
         nodes: The records of all ops, in order.
-        loss: The loss of the reference program; None without one.
+        loss: How large the loss of the reference program is; None without one.
+        room: How many times larger the scale of the loss may be. What that keeps from being
+            flushed to zero is a matter of the scale and no op's fault.
+        gradient_error: The relative error of all gradients together.
     """
-    by_index = {node.index: node for node in nodes}
-    findings = [f for node in nodes for f in _findings(node, by_index, nodes)]
+    graph = OpGraph(nodes)
+    findings = [f for node in nodes for f in _findings(node, graph, room)]
+    blamed = {f.mend.module for f in findings if f.at.stage == "forward"}
+    findings += _growths(graph, blamed)
     if loss is not None and math.isfinite(loss) and loss != 0:
-        findings += _effects(nodes, abs(loss))
-    suspects = [_suspect(group) for group in _groups(findings)]
-    return tuple(sorted(_without_repetitions(suspects), key=_rank))
+        findings += _effects(nodes, loss)
+    if not findings and gradient_error >= WRONG_GRADIENT:
+        findings += _wrong_gradients(graph, gradient_error)
+    suspects = sorted(map(_suspect, _groups(findings)), key=_rank)
+    return tuple(_without_repetitions(suspects))
 
 
 def _rank(suspect: Suspect) -> tuple[int, float]:
@@ -87,40 +108,45 @@ def _rank(suspect: Suspect) -> tuple[int, float]:
     return (1 if suspect.stage == "forward" else 3), -suspect.score
 
 
-def _findings(
-    node: OpRecord, by_index: dict[int, OpRecord], nodes: Sequence[OpRecord]
-) -> Iterator[_Finding]:
+def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]:
     if node.dtype not in UNIT:
         return
-    if node.is_overflow or (node.fills and any(n.poisoned for n in nodes)):
-        yield _overflow(node, by_index)
+    if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
+        yield _overflow(node, graph)
     if node.stage == "forward":
-        yield from _forward_findings(node, by_index)
+        yield from _forward_findings(node, graph)
     elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
+        if node.max_abs * room >= torch.finfo(getattr(torch, node.dtype)).smallest_normal:
+            return
         why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
         yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
 
 
-def _forward_findings(node: OpRecord, by_index: dict[int, OpRecord]) -> Iterator[_Finding]:
+def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
     units = node.local / UNIT[node.dtype]
     if units > LOCAL_UNITS and not node.overflows:
         kind = "underflow" if node.underflow > 0.001 else "local error"
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
         yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
-    grew = node.amplification
-    is_large = node.accumulated >= CANCELLED and node.numel // node.num_batches >= LEAST_ELEMENTS
-    if grew >= AMPLIFICATION and is_large and math.isfinite(node.accumulated):
-        yield _cancellation(node, by_index)
+    is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
+    if is_large and _is_telling(node) and node.index not in graph.chosen:
+        yield _cancellation(node, graph)
 
 
-def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _is_telling(node: OpRecord) -> bool:
+    """Whether its error is one of numbers, and of so many that it is none by chance."""
+    is_long = node.numel // node.num_batches >= LEAST_ELEMENTS
+    return is_long and math.isfinite(node.accumulated)
+
+
+def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
     if node.singular:
-        return _singularity(node, by_index)
+        return _singularity(node, graph)
     why = overflow_words(node)
     if node.kernel.removeprefix("aten::").rstrip("_") not in _DIVISIONS:
         return _Finding("overflow", node, node, float(node.overflows), why)
-    above = [n for n in _upstream(node, by_index) if n.flushed and n.stage == node.stage]
+    above = [n for n in graph.upstream(node) if n.flushed and n.stage == node.stage]
     if not above:
         return _Finding("overflow", node, node, float(node.overflows), why)
     cause = above[0]
@@ -128,10 +154,10 @@ def _overflow(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     return _Finding("overflow", node, cause, float(node.overflows), why)
 
 
-def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
     """The op mended is the one whose rounding reached zero, or where else it is infinite."""
     why = f"{node.singular} of {node.numel} elements become infinite or NaN"
-    above = [n for n in _upstream(node, by_index) if n.stage == node.stage and n.dtype in UNIT]
+    above = [n for n in graph.upstream(node) if n.stage == node.stage and n.dtype in UNIT]
     inside = [n for n in above if n.module == node.module]
     most = max((n.underflow for n in inside or above), default=0.0)
     flushed = [n for n in inside or above if n.flushed and n.underflow >= most / 4]
@@ -145,28 +171,68 @@ def _singularity(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
     return _Finding("overflow", node, cause, float(node.singular), why)
 
 
-def _cancellation(node: OpRecord, by_index: dict[int, OpRecord]) -> _Finding:
+def _cancellation(node: OpRecord, graph: OpGraph) -> _Finding:
     grew = f"amplifies its error {node.amplification:.0f} times, to {number(node.accumulated)}"
     score = node.amplification / AMPLIFICATION
-    above = [n for n in _upstream(node, by_index) if n.local > 0]
+    above = [n for n in graph.upstream(node) if n.local > 0]
     inside = [n for n in above if n.module == node.module] or above
     if not inside:
         return _Finding("cancellation", node, node, score, grew)
     cause = max(inside, key=lambda n: n.effect_rms)
+    cause = cause if cause.effect_rms else graph.maker_of_error(node)
     if cause.label == node.label:
         return _Finding("cancellation", node, cause, score, grew)
     return _Finding("cancellation", node, cause, score, f"`{node.label}` after it {grew}")
 
 
-def _upstream(node: OpRecord, by_index: dict[int, OpRecord]) -> list[OpRecord]:
-    """The ops that made its inputs and those of these, the nearest first."""
-    found: dict[int, OpRecord] = {}
-    level = [node]
-    for _ in range(HOPS):
-        level = [by_index[i] for n in level for i in reversed(n.inputs) if i in by_index]
-        level = [n for n in level if n.index not in found]
-        found |= {n.index: n for n in level}
-    return list(found.values())
+def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
+    """Modules in which errors grow over several ops, none of which is over a threshold alone."""
+    unit = max((UNIT[n.dtype] for n in graph.nodes if n.dtype in UNIT), default=0.0)
+    worst: dict[str, tuple[float, OpRecord]] = {}
+    for node in graph.nodes:
+        if node.index not in graph.entered or node.dtype not in UNIT or node.module in blamed:
+            continue
+        growth = node.accumulated / max(graph.entered[node.index], unit)
+        is_large = growth >= GROWTH and node.accumulated >= GROWN and _is_telling(node)
+        if is_large and growth > worst.get(node.module, (0.0, node))[0]:
+            worst[node.module] = growth, node
+    for growth, node in worst.values():
+        yield _growth(node, growth, graph)
+
+
+def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
+    """The ops to mend are those of one name whose errors do most to the loss together."""
+    alike: dict[str, list[OpRecord]] = {}
+    for above in [node, *graph.upstream(node, is_inside=True)]:
+        if above.local > 0:
+            alike.setdefault(above.label, []).append(above)
+    several = max(alike.values(), key=weight_of, default=[node])
+    if not weight_of(several):
+        maker = graph.maker_of_error(node)
+        several = alike.get(maker.label, [maker])
+    cause = max(several, key=lambda n: (abs(n.effect or 0.0), n.local))
+    why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
+    why += f" in `{node.label}`" if node.label != cause.label else ""
+    why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
+    return _Finding("growth", node, cause, growth / GROWTH, why)
+
+
+def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding]:
+    """The op whose backward amplifies errors to the largest one, where nothing else tells."""
+    backward = [n for n in graph.nodes if n.stage == "backward" and _is_telling(n)]
+    kept = [n for n in backward if n.underflow < LOST_GRADIENT / 2]
+    found = [n for n in kept if n.amplification >= AMPLIFIED_GRADIENT]
+    if not found:
+        return
+    worst = max(found, key=lambda n: n.accumulated * n.norm)
+    saved = [n for n in graph.inputs(worst) if n.stage == "forward"]
+    why = f"the gradients are off by {share(gradient_error)}: in the backward of `{worst.label}` "
+    why += f"errors grow {worst.amplification:.0f} times, to {number(worst.accumulated)}"
+    source = max(saved, key=lambda n: n.accumulated, default=worst)
+    above = [source, *graph.upstream(source, is_inside=True)]
+    rounding = [n for n in above if n.local > 0 and n.stage == "forward"]
+    cause = max(rounding, key=lambda n: n.effect_rms, default=worst)
+    yield _Finding("growth", worst, cause, gradient_error / WRONG_GRADIENT, why)
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
@@ -219,10 +285,10 @@ def _suspect(group: list[_Finding]) -> Suspect:
     )
 
 
-def _without_repetitions(suspects: list[Suspect]) -> Iterator[Suspect]:
-    """One line for each op: that of the kind which comes first."""
+def _without_repetitions(suspects: Iterable[Suspect]) -> Iterator[Suspect]:
+    """One line for each op: the first."""
     seen: set[tuple[str, str, str]] = set()
-    for suspect in sorted(suspects, key=_rank):
+    for suspect in suspects:
         key = (suspect.stage, suspect.module, suspect.op)
         if key not in seen:
             seen.add(key)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from amp_fx.explanation.rows import folded_path, without_numbers
-from amp_fx.explanation.table import SHORT, STYLES, human, printed
+from amp_fx.explanation.table import SHORT, STYLES, human, printed, printed_html
 from amp_fx.numerics.words import number, share
 
 if TYPE_CHECKING:
@@ -76,12 +75,7 @@ def as_text(report: AccuracyReport, width: int | None = None) -> str:
 
 def as_html(report: AccuracyReport) -> str:
     """The table as HTML, for notebooks."""
-    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-    console.print(render(report))
-    style = "font-family: monospace; font-size: 12px; line-height: 1.25"
-    return console.export_html(
-        inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>'
-    )
+    return printed_html(render(report))
 
 
 def render(report: AccuracyReport) -> RenderableType:
@@ -134,7 +128,7 @@ def _table(report: AccuracyReport, rows: list[Row]) -> Table:
             Text(SHORT.get(dtype, dtype), style=STYLES.get(dtype, "")),
             number(max(n.local for n in row.nodes)),
             number(max(n.accumulated for n in row.nodes)),
-            _part(row.effect, report.reference_loss),
+            _part(row.effect, report.loss_magnitude),
             _range(row),
         )
     return table
@@ -165,9 +159,12 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
             f"error of the loss {number(report.error)}, to first order "
             f"{number(report.predicted_error)}"
         )
-    if report.gradients:
-        worst = min(report.gradients, key=lambda g: g.cosine)
-        lines.append(f"gradients: the worst is {worst.name}, cosine {worst.cosine:.6f}")
+    worst = report.worst_gradient
+    if worst is not None:
+        lines.append(
+            f"error of the gradients {number(report.gradient_error)}; the worst is {worst.name}, "
+            f"cosine {worst.cosine:.6f}"
+        )
     if report.dtype == "float16" and report.flushed_gradients:
         lines.append(
             f"{share(report.flushed_gradients)} of the elements of low gradients are flushed to "

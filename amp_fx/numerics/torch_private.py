@@ -44,6 +44,11 @@ def number_of(node: Any) -> int:
     return cast("int", node._sequence_nr())
 
 
+def is_custom(node: Any) -> bool:
+    """Whether a node of autograd is that of a custom function."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def running_node() -> Any:
     """The node whose backward is running in this thread; None if none is."""
     return torch._C._current_autograd_node()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from amp_fx.explanation.rows import without_numbers
+from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.suspects import common_pattern
 from amp_fx.numerics.words import number
 
@@ -63,12 +63,7 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
 
 
 def _is_kept(nodes: Iterable[OpRecord], keep: Sequence[str]) -> bool:
-    paths = {node.module for node in nodes}
-    return any(
-        fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
-        for pattern in keep
-        for path in paths
-    )
+    return any(is_inside(path, keep) for path in {node.module for node in nodes})
 
 
 def _weight(nodes: Iterable[OpRecord]) -> float:

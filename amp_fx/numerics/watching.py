@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
+from amp_fx.front.settings import as_dtype
 from amp_fx.numerics.entry import (
     Asked,
     caller_of,
@@ -26,6 +27,7 @@ from amp_fx.numerics.entry import (
     report_of,
     unwrap,
 )
+from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.torch_private import unseen_writes
 from amp_fx.numerics.words import number, share
@@ -128,7 +130,7 @@ class Watch:
             copies = pytree.tree_map_only(
                 torch.Tensor, lambda t: t.detach().clone(), (args, kwargs)
             )
-            devices = {t.device for t in pytree.tree_leaves(copies) if isinstance(t, torch.Tensor)}
+            devices = {tensor.device for tensor in tensors_in(copies)}
             buffers = [(b, b.detach().clone()) for b in model.buffers()]
             states = _random_states(devices)
             self._kept = _Kept(self._step, copies[0], copies[1], states, buffers)
@@ -137,8 +139,7 @@ class Watch:
         kept = self._kept
         if kept is None or self._is_looking:
             return
-        leaves = pytree.tree_leaves(outputs)
-        kept.outputs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        kept.outputs = [t for t in tensors_in(outputs) if t.requires_grad]
         if kept.outputs:
             kept.gradients = [None] * len(kept.outputs)
             torch.autograd.graph.register_multi_grad_hook(kept.outputs, self._arrived(kept))
@@ -167,8 +168,7 @@ class Watch:
         dtype = low_dtype_of(self._asked, device_type)
 
         def loss(outputs: Any) -> torch.Tensor:
-            leaves = pytree.tree_leaves(outputs)
-            outs = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+            outs = [t for t in tensors_in(outputs) if t.requires_grad]
             pairs = [(t, g) for t, g in zip(outs, gradients, strict=False) if g is not None]
             return sum((t.float() * g.detach().float()).sum() for t, g in pairs)  # type: ignore[return-value]
 
@@ -302,12 +302,9 @@ def watch(
     if writer is not None and not hasattr(writer, "add_scalar"):
         raise OptionError(f"writer={writer!r} has no add_scalar, as TensorBoard's SummaryWriter")
     _, given = unwrap(model, "amp_fx.watch")
-    from amp_fx.front.settings import as_dtype
-
     asked = Asked(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=policy_for(policy, given),
         device_type=given.device_type,
-        is_brief=True,
     )
     return Watch(model, every, asked, _Writers(to, writer))

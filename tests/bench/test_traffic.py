@@ -17,7 +17,7 @@ from amp_fx.bench.traffic import command
 from amp_fx.bench.traffic.models import CASES, TINY, Case
 from amp_fx.bench.traffic.pretend import can_pretend
 from amp_fx.bench.traffic.totals import refresh_launches, totals
-from amp_fx.bench.traffic.worker import AMP_FX, LEAN, LIMIT, NATIVE, count
+from amp_fx.bench.traffic.worker import AMP_FX, LEAN, LIMIT, MARK, NATIVE, count
 from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
@@ -243,6 +243,23 @@ def test_a_worker_that_dies_is_told_of(
 def test_cuda_without_a_build_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bytes", "--device", "cuda"]) == 2
     assert "built without CUDA" in capsys.readouterr().err
+
+
+def test_a_worker_that_warns_much_does_not_wait_for_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than a pipe holds, before the first answer; then it fails."""
+    program = (
+        "import sys; sys.stderr.write('warning\\n' * 100_000 + 'the end\\n'); sys.stderr.flush();"
+        f"print({MARK!r} + '{{}}', flush=True); sys.exit(3)"
+    )
+    popen = subprocess.Popen
+
+    def start(_: list[str], **given: Any) -> Any:
+        return popen([sys.executable, "-c", program], **given)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert list(command._answers([])) == [{}, {"error": "the end"}]
 
 
 def test_the_worker_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

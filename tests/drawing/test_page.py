@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -49,17 +50,26 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory, page: Path) -> Iterator[Any]:
+@contextlib.contextmanager
+def opened(page: Path, profile: Path) -> Iterator[Any]:
+    """A browser with a page."""
     options = selenium.ChromeOptions()
     options.binary_location = BROWSER
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     driver = selenium.Chrome(options=options, service=selenium.ChromeService(DRIVER))
     driver.get(page.as_uri())
-    yield driver
-    driver.quit()
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory, page: Path) -> Iterator[Any]:
+    with opened(page, tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 def find(browser: Any, selector: str) -> list[Any]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import amp_fx
 from tests.numerics.faults import FAULTS, MODELS
+from tests.numerics.faulty_parts import PARTS, model_with
 
 HARMLESS = 1e-3
 """A fault that moves the loss by less, in some model, need not be found in it."""
@@ -47,6 +48,112 @@ def test_faults_inside_of_models(model: str, every: int) -> None:
         right += [name] if report.suspects[0].op in fault.ops else []
     assert len(harmful) >= 16 // every
     assert len(right) >= 0.8 * len(harmful)
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_parts_computed_by_hand(every: int) -> None:
+    """In some the loss is right, and the gradients are not."""
+    some = [*PARTS.items()][::every]
+    right = []
+    for name, part in some:
+        model = model_with(part)
+        report = amp_fx.accuracy(model, dtype=part.dtype, scale=part.scale)(*model.inputs())
+        assert report.error is not None
+        moved = abs(report.error) / abs(report.reference_loss or 1.0)
+        assert not moved < HARMLESS or not report.gradient_error < 0.1, f"{name} does no harm"
+        first = report.suspects[0]
+        assert (first.module, first.stage) == (part.place, part.stage), f"{name}: {first}"
+        right += [name] if first.op in part.ops else []
+    assert len(right) >= 0.8 * len(some), {*dict(some)} - {*right}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["gpt", "resnet"])
+def test_models_of_sound_parts_have_no_suspect(kind: str, dtype: str) -> None:
+    model = model_with(None, kind)
+    report = amp_fx.accuracy(model, dtype=dtype)(*model.inputs())
+    assert report.suspects == ()
+    assert report.gradient_error < 0.04
+
+
+def test_few_tokens_with_another_expert_are_no_fault() -> None:
+    """Which of two near values is larger is chance; sorted by it all tokens stand elsewhere."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            probabilities = self.gate(x).float().softmax(-1)
+            expert = probabilities.argmax(-1)
+            order = expert.argsort(stable=True)
+            weights = self.experts[expert[order]]
+            mixed = (x[order][:, None] @ weights)[:, 0]
+            back = torch.zeros_like(x, dtype=mixed.dtype).index_put((order,), mixed)
+            result: torch.Tensor = x + back * probabilities.amax(-1, keepdim=True)
+            return result.square().mean()
+
+    torch.manual_seed(0)
+    report = amp_fx.accuracy(Experts())(torch.randn(512, 32))
+    assert 0 < next(n.flips for n in report.nodes if n.flips) < 12
+    assert max(n.accumulated for n in report.nodes if n.label == "index") > 0.5
+    assert report.suspects == ()
+
+
+def test_an_index_made_of_a_rounded_value_is_a_fault() -> None:
+    table, w = torch.randn(4096), torch.randn(16, 16, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return table[((x @ w).sigmoid() * 4000).long()].square().mean()
+
+    report = amp_fx.accuracy(step)(torch.randn(32, 16))
+    assert report.suspects[0].kind == "cancellation"
+    assert report.suspects[0].op in ("mul", "sigmoid")
+
+
+def test_a_loss_next_to_zero_is_compared_with_its_terms() -> None:
+    """As that of policy gradients is, whose advantages have no mean."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 6)), torch.randn(64, 16)
+    advantages = torch.randn(64)
+    advantages -= advantages.mean()
+    before = net(x).log_softmax(-1)[:, 0].detach()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        ratio = (net(x).log_softmax(-1)[:, 0] - before).exp()
+        result: torch.Tensor = -(ratio * advantages).mean()
+        return result
+
+    report = amp_fx.accuracy(step)(x)
+    assert abs(report.reference_loss or 0.0) < 1e-6
+    assert report.loss_magnitude == pytest.approx(float(advantages.abs().mean()), rel=1e-4)
+    assert report.suspects == ()
+
+
+def test_gradients_that_a_larger_scale_keeps_are_no_fault() -> None:
+    net, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(64, 32)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = net(x).float().square().mean() * 1e-6
+        return result
+
+    report = amp_fx.accuracy(step, dtype="float16")(x)
+    assert report.flushed_gradients > 0.5
+    assert report.suggested_scale is not None
+    assert report.suspects == ()
+
+
+def test_statistics_that_a_norm_keeps_for_its_backward_are_not_its_result() -> None:
+    """Of two values their norm is exact, and the inverse of their difference is not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32))
+    x = torch.randn(2, 3, 1, 1)
+    x[1] = x[0] * 1.01
+    report = amp_fx.accuracy(net, loss=lambda out: out[:, :16].square().mean())(x)
+    [norm] = [n for n in report.nodes if n.op == "batch_norm" and n.stage == "forward"]
+    assert norm.max_abs <= 1.0
+    assert norm.numel == 64
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -60,11 +60,8 @@ def test_the_page_has_a_switch(tmp_path: Path) -> None:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     data = json.loads(found[1])
-    assert set(data["levels"]) == {"effect", "error", "headroom"}
-    assert data["color"] == "effect"
-    keys = {node["key"] for node in data["after"]}
-    assert set(data["levels"]["effect"]) == keys
-    assert 'id="paint"' in text
+    assert data["paints"] == ["effect", "error", "headroom", "dtype"]
+    assert all(f'data-view="after-op-{paint}"' in text for paint in data["paints"])
 
 
 def test_colors_are_checked() -> None:

@@ -116,6 +116,22 @@ def test_nothing_is_changed_where_nothing_is_wrong() -> None:
     assert result.policy == amp_fx.Policy.default()
 
 
+def test_a_fault_inside_of_a_branch() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scores = nn.Linear(WIDTH, WIDTH), Scores()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            found: Tensor = torch.cond(x.sum() > -1e9, self.scores, lambda a: a.sin(), (x,))
+            return found.float().square().mean()
+
+    torch.manual_seed(0)
+    result = amp_fx.search(Branching(), **F16)(torch.randn(4, 16, WIDTH))
+    assert [(u.module, u.op) for u in result.units] == [("scores", "matmul")]
+
+
 def test_modules_that_must_stay_low() -> None:
     torch.manual_seed(0)
     net = Bare(Scores())

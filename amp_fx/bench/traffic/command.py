@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,7 @@ def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
         if path and not path.absolute().parent.is_dir():
             raise OptionError(f"{path}: not a file in a folder that exists")
     capabilities = _capabilities(parsed.cubin, device)
+    dtypes = [dtype_name(low_dtype_named(name)) for name in parsed.dtype.split(",")]
     return [
         [
             {
@@ -151,17 +153,9 @@ def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
             for contender in CONTENDERS
         ]
         for case in parsed.cases or CASES
-        for dtype in _dtypes(parsed.dtype)
+        for dtype in dtypes
         for mode in ([parsed.mode] if parsed.mode else MODES)
     ]
-
-
-def _dtypes(text: str) -> list[str]:
-    found = {name: low_dtype_named(name) for name in text.split(",")}
-    for name, dtype in found.items():
-        if dtype is None:
-            raise OptionError(f"--dtype {name}: not one of bfloat16, float16")
-    return [dtype_name(dtype) for dtype in found.values()]
 
 
 def _capabilities(text: str | None, device: str) -> list[int]:
@@ -194,15 +188,17 @@ def _answers(jobs: Sequence[dict[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """What the worker prints, job by job; where it dies, the rest is missing."""
     command = [sys.executable, "-m", "amp_fx.bench.traffic.worker", json.dumps(jobs)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                yield json.loads(line.removeprefix(MARK))
-        assert process.stderr is not None
-        errors = process.stderr.read().strip().splitlines()
+    # In a file: a pipe that nobody reads while the other one is read would fill and stop it.
+    with tempfile.TemporaryFile("w+") as errors_file:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors_file, env=environment, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    yield json.loads(line.removeprefix(MARK))
+        errors_file.seek(0)
+        errors = errors_file.read().strip().splitlines()
     if process.returncode:
         yield {"error": errors[-1] if errors else f"its process ended with {process.returncode}"}
 

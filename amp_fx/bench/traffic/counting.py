@@ -40,13 +40,11 @@ class Graph:
     """One graph that inductor got.
 
     Attributes:
-        is_backward: Whether it is a backward.
-        saved_bytes: If so, of what the forward saves for it and is no input of the program.
+        saved_bytes: Of a backward: of what the forward saves for it and is no input of the program.
         kernels: Its kernels, in order.
         sources: Of its generated kernels, by name.
     """
 
-    is_backward: bool
     saved_bytes: int = 0
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -73,7 +71,7 @@ class Counter:
         """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
         is_backward = bool(kwargs.get("is_backward"))
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
-        self.graphs.append(Graph(is_backward, _saved_bytes(gm) if is_backward else 0))
+        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0))
         _real_compile()(gm, example_inputs, **kwargs)
 
         def run(inputs: list[Any]) -> Any:

@@ -61,7 +61,7 @@ def count(
 
     Returns:
         The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
-        ``"refreshed"`` before the first, and the dtype of the output.
+        ``"refreshed"`` before the first.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
@@ -96,7 +96,6 @@ def count(
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": kept.refreshed[0] if kept.refreshed else [],
-        "output": str(out.dtype),
     }
 
 
