@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
+    from amp_fx.exporting.entry import export
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
@@ -46,6 +47,7 @@ __all__ = [
     "custom_fwd",
     "draw",
     "explain",
+    "export",
     "preset",
     "register_device",
     "register_op",
@@ -63,6 +65,7 @@ _LAZY = {
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
+    "export": "amp_fx.exporting.entry",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
     "to_networkx": "amp_fx.explanation.network",

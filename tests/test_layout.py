@@ -26,6 +26,7 @@ ORDER = (
         *("freezing", "stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),
+    ("exporting",),
     ("explanation", "integrations"),
     ("numerics",),
     ("drawing", "drift", "demo"),
