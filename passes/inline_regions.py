@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -47,9 +48,9 @@ class RefuseIslands:
             if needs_autocast(node) and not _calls_plain_op(node):
                 raise ExportError(
                     f"{node.format_node()} cannot be rewritten ({ISLAND.of(node)}), and an "
-                    f"exported program cannot leave it to torch.autocast{_place(node)}. Turn "
-                    "autocast off around it (torch.autocast(..., enabled=False)), or give the op "
-                    "a policy (amp_fx.register_op) if it is your own"
+                    f"exported program cannot leave it to torch.autocast{place_of(node)}. "
+                    "Turn autocast off around it (torch.autocast(..., enabled=False)), or give "
+                    "the op a policy (amp_fx.register_op) if it is your own"
                 )
         for body in rewritten_bodies(gm):
             self.call(body)
@@ -66,9 +67,12 @@ def _calls_plain_op(node: fx.Node) -> bool:
 
 
 _FILE = re.compile(r'File "([^"]+)", line (\d+)')
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1] / "amp_fx"))
+"""Folders whose code is not the program's."""
 
 
-def _place(node: fx.Node) -> str:
+def place_of(node: fx.Node) -> str:
     """Where the program has it, for a person to read; empty if that is not known."""
     frames = _FILE.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith(_HIDDEN)]
     return "; it stands at {}:{}".format(*frames[-1]) if frames else ""

@@ -39,7 +39,7 @@ def capture(
         strict: Likewise.
     """
     without = AutocastState.ambient().turned_off()
-    with without.applied(), torch.no_grad(), _called_in(model, state):
+    with without.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):
         return torch.export.export(
             model,
             args,
@@ -53,8 +53,26 @@ def devices_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> set[torch.device]:
     """The devices of a model's parameters and buffers, and of its arguments."""
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, dict(kwargs or {})))]
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *pytree.tree_leaves((args, dict(kwargs or {}))),
+    ]
     return {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Keeps ``nn.TransformerEncoder`` from one op whose kernel alone knows of autocast.
+
+    ``torch.export`` does so by itself where it is not strict.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

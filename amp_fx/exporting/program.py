@@ -14,7 +14,7 @@ from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import storage_id, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from torch import fx
     from torch.export.graph_signature import ExportGraphSignature
@@ -70,13 +70,21 @@ def written_inputs(signature: ExportGraphSignature) -> set[str]:
     }
 
 
-def with_graph(program: ExportedProgram, gm: fx.GraphModule) -> ExportedProgram:
+def with_graph(
+    program: ExportedProgram, gm: fx.GraphModule, written: Collection[str]
+) -> ExportedProgram:
     """A program with another graph, and its weights in the dtypes that this one takes.
 
-    Weights that stay as they are share their memory with those of the first program.
+    Weights that stay as they are share their memory with those of the first program, but for
+    those that the graph writes to.
+
+    Args:
+        program: The first program.
+        gm: The graph.
+        written: Names of the placeholders that it writes to.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    low = _Lowered()
+    own = _Own()
     state_dict, constants = dict(program.state_dict), dict(program.constants)
     for spec in program.graph_signature.input_specs:
         if spec.kind not in WEIGHTS:
@@ -84,9 +92,10 @@ def with_graph(program: ExportedProgram, gm: fx.GraphModule) -> ExportedProgram:
         dtype = value_of(placeholders[spec.arg.name]).dtype
         for holder in (state_dict, constants):
             if spec.target in holder:
-                holder[spec.target] = low.cast(holder[spec.target], dtype)
+                is_copied = spec.arg.name in written
+                holder[spec.target] = own.made(holder[spec.target], dtype, is_copied=is_copied)
     for holder in (state_dict, constants):
-        holder.update({name: low.tied_to(tensor) for name, tensor in holder.items()})
+        holder.update({name: own.tied_to(tensor) for name, tensor in holder.items()})
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -100,29 +109,30 @@ def with_graph(program: ExportedProgram, gm: fx.GraphModule) -> ExportedProgram:
     )
 
 
-class _Lowered:
-    """Casts tensors, one that several names stand for once."""
+class _Own:
+    """Weights of a program's own, made of other ones: one that has several names once."""
 
     def __init__(self) -> None:
-        self._casts: dict[Any, torch.Tensor] = {}
+        self._made: dict[Any, torch.Tensor] = {}
 
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in a dtype; itself if it has that."""
-        if tensor.dtype == dtype:
+    def made(self, tensor: torch.Tensor, dtype: torch.dtype, *, is_copied: bool) -> torch.Tensor:
+        """A tensor in a dtype; itself if it has that and needs not be a copy."""
+        if tensor.dtype == dtype and not is_copied:
             return tensor
         key = _identity(tensor)
-        if key not in self._casts:
+        if key not in self._made:
             with torch.no_grad():
-                low = tensor.detach().to(dtype)
+                new = tensor.detach().to(dtype, copy=True)
+            needs_grad = tensor.requires_grad and tensor.dtype == dtype
             is_parameter = isinstance(tensor, nn.Parameter)
-            self._casts[key] = nn.Parameter(low, requires_grad=False) if is_parameter else low
-        return self._casts[key]
+            self._made[key] = nn.Parameter(new, requires_grad=needs_grad) if is_parameter else new
+        return self._made[key]
 
     def tied_to(self, tensor: Any) -> Any:
         """What became of a tensor under another name; itself if nothing did."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        return self._casts.get(_identity(tensor), tensor)
+        return self._made.get(_identity(tensor), tensor)
 
 
 def _identity(tensor: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from amp_fx.added_passes import with_added
 from amp_fx.exporting.notes import note_and_clean
@@ -18,8 +19,9 @@ from amp_fx.exporting.program import (
     with_graph,
     written_inputs,
 )
+from amp_fx.exporting.transforms import refuse_transforms
 from amp_fx.graphs.decompose import Site
-from amp_fx.graphs.values import recorded_value, value_of
+from amp_fx.graphs.values import is_written, recorded_value, value_of
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
@@ -83,7 +85,7 @@ def rewrite_program(
         ExportError: Part of it cannot be rewritten.
         PassError: A pass failed.
     """
-    gm = copied_graph(program)
+    gm = _to_rewrite(program)
     tensors = tensors_by_input(program)
     written = written_inputs(program.graph_signature)
     groups = tuple(
@@ -101,13 +103,14 @@ def rewrite_program(
         reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
     if observer is not None:
         observer.rewritten(reports)
+    written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
     note_and_clean(gm, region.policy)
-    return with_graph(program, gm)
+    return with_graph(program, gm, written)
 
 
 def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
     """The dtypes of a program's outputs where no region is around it."""
-    gm = copied_graph(program)
+    gm = _to_rewrite(program)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
     return _dtypes(map(_output_value, outputs_of(gm.graph)))
@@ -133,13 +136,33 @@ def written_dtypes(program: ExportedProgram) -> Dtypes:
     )
 
 
+def _to_rewrite(program: ExportedProgram) -> fx.GraphModule:
+    """A copy of a program's graph without what it asserts of dtypes that may change.
+
+    ``torch.export`` puts ``_assert_tensor_metadata`` before each ``to``: what was captured.
+    """
+    refuse_transforms(program)
+    gm = copied_graph(program)
+    inputs = set(program.graph_signature.user_inputs)
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=_ASSERTION):
+            if module is not gm or node.args[0].name not in inputs:
+                module.graph.erase_node(node)
+    return gm
+
+
+_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+
+
 def _passes_to_casts(region: Region) -> tuple[Pass, ...]:
     site = Site(region.state, is_grad_enabled=False, is_bare=region.is_bare)
     return InlineRegions(), MarkRegions(site), InsertCasts(region.policy)
 
 
 def _output_value(output: Any) -> Any:
-    return value_of(output) if isinstance(output, torch.fx.Node) else output
+    return value_of(output) if isinstance(output, fx.Node) else output
 
 
 def _dtypes(values: Iterable[Any]) -> Dtypes:

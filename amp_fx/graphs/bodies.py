@@ -77,8 +77,11 @@ def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
         bodies = bodies_of(gm, node)
         inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
         for body, placeholders in zip(bodies, inputs, strict=True):
-            passed = {p.name for p, o in zip(placeholders, operands_of(node), strict=True)
-                      if getattr(o, "name", None) in names}
+            passed = {
+                p.name
+                for p, o in zip(placeholders, operands_of(node), strict=True)
+                if getattr(o, "name", None) in names
+            }
             drop_unused_operands(body, passed)
         kept = []
         for index, operand in enumerate(operands_of(node)):

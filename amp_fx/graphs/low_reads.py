@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.dtypes import is_low
-from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.values import is_written, storage_id, tensors_in, value_of, version_of
 from amp_fx.graphs.metadata import VERSION
+from amp_fx.graphs.values import is_written, storage_id, tensors_in, value_of, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,6 +110,6 @@ def _is_low_cast(node: fx.Node) -> bool:
 def _may_go(cast: fx.Node, handed_out: set[int]) -> bool:
     """Whether what a cast gives may be the weight itself, or a view of it."""
     value, source = value_of(cast), value_of(cast.all_input_nodes[0])
-    if version_of(value) != VERSION.of(cast) or storage_id(value) in handed_out:
+    if version_of(value) != VERSION.get(cast) or storage_id(value) in handed_out:
         return False
     return bool(value.stride() == source.stride())
