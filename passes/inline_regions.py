@@ -33,7 +33,7 @@ from amp_fx.graphs.values import remember_captured
 from amp_fx.passes.base import PassResult
 
 _hop = torch.ops.higher_order
-_NUM_SETTINGS = {_hop.wrap_with_autocast: 4, _hop.wrap_with_set_grad_enabled: 1}
+_NUM_SETTINGS: dict[Any, int] = {_hop.wrap_with_autocast: 4, _hop.wrap_with_set_grad_enabled: 1}
 """How many arguments stand before the body: those of the region."""
 
 

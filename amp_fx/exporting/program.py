@@ -31,7 +31,7 @@ WRITES = (
 
 
 def copied_graph(program: ExportedProgram) -> fx.GraphModule:
-    """A copy of a program's graph, whose nodes have the same names: the signature refers to them."""
+    """A copy of a program's graph; the signature refers to its nodes by name."""
     gm = copy_graph_module(program.graph_module)
     for old, new in zip(program.graph.nodes, gm.graph.nodes, strict=True):
         new.name = old.name

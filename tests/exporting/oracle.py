@@ -1,7 +1,7 @@
 """Runs the subjects of model parity through ``amp_fx.export``, and says where bits differ.
 
-The oracle is eager ``torch.autocast``, as in ``tests.parity.oracle``. ``torch.export`` changes a few
-programs by itself: where the direct comparison differs, the program that it makes of the model
+The oracle is eager ``torch.autocast``, as in ``tests.parity.oracle``. ``torch.export`` changes a
+few programs by itself: where the direct comparison differs, the program that it makes of the model
 alone is run in eager autocast; if that differs from the eager model as well, amp_fx is held to it
 instead.
 """

@@ -1,4 +1,4 @@
-"""Exported models against eager ``torch.autocast``, bit for bit, both ways in, out of a file too."""
+"""Exported models, out of a file, against eager ``torch.autocast``: bit for bit, both ways in."""
 
 from __future__ import annotations
 
