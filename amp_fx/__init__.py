@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export
+    from amp_fx.exporting.package import package
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
@@ -48,6 +49,7 @@ __all__ = [
     "draw",
     "explain",
     "export",
+    "package",
     "preset",
     "register_device",
     "register_op",
@@ -66,6 +68,7 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
+    "package": "amp_fx.exporting.package",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
     "to_networkx": "amp_fx.explanation.network",

@@ -10,13 +10,13 @@ from torch.export import ExportedProgram
 from amp_fx.backend import start_state_on
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
 from amp_fx.exporting.capture import capture, devices_of
+from amp_fx.exporting.program import devices_in
 from amp_fx.exporting.rewriting import (
     Region,
     plain_output_dtypes,
     rewrite_program,
     written_dtypes,
 )
-from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.options import Options
 from amp_fx.regions.state import AutocastState
 
@@ -115,9 +115,7 @@ def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Option
 def _export_program(
     program: ExportedProgram, options: Options, *, stores_low: bool
 ) -> ExportedProgram:
-    values = [recorded_value(node) for node in program.graph.nodes]
-    devices = {tensor.device for tensor in tensors_in(values)}
-    region = _region(devices, options, is_captured_inside=False)
+    region = _region(devices_in(program), options, is_captured_inside=False)
     if _restores_outputs(options):
         output_dtypes = plain_output_dtypes(program, region)
     else:

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.values import storage_id, value_of
+from amp_fx.graphs.values import recorded_value, storage_id, tensors_in, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -37,6 +37,12 @@ def copied_graph(program: ExportedProgram) -> fx.GraphModule:
         new.name = old.name
     gm.recompile()
     return gm
+
+
+def devices_in(program: ExportedProgram) -> set[torch.device]:
+    """The devices of all tensors of a program."""
+    values = [recorded_value(node) for node in program.graph.nodes]
+    return {tensor.device for tensor in tensors_in(values)}
 
 
 def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
