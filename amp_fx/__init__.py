@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export
+    from amp_fx.exporting.onnx_form import for_onnx
     from amp_fx.exporting.package import package
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -49,6 +50,7 @@ __all__ = [
     "draw",
     "explain",
     "export",
+    "for_onnx",
     "package",
     "preset",
     "register_device",
@@ -68,6 +70,7 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
+    "for_onnx": "amp_fx.exporting.onnx_form",
     "package": "amp_fx.exporting.package",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",

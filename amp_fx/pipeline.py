@@ -24,6 +24,7 @@ from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.store_weights_low import StoreWeightsLow
+from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.regions.module_stack import NO_FRAME
 
@@ -52,6 +53,7 @@ PASSES: tuple[type[Pass], ...] = (
     ShareRegionCasts,
     StoreWeightsLow,
     RefuseIslands,
+    WidenOps,
     WrapIslands,
 )
 """All passes, in the order in which they run; some are for exported programs alone."""

@@ -37,16 +37,21 @@ _STALE = ("tensor_meta",)
 """Torch's own keys that say what a node produced before."""
 
 
-def note_and_clean(gm: fx.GraphModule, policy: Policy) -> None:
-    """Replaces what passes wrote onto the nodes of a graph by what may be saved with it."""
+def note_and_clean(gm: fx.GraphModule, policy: Policy | None = None) -> None:
+    """Replaces what passes wrote onto the nodes of a graph by what may be saved with it.
+
+    Args:
+        gm: The graph.
+        policy: What is noted of it as a whole; None leaves what is noted there.
+    """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 _note(node)
                 for key in [*(key.name for key in _OURS), *_STALE]:
                     node.meta.pop(key, None)
-    custom = gm.meta.get(CUSTOM)
-    gm.meta[CUSTOM] = {**(custom or {}), KEY: {"policy": policy.name}}
+    if policy is not None:
+        gm.meta[CUSTOM] = {**(gm.meta.get(CUSTOM) or {}), KEY: {"policy": policy.name}}
 
 
 def _note(node: fx.Node) -> None:
