@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 from amp_fx.graphs.bodies import drop_unused_operands
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.low_reads import casts_of, is_view, low_reads
-from amp_fx.graphs.metadata import SITE
+from amp_fx.graphs.metadata import SITE, STORED_LOW
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -67,6 +67,7 @@ class StoreWeightsLow:
             for cast in casts:
                 cast.replace_all_uses_with(cast.all_input_nodes[0])
                 gm.graph.erase_node(cast)
+            STORED_LOW.put(weight, len(casts))
             counts["weights_stored_low"] += 1
             counts["casts_removed"] += len(casts)
         return PassResult(counts)

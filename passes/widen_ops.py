@@ -108,9 +108,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
     return [item for item in items if isinstance(value_of(item), torch.Tensor)]
 
 
-def _with_wide_inputs(
-    node: fx.Node, fake_mode: FakeTensorMode | None
-) -> dict[fx.Node, fx.Node]:
+def _with_wide_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> dict[fx.Node, fx.Node]:
     """Casts the low inputs of a node; gives the casts by what they cast."""
     casts: dict[fx.Node, fx.Node] = {}
     for source in node.all_input_nodes:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch._dynamo import exc as dynamo_exc
@@ -16,11 +16,13 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
+from amp_fx.explanation.exported import explain_program
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
@@ -44,6 +46,16 @@ _NEEDS_NUMBERS = (
 )
 
 
+@overload
+def explain(  # type: ignore[overload-overlap]  # a program can be called, to say that it cannot
+    model: ExportedProgram,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+) -> Explanation: ...
+
+
+@overload
 def explain(
     model: Callable[..., Any],
     *,
@@ -52,7 +64,18 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Explanation]:
+) -> Callable[..., Explanation]: ...
+
+
+def explain(
+    model: Callable[..., Any] | ExportedProgram,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+    device_type: str | None = None,
+    backward: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Explanation] | Explanation:
     """Tells what amp_fx does to a model, without compiling or changing it.
 
     ``amp_fx.explain(model)(x)`` sends a copy of the model with fake tensors through Dynamo
@@ -63,7 +86,9 @@ def explain(
     Args:
         model: A module or a function; one that was compiled by ``amp_fx.compile`` or
             ``torch.compile`` is looked into, and the former's settings hold. A function's
-            own side effects happen; tensors that it refers to are not written.
+            own side effects happen; tensors that it refers to are not written. Or an exported
+            program: one of ``amp_fx.export`` is explained as it is, of another one what that
+            would make of it.
         dtype: What low-precision ops run in, or its name; by default what a bare
             ``torch.compile`` takes: the policy's, else ``amp_fx.options.default_dtype``.
         policy: A ``Policy`` or the name of a preset; by default PyTorch's.
@@ -74,7 +99,8 @@ def explain(
             (``amp_fx.options.Options``).
 
     Returns:
-        A function that takes the model's arguments and gives an ``Explanation``.
+        A function that takes the model's arguments and gives an ``Explanation``; for an exported
+        program, which has its arguments, the ``Explanation`` itself.
 
     Raises:
         OptionError: An option is unknown or has a value that is not allowed.
@@ -82,6 +108,10 @@ def explain(
         CompileTargetError: The model is neither a module nor a function.
         ExplainError: When called: the model cannot be traced with these arguments.
     """
+    if isinstance(model, ExportedProgram):
+        if backward or device_type is not None or options is not None:
+            raise OptionError("of an exported program, backward, device_type and options are fixed")
+        return explain_program(model, dtype=dtype, policy=policy)
     if isinstance(model, type) or not callable(model):
         raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
     target, settings = _unwrap(model)

@@ -86,7 +86,11 @@ def _called_in(model: nn.Module, state: AutocastState | None) -> Iterator[None]:
         yield
         return
     kind = type(model)
-    call: Callable[..., Any] = kind.__call__
+
+    def call_itself(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.__call__(self, *args, **kwargs)  # which torch.export replaces meanwhile
+
+    call: Callable[..., Any] = call_itself
     for device_type in reversed(state.enabled):
         call = _inside(call, device_type, state.low_dtype(device_type), state.cache_enabled)
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 
 from amp_fx.errors import CompileTargetError
-from amp_fx.exporting.notes import note_and_clean
+from amp_fx.exporting.notes import clean
 from amp_fx.exporting.program import copied_graph, with_graph
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.pipeline import run_passes
@@ -44,5 +44,5 @@ def for_onnx(
     gm = copied_graph(exported)
     with no_autocast():
         run_passes(gm, [WidenOps(tuple(without_kernels))], check=False)
-    note_and_clean(gm)
+    clean(gm)
     return with_graph(exported, gm, ())

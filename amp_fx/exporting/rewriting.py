@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from amp_fx.added_passes import with_added
-from amp_fx.exporting.notes import note_and_clean
+from amp_fx.exporting.notes import clean, note_rewrite
 from amp_fx.exporting.program import (
     WRITES,
     copied_graph,
@@ -104,7 +104,8 @@ def rewrite_program(
     if observer is not None:
         observer.rewritten(reports)
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
-    note_and_clean(gm, region.policy)
+    note_rewrite(gm, region.policy, region.state)
+    clean(gm)
     return with_graph(program, gm, written)
 
 
