@@ -17,6 +17,7 @@ from amp_fx.exporting.rewriting import (
     rewrite_program,
     written_dtypes,
 )
+from amp_fx.front.settings import RegionSettings
 from amp_fx.options import Options
 from amp_fx.regions.state import AutocastState
 
@@ -53,7 +54,8 @@ def export(
     Args:
         model: A module, which stays as it was, or a program that ``torch.export`` has made of
             one; the latter was captured outside of any region, and Python code that looked at
-            dtypes was baked in with what it saw then.
+            dtypes was baked in with what it saw then. Of a module that was compiled, what was
+            compiled, with the dtype and policy of ``amp_fx.compile``.
         args: Example inputs, a tuple, as for ``torch.export.export``; none for a program.
         kwargs: Likewise.
         dtype: What low-precision ops run in, or its name. By default that of a region around the
@@ -64,7 +66,7 @@ def export(
             autocast; ``"autocast"``: those that autocast leaves. Under a region around the call
             they are autocast's.
         dynamic_shapes: As for ``torch.export.export``.
-        strict: Likewise.
+        strict: Likewise. Strict capture sees all of the model in float32, as a program given does.
         weights: ``"low"``: parameters, buffers and constants that are read in one low dtype only
             are stored in it, at half the bytes, those that share memory once; ``"float32"``:
             all stay as they are, with their casts in the program.
@@ -81,6 +83,7 @@ def export(
             node, and why.
         PassError: A pass failed.
     """
+    model, dtype, policy = _unwrapped(model, dtype, policy)
     options = _checked(dtype, policy, output_dtype, weights)
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None or dynamic_shapes is not None:
@@ -103,6 +106,16 @@ def export(
         dynamic_shapes=dynamic_shapes,
         strict=strict,
     )
+
+
+def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
+    """What was compiled, with the settings of ``amp_fx.compile`` where none are given."""
+    settings = getattr(model, "_amp_fx_settings", None)
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(settings, RegionSettings):
+        dtype = settings.dtype if dtype is None else dtype
+        policy = settings.policy or policy if policy == "torch" else policy
+    return model, dtype, policy
 
 
 def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Options:

@@ -58,6 +58,17 @@ def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return found
 
 
+def weight_bytes(program: ExportedProgram) -> int:
+    """The memory of a program's weights, in bytes; that of tied ones once."""
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    sizes = {
+        _identity(tensor): tensor.numel() * tensor.itemsize
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(sizes.values())
+
+
 def groups_by_storage(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
     """Names of tensors, those that share a storage together."""
     groups: dict[int, list[str]] = {}
