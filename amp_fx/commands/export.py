@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.commands.explain import load, parse_input
-from amp_fx.errors import ExportError, OptionError
+from amp_fx.errors import CompileTargetError, ExportError, OptionError
 from amp_fx.exporting.entry import WEIGHTS, export
 from amp_fx.exporting.onnx_form import for_onnx
 from amp_fx.exporting.package import package
@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
         inputs = tuple(map(parse_input, args.input_shape))
     if inputs is None:
         raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
-    if isinstance(model, torch.nn.Module):
-        model.eval()
+    if not isinstance(model, torch.nn.Module):
+        raise CompileTargetError(f"{args.target} is no module, which torch.export takes alone")
+    model.eval()
     program = export(
         model,
         inputs,
@@ -98,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
         weights=args.weights,
     )
     _write(program, args)
-    before = sum(p.numel() * p.itemsize for p in [*model.parameters(), *model.buffers()])
-    after, before = (f"{size / 1e6:.3g} MB" for size in (weight_bytes(program), before))
-    sys.stdout.write(f"wrote {args.out}: weights {after}, in float32 {before}\n")
+    size = sum(p.numel() * p.itemsize for p in [*model.parameters(), *model.buffers()])
+    after, before = (f"{number / 1e6:.3g} MB" for number in (weight_bytes(program), size))
+    sys.stdout.write(f"wrote {args.out}: weights {after}, in the model {before}\n")
     return 0
 
 
