@@ -23,7 +23,7 @@ from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionEr
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
-from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
+from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
@@ -159,6 +159,8 @@ def _explain(
         is_imagined=stand_in.imagined,
         graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
+        is_whole=capture.is_whole,
+        shared=shared_weights(stand_in.program, capture.outputs),
     )
     capture.release()
     return explanation

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ExplainError, OptionError
+from amp_fx.graphs.values import storage_id
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -131,6 +133,23 @@ def _module_tensors(model: Any) -> list[torch.Tensor]:
         *model.buffers(),
         *(value for value in plain if isinstance(value, torch.Tensor)),
     ]
+
+
+def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
+    """Names of parameters and buffers whose memory is known elsewhere too.
+
+    Args:
+        model: What was called.
+        outputs: What it gave.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return ()
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    holders = Counter(map(storage_id, (*(tensor for _, tensor in named), *_leaf_tensors(outputs))))
+    return tuple(name for name, tensor in named if holders[storage_id(tensor)] > 1)
 
 
 def _leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
