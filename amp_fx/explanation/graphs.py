@@ -64,7 +64,7 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         before=before_records,
         casts=tuple(_forward_casts(seen, after)),
         islands=_islands(nodes),
-        weights=tuple(_weights(seen)),
+        weights=tuple(weights_of(seen)),
         counts=tuple(sorted(seen.counts.items())),
         modules=tuple(module_types(seen.captured, before.frame).items()),
         fallback=seen.fallback,
@@ -116,7 +116,8 @@ def _islands(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
     return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in found)
 
 
-def _weights(seen: SeenGraph) -> Iterable[WeightRecord]:
+def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
+    """The weights that a forward graph takes."""
     assert seen.rewritten is not None
     reads = {} if seen.fallback else low_reads(seen.rewritten)
     for node in seen.rewritten.graph.nodes:

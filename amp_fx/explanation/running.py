@@ -58,6 +58,7 @@ def run_stand_in(
     region: Callable[[], contextlib.AbstractContextManager[Any]],
     *,
     wants_backward: bool,
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
     """Captures the graphs of one call.
 
@@ -66,6 +67,7 @@ def run_stand_in(
         options: Options of the backend.
         region: Makes the region that the call runs in.
         wants_backward: Whether backward graphs are derived too.
+        watch: Entered around each run of a rewritten graph.
     """
     seen: list[SeenGraph] = []
 
@@ -77,7 +79,8 @@ def run_stand_in(
         recorder = GraphRecorder(seen[-1], wants_backward=wants_backward)
         found = rewrite(gm, as_plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
-            return called_in(no_autocast, recorder.finish(found, example_inputs))
+            run = called_in(watch, recorder.finish(found, example_inputs))
+            return called_in(no_autocast, run)
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
