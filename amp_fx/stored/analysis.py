@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from amp_fx.graphs.values import storage_id
 from amp_fx.stored.reads import Questions, Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from amp_fx.explanation.running import Capture
     from amp_fx.explanation.stand_in import StandIn
     from amp_fx.policies.policy import Policy
+    from amp_fx.stored.reads import SeenCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +70,24 @@ def reasons_to_stay(call: Call) -> dict[str, str]:
     """
     try:
         return _reasons(call, _fake)
-    except NEEDS_NUMBERS as error:
+    except (*NEEDS_NUMBERS, _EagerError) as error:
         if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
-            raise ExplainError(f"{type(call.model).__name__} looks at numbers: {error}") from error
+            raise _as_explain_error(call, error) from error
+    try:
         return _reasons(call, _real)
+    except _EagerError as error:
+        raise _as_explain_error(call, error) from error
+
+
+class _EagerError(Exception):
+    """A stand-in does not run uncompiled; some ops take real tensors and refuse fake ones."""
+
+
+def _as_explain_error(call: Call, error: Exception) -> ExplainError:
+    return ExplainError(
+        f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} with "
+        f"these arguments: {error}"
+    )
 
 
 def _fake(call: Call) -> StandIn:
@@ -94,14 +110,45 @@ def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
     runs = [_eager_run(call, make(call), has_gradients=mode) for mode in (False, True)]
     for reads, _ in runs:
         reasons = _first_of(reasons, {name: reads.reason(name, call.dtype) for name in reasons})
-    asked = {name for _, names in runs for name in names}
     before = [compiled.calls, *(reads.calls for reads, _ in runs)]
-    for suspects in ((), asked, reasons):
-        for name in {*suspects}.intersection(_low(reasons)):
-            reasons[name] = "the program does something else for another dtype"
-        if not _low(reasons) or _calls_stored(call, _low(reasons), make) == before:
-            break
+    asked = {name for _, names in runs for name in names}
+    for _ in range(_MOST_TRIES):
+        differing = _differing(call, reasons, before, make)
+        if not differing:
+            return reasons
+        low = {*_low(reasons)}
+        _give_up(reasons, differing & low or asked & low or low)
+    _give_up(reasons, reasons)
     return reasons
+
+
+_MOST_TRIES = 4
+"""How often the weights that seem to be at fault are left out, before all are."""
+
+
+def _give_up(reasons: dict[str, str], names: Iterable[str]) -> None:
+    for name in names:
+        reasons[name] = reasons[name] or "the program does something else for another dtype"
+
+
+def _differing(
+    call: Call,
+    reasons: Mapping[str, str],
+    before: list[list[SeenCall]],
+    make: Callable[[Call], StandIn],
+) -> set[str]:
+    """Weights in calls that are others once weights are stored; ``{""}`` if those have none."""
+    if not _low(reasons):
+        return set()
+    found: set[str] = set()
+    for old, new in zip(before, _calls_stored(call, _low(reasons), make), strict=True):
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        for kind, *bounds in matcher.get_opcodes():
+            if kind != "equal":
+                first, last, start, stop = bounds
+                changed = (*old[first:last], *new[start:stop])
+                found |= {name for seen in changed for name in seen.weights or ("",)}
+    return found
 
 
 def _first_of(reasons: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
@@ -203,11 +250,18 @@ def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[R
         stack.enter_context(torch.set_grad_enabled(has_gradients))
         stack.enter_context(reads)
         stack.enter_context(questions)
-        reads.hand_out(stand_in.program(*stand_in.args, **stand_in.kwargs))
+        try:
+            reads.hand_out(stand_in.program(*stand_in.args, **stand_in.kwargs))
+        except NEEDS_NUMBERS:
+            raise
+        except Exception as error:
+            raise _EagerError(f"{type(error).__name__}: {error}") from error
     return reads, questions.asked
 
 
-def _calls_stored(call: Call, names: list[str], make: Callable[[Call], StandIn]) -> list[list[str]]:
+def _calls_stored(
+    call: Call, names: list[str], make: Callable[[Call], StandIn]
+) -> list[list[SeenCall]]:
     """The calls of a compiled run and two eager ones of a program with weights stored low."""
     stored = [make(call) for _ in range(3)]
     for stand_in in stored:

@@ -7,6 +7,7 @@ So the program is run on a stand-in too, and every op that takes a weight is loo
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
 from amp_fx.policies.calls import CAST
+from amp_fx.weights.low_reads import LOW_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenCall:
+    """One call of an op; equal to another that does the same.
+
+    Attributes:
+        text: The op and its arguments, weights by name and other tensors by dtype.
+        weights: The weights that it takes, through casts too.
+    """
+
+    text: str
+    weights: frozenset[str] = dataclasses.field(compare=False)
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,8 +46,8 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         dtypes: What a weight is cast to by those that read it through a cast.
         others: An op that reads a weight otherwise, or writes it, for each that has one.
-        calls: All calls but casts of float32 weights, as text: equal for a program that does
-            the same with weights of another dtype.
+        calls: All calls but casts of float32 weights, and casts there and back that change no
+            bit: equal for a program that does the same with weights of another dtype.
     """
 
     supports_higher_order_operators = True
@@ -40,9 +56,10 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.dtypes: dict[str, set[torch.dtype]] = {}
         self.others: dict[str, str] = {}
-        self.calls: list[str] = []
+        self.calls: list[SeenCall] = []
         self._names = {storage_id(tensor): name for name, tensor in weights.items()}
         self._casts: dict[int, str] = {}
+        self._widened: dict[int, torch.dtype] = {}
         self._held: list[torch.Tensor] = []  # a freed storage's number comes again
 
     def __torch_dispatch__(
@@ -55,11 +72,14 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
         is_cast = bool(read) and _is_low_cast(func, read[0], kwargs)
-        if not is_cast and not _asks_form(func):
-            self.calls.append(self._text(func, args, kwargs))
+        if not (is_cast or _asks_form(func) or self._keeps_bits(func, args, kwargs)):
+            self.calls.append(self._seen(func, args, kwargs))
         result = func(*args, **kwargs)
         if is_cast:
             self._note_cast(self._names[storage_id(read[0])], result)
+        elif _is_plain_cast(func, kwargs) and is_widening(args[0].dtype, result.dtype):
+            self._widened[storage_id(result)] = args[0].dtype
+            self._held.append(result)
         elif not (_is_view(func, read, result) or _asks_form(func)):
             for tensor in read:
                 self.others.setdefault(self._names[storage_id(tensor)], str(func))
@@ -81,21 +101,39 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_id(tensor) in self._names:
                 self.others[self._names[storage_id(tensor)]] = "the model's output"
 
+    def _keeps_bits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a call widens a tensor, or takes a widened one back; writes end that."""
+        tensors = _plain_tensors(args, kwargs)
+        if not _is_plain_cast(func, kwargs) or not tensors:
+            if getattr(getattr(func, "_schema", None), "is_mutable", True):
+                for tensor in tensors:
+                    self._widened.pop(storage_id(tensor), None)
+            return False
+        source, dtype = tensors[0], kwargs["dtype"]
+        return is_widening(source.dtype, dtype) or self._widened.get(storage_id(source)) == dtype
+
     def _note_cast(self, name: str, result: torch.Tensor) -> None:
         self.dtypes.setdefault(name, set()).add(result.dtype)
         self._casts[storage_id(result)] = name
         self._held.append(result)
 
-    def _text(self, func: Any, args: Any, kwargs: Any) -> str:
-        leaves = map(self._leaf_text, pytree.tree_leaves((args, kwargs)))
-        return f"{func} {' '.join(leaves)}"
+    def _seen(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
+        leaves = pytree.tree_leaves((args, kwargs))
+        named = [(leaf, self._weight(leaf)) for leaf in leaves]
+        texts = [
+            f"{name or leaf.dtype}{tuple(leaf.shape)}"
+            if isinstance(leaf, torch.Tensor)
+            else repr(leaf)
+            for leaf, name in named
+        ]
+        return SeenCall(f"{func} {' '.join(texts)}", frozenset(name for _, name in named if name))
 
-    def _leaf_text(self, leaf: Any) -> str:
-        if not isinstance(leaf, torch.Tensor):
-            return repr(leaf)
-        number = storage_id(leaf) if _has_storage(leaf) else 0
-        name = self._names.get(number) or self._casts.get(number)
-        return f"{name or leaf.dtype}{tuple(leaf.shape)}"
+    def _weight(self, leaf: Any) -> str:
+        """The weight that a tensor is, or a view or a cast of; ``""`` for none."""
+        if not isinstance(leaf, torch.Tensor) or not _has_storage(leaf):
+            return ""
+        number = storage_id(leaf)
+        return self._names.get(number) or self._casts.get(number, "")
 
 
 class Questions(TorchFunctionMode):
@@ -142,9 +180,13 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _is_low_cast(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call rounds a float32 weight, and does nothing else to it."""
+    is_cast = _is_plain_cast(func, kwargs) and tensor.dtype == torch.float32
+    return is_cast and kwargs["dtype"] in LOW_DTYPES
+
+
+def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
     given = {name for name, value in kwargs.items() if value is not None}
-    is_cast = func is CAST and given == {"dtype"} and tensor.dtype == torch.float32
-    return is_cast and kwargs["dtype"] in (torch.bfloat16, torch.float16)
+    return func is CAST and given == {"dtype"}
 
 
 def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:

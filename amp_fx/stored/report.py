@@ -50,7 +50,6 @@ class StorageReport:
         dtype: What weights were stored in.
         device_type: The device type of the region that it was done for.
         weights: All parameters and buffers, each once.
-        notes: What kept the whole model from being looked through.
     """
 
     model: str
@@ -58,7 +57,6 @@ class StorageReport:
     dtype: str
     device_type: str
     weights: tuple[StoredWeight, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def stored(self) -> tuple[StoredWeight, ...]:
@@ -80,7 +78,7 @@ class StorageReport:
         weights = [dataclasses.asdict(w) | {"shape": list(w.shape)} for w in self.weights]
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         totals = {"bytes_before": self.bytes_before, "bytes": self.bytes}
-        return {**fields, "weights": weights, "notes": list(self.notes), **totals}
+        return {**fields, "weights": weights, **totals}
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
@@ -109,7 +107,7 @@ def _render(report: StorageReport) -> RenderableType:
         f"stored low: {len(report.stored)} of {len(report.weights)} weights;"
         f" {human(report.bytes_before)} before, {human(report.bytes)} now ({share:.1%})"
     )
-    return Group(head, sums, Text(""), _table(report), *map(Text, report.notes))
+    return Group(head, sums, Text(""), _table(report))
 
 
 def _table(report: StorageReport) -> Table:
