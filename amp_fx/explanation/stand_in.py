@@ -68,7 +68,7 @@ def fake_stand_in(
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     present = {tensor.device.type for tensor in tensors}
     target = target_device(present, device_type)
-    imagined = target != "cpu" and not (target in present and _is_usable(target))
+    imagined = target != "cpu" and not (target in present and is_usable(target))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, torch.Tensor] = {}
 
@@ -123,7 +123,8 @@ def target_device(present: set[str], device_type: str | None = None) -> str:
     return accelerator.type if accelerator is not None and "meta" in present else "cpu"
 
 
-def _is_usable(device_type: str) -> bool:
+def is_usable(device_type: str) -> bool:
+    """Whether there is a device of an accelerator's type."""
     module = getattr(torch, device_type, None)
     return module is not None and bool(module.is_available())
 

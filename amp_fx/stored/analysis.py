@@ -41,6 +41,7 @@ class Call:
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        device_type: The device type of the region.
         dtype: The low dtype of the region.
         policy: Its policy.
         region: Enters the region.
@@ -49,6 +50,7 @@ class Call:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    device_type: str
     dtype: torch.dtype
     policy: Policy
     region: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -91,7 +93,7 @@ def _as_explain_error(call: Call, error: Exception) -> ExplainError:
 
 
 def _fake(call: Call) -> StandIn:
-    return fake_stand_in(call.model, call.args, call.kwargs, None)
+    return fake_stand_in(call.model, call.args, call.kwargs, call.device_type)
 
 
 def _real(call: Call) -> StandIn:

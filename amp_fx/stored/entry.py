@@ -12,7 +12,12 @@ from torch import nn
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import CompileTargetError, StoreError
 from amp_fx.explanation.entry import label, unwrap
-from amp_fx.explanation.stand_in import leaf_tensors, module_tensors, target_device
+from amp_fx.explanation.stand_in import (
+    is_usable,
+    leaf_tensors,
+    module_tensors,
+    target_device,
+)
 from amp_fx.front.settings import as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset
@@ -116,14 +121,13 @@ def _store(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> StorageReport:
-    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
-    device_type = target_device({tensor.device.type for tensor in tensors})
+    device_type = _device_type(model, args, kwargs)
     dtype = dtype or _low_dtype(device_type, policy)
     check_device_dtype(device_type, dtype)
     own = None if policy == preset("torch") else policy
     with no_autocast():
         region = functools.partial(autocast, device_type, dtype, policy=own)
-        reasons = reasons_to_stay(Call(model, args, kwargs, dtype, policy, region))
+        reasons = reasons_to_stay(Call(model, args, kwargs, device_type, dtype, policy, region))
     weights = _replace(model, reasons, dtype)
     report = StorageReport(
         model=type(model).__name__,
@@ -135,6 +139,13 @@ def _store(
     if not report.stored:
         log.warning("no weight of %s was stored low: %s", report.model, _most_told(weights))
     return report
+
+
+def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """That of the tensors; those on ``meta`` are meant for a device that is here."""
+    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
+    found = target_device({tensor.device.type for tensor in tensors})
+    return found if found == "cpu" or is_usable(found) else "cpu"
 
 
 def _low_dtype(device_type: str, policy: Policy) -> torch.dtype:
