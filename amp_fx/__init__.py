@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
     from amp_fx.numerics.watching import watch
+    from amp_fx.stored.entry import store_low
+    from amp_fx.stored.report import StorageReport
 
 __version__ = "0.2.0"
 
@@ -41,6 +43,7 @@ __all__ = [
     "GradScaler",
     "Policy",
     "SearchResult",
+    "StorageReport",
     "__version__",
     "accuracy",
     "autocast",
@@ -57,6 +60,7 @@ __all__ = [
     "register_op",
     "register_pass",
     "search",
+    "store_low",
     "to_networkx",
     "watch",
     "weight_cache",
@@ -65,6 +69,7 @@ __all__ = [
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
     "SearchResult": "amp_fx.numerics.search_result",
+    "StorageReport": "amp_fx.stored.report",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
@@ -74,6 +79,7 @@ _LAZY = {
     "package": "amp_fx.exporting.package",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
+    "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
     "watch": "amp_fx.numerics.watching",
 }

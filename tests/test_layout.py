@@ -28,7 +28,7 @@ ORDER = (
     ("front", "grad_scaler"),
     ("exporting",),
     ("explanation", "integrations"),
-    ("numerics",),
+    ("numerics", "stored"),
     ("drawing", "drift", "demo"),
     ("bench",),
     ("commands",),
