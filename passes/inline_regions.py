@@ -46,9 +46,7 @@ class InlineRegions:
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``regions_inlined``."""
-        counts = Counter(regions_inlined=_inline_all(gm))
-        gm.delete_all_unused_submodules()
-        return PassResult(counts)
+        return PassResult(Counter(regions_inlined=_inline_all(gm)))
 
 
 def _inline_all(gm: fx.GraphModule) -> int:
@@ -87,6 +85,8 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     _replace(node, map_arg(body.graph.output_node().args[0], env.__getitem__))
     if not body_node.users:
         gm.graph.erase_node(body_node)
+        if not gm.graph.find_nodes(op="get_attr", target=body_node.target):
+            gm.delete_submodule(str(body_node.target))
 
 
 def _copy(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node, env: dict[Any, Any]) -> fx.Node:
