@@ -37,9 +37,9 @@ def test_golden() -> None:
     assert report.counts == {"regions_inlined": 1}
     assert graph_text(gm).splitlines() == [
         "graph(x)",
-        "_enter_autocast = _enter_autocast('cpu', torch.bfloat16, True, False)",
+        "enter_autocast = _enter_autocast('cpu', torch.bfloat16, True, False)",
         "matmul = aten.matmul.default(x, x)",
-        "_exit_autocast = _exit_autocast(_enter_autocast)",
+        "exit_autocast = _exit_autocast(enter_autocast)",
         "relu = aten.relu.default(matmul)",
         "return (relu, matmul)",
     ]
