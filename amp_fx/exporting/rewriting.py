@@ -85,7 +85,7 @@ def rewrite_program(
         ExportError: Part of it cannot be rewritten.
         PassError: A pass failed.
     """
-    gm = _to_rewrite(program)
+    gm = graph_to_rewrite(program)
     tensors = tensors_by_input(program)
     written = written_inputs(program.graph_signature)
     groups = tuple(
@@ -111,7 +111,7 @@ def rewrite_program(
 
 def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
     """The dtypes of a program's outputs where no region is around it."""
-    gm = _to_rewrite(program)
+    gm = graph_to_rewrite(program)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
     return _dtypes(map(_output_value, outputs_of(gm.graph)))
@@ -137,7 +137,7 @@ def written_dtypes(program: ExportedProgram) -> Dtypes:
     )
 
 
-def _to_rewrite(program: ExportedProgram) -> fx.GraphModule:
+def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
     """A copy of a program's graph without what it asserts of dtypes that may change.
 
     ``torch.export`` puts ``_assert_tensor_metadata`` before each ``to``: what was captured.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_fx.exporting.program import copied_graph
+from amp_fx.exporting.rewriting import graph_to_rewrite
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def exported(model: nn.Module, *args: Tensor) -> fx.GraphModule:
     """The graph that ``torch.export`` makes of a model, as a copy that passes may edit."""
     with torch.no_grad():
-        return copied_graph(torch.export.export(model, args))
+        return graph_to_rewrite(torch.export.export(model, args))
 
 
 def with_casts(gm: fx.GraphModule) -> fx.GraphModule:

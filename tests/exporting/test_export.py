@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 import amp_fx
@@ -101,7 +101,8 @@ def test_float32_weights_stay_with_their_casts() -> None:
     same_bits(program.module()(x), eager(model, x).float())
 
 
-def test_tied_weights_are_stored_once() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_tied_weights_are_stored_once(strict: bool) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +113,7 @@ def test_tied_weights_are_stored_once() -> None:
             found: Tensor = self.b(self.a(x))
             return found
 
-    program = amp_fx.export(Tied(), (torch.randn(2, 8),), dtype="bf16")
+    program = amp_fx.export(Tied(), (torch.randn(2, 8),), dtype="bf16", strict=strict)
     a, b = program.state_dict["a.weight"], program.state_dict["b.weight"]
     assert a.dtype == torch.bfloat16
     assert a.data_ptr() == b.data_ptr()
@@ -353,6 +354,11 @@ def test_weights_of_branches_are_stored_low() -> None:
     model = Branches()
     program = amp_fx.export(model, (torch.ones(2, 8),), dtype="bf16")
     assert set(dtypes(program).values()) == {torch.bfloat16}
+    [cond] = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
+    for body in (program.graph_module.get_submodule(str(arg.target)) for arg in cond.args[1:3]):
+        assert isinstance(body, fx.GraphModule)
+        inputs = [node.meta["val"].dtype for node in body.graph.find_nodes(op="placeholder")]
+        assert inputs == [node.meta["val"].dtype for node in cond.args[3]]
     for x in (torch.rand(2, 8), -torch.rand(2, 8)):
         same_bits(saved_and_loaded(program).module()(x), eager(model, x).float())
 
