@@ -8,8 +8,9 @@ After:
     %y         = aten._to_copy(%wide, dtype=torch.bfloat16)
 
 What is stored stays as it is, and so does the dtype of every result. PyTorch's kernels sum up in
-float32 as well, so that only the order of sums can differ. Left alone on purpose: ops whose result
-is as wide as their widest input, which exporters know how to cast; casts; symbolic sizes.
+float32 as well, so that only the order of sums can differ. Only for functional graphs: a cast is no
+alias of what it casts. Left alone on purpose: ops whose result is as wide as their widest input,
+which exporters know how to cast; casts; symbolic sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import fx
@@ -92,8 +93,7 @@ def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:
 def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     results = [node] if isinstance(value_of(node), torch.Tensor) else _items(node)
     dtypes = {result: value_of(result).dtype for result in results}
-    wide = _with_wide_inputs(node, fake_mode)
-    _write_back(node, wide, fake_mode)
+    _widen_inputs(node, fake_mode)
     _evaluate(node, fake_mode)
     for result in results:
         if result is not node:
@@ -108,8 +108,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
     return [item for item in items if isinstance(value_of(item), torch.Tensor)]
 
 
-def _with_wide_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> dict[fx.Node, fx.Node]:
-    """Casts the low inputs of a node; gives the casts by what they cast."""
+def _widen_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     casts: dict[fx.Node, fx.Node] = {}
     for source in node.all_input_nodes:
         value = value_of(source)
@@ -117,7 +116,6 @@ def _with_wide_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> dict[f
             casts[source] = _cast_before(node, source, torch.float32, fake_mode)
     node.args = map_arg(node.args, lambda n: casts.get(n, n))
     node.kwargs = map_arg(node.kwargs, lambda n: casts.get(n, n))
-    return casts
 
 
 def _cast_before(
@@ -136,33 +134,6 @@ def _round(node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None) 
     cast.meta.update(provenance(node))
     _evaluate(cast, fake_mode)
     node.replace_all_uses_with(cast, lambda user: user is not cast)
-
-
-def _write_back(
-    node: fx.Node, casts: dict[fx.Node, fx.Node], fake_mode: FakeTensorMode | None
-) -> None:
-    """Copies what an op wrote into a cast to where it would have written."""
-    written = _written_inputs(node)
-    last = node
-    for source, cast in casts.items():
-        if cast in written:
-            with node.graph.inserting_after(last):
-                last = node.graph.call_function(torch.ops.aten.copy_.default, (source, cast))
-            last.meta.update(provenance(node))
-            _evaluate(last, fake_mode)
-
-
-def _written_inputs(node: fx.Node) -> set[Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = node.target._schema.arguments
-    given = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
-    return {
-        given[argument.name]
-        for argument in arguments
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and isinstance(given.get(argument.name), fx.Node)
-    }
 
 
 def _evaluate(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:

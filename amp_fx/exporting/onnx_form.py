@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from amp_fx.errors import CompileTargetError
 from amp_fx.exporting.notes import clean
-from amp_fx.exporting.program import copied_graph, with_graph
+from amp_fx.exporting.program import copied_graph, with_graph, written_inputs
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.pipeline import run_passes
 from amp_fx.regions.state import no_autocast
@@ -41,8 +41,18 @@ def for_onnx(
             f"amp_fx.for_onnx takes an exported program, not a {type(exported).__name__}: "
             "amp_fx.export(model, args) makes one"
         )
-    gm = copied_graph(exported)
     with no_autocast():
+        exported = _functional(exported)
+        gm = copied_graph(exported)
         run_passes(gm, [WidenOps(tuple(without_kernels))], check=False)
     clean(gm)
-    return with_graph(exported, gm, ())
+    return with_graph(exported, gm, written_inputs(exported.graph_signature))
+
+
+def _functional(program: ExportedProgram) -> ExportedProgram:
+    """A program without ops that write, all others as they are.
+
+    Relies on ``run_decompositions`` opening only what its table has.
+    """
+    functional: ExportedProgram = program.run_decompositions({})
+    return functional

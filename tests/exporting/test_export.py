@@ -281,17 +281,20 @@ class Written(nn.Module):
     """Writes a buffer that it reads, and has one that it only reads, and a constant."""
 
     state: Tensor
+    last: Tensor
     mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
         self.register_buffer("state", torch.zeros(8, 8))
+        self.register_buffer("last", torch.zeros(3, 8))
         self.register_buffer("mask", torch.randn(8, 8), persistent=False)
         self.constant = torch.randn(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         self.state.lerp_((x.mT @ x).float(), 0.5)
+        self.last.copy_(self.layer(x))
         found: Tensor = self.layer(x) @ self.state.clone() @ self.mask @ self.constant
         return found
 
@@ -313,11 +316,33 @@ def test_an_exported_program_is_rewritten(is_decomposed: bool, is_ambient: bool)
     module = saved_and_loaded(program).module()
     expected = eager(model, x)
     same_bits(module(x), expected if is_ambient else expected.float())
-    same_bits(dict(module.named_buffers())["state"], model.state)
+    buffers = dict(module.named_buffers())
+    same_bits((buffers["state"], buffers["last"]), (model.state, model.last))
     assert {name: t.dtype for name, t in program.constants.items()} == {
         "mask": torch.bfloat16,
         "constant": torch.bfloat16,
     }
+
+
+def test_written_buffers_keep_their_dtype() -> None:
+    class Adds(nn.Module):
+        state: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state.addmm_(x.mT, x)
+            return x @ self.state
+
+    x = torch.randn(3, 8)
+    given = torch.export.export(Adds(), (x,)).run_decompositions()
+    with torch.autocast("cpu", torch.bfloat16):
+        program = amp_fx.export(given)
+    state, y = program.graph.output_node().args[0]
+    assert (state.meta["val"].dtype, y.meta["val"].dtype) == (torch.float32, torch.bfloat16)
+    assert program.module()(x).dtype == torch.bfloat16
 
 
 def test_a_program_that_has_casts_of_weights_is_stored_low() -> None:
