@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
+    from amp_fx.exporting.entry import export
+    from amp_fx.exporting.onnx_form import for_onnx
+    from amp_fx.exporting.package import package
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
     from amp_fx.numerics.watching import watch
+    from amp_fx.stored.entry import store_low
+    from amp_fx.stored.report import StorageReport
 
 __version__ = "0.2.0"
 
@@ -38,6 +43,7 @@ __all__ = [
     "GradScaler",
     "Policy",
     "SearchResult",
+    "StorageReport",
     "__version__",
     "accuracy",
     "autocast",
@@ -46,11 +52,15 @@ __all__ = [
     "custom_fwd",
     "draw",
     "explain",
+    "export",
+    "for_onnx",
+    "package",
     "preset",
     "register_device",
     "register_op",
     "register_pass",
     "search",
+    "store_low",
     "to_networkx",
     "watch",
     "weight_cache",
@@ -59,12 +69,17 @@ __all__ = [
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
     "SearchResult": "amp_fx.numerics.search_result",
+    "StorageReport": "amp_fx.stored.report",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
+    "export": "amp_fx.exporting.entry",
+    "for_onnx": "amp_fx.exporting.onnx_form",
+    "package": "amp_fx.exporting.package",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
+    "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
     "watch": "amp_fx.numerics.watching",
 }

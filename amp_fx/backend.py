@@ -55,6 +55,7 @@ from amp_fx.weights.kept_inputs import (
 )
 from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
+from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -206,16 +207,26 @@ def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for.
     """
+    return start_state_on(graph_devices(gm), options)
+
+
+def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
+    """The same for a program whose tensors are on some devices.
+
+    Raises:
+        OptionError: The device cannot autocast to the dtype that was asked for.
+    """
     ambient = AutocastState.ambient()
-    state = ambient if ambient.enabled else bare_state(gm, ambient, options)
-    devices = graph_devices(gm)
+    state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:
         warn_of_units(device_type, _indices(devices, device_type), state.low_dtype(device_type))
     policy = state.policy or options.policy
     return state if policy == preset("torch") else state.with_policy(policy)
 
 
-def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> AutocastState:
+def bare_state(
+    devices: set[torch.device], ambient: AutocastState, options: Options
+) -> AutocastState:
     """The region that a whole graph is, where no ambient autocast is on.
 
     It is none in a disabled region: ``torch.autocast(..., enabled=False)`` switches off what the
@@ -228,10 +239,10 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
             no kernels with it for the device.
     """
     is_region = options.bare_region and not in_disabled_region()
-    device_type = graph_device_type(gm) if is_region else None
+    device_type = region_device_type(devices) if is_region else None
     if device_type is None:
         return ambient
-    indices = _indices(graph_devices(gm), device_type)
+    indices = _indices(devices, device_type)
     dtype = options.dtype or options.policy.low_dtype(device_type)
     dtype = dtype or default_dtype(device_type, indices, warns=True)
     check_device_dtype(device_type, dtype)
@@ -240,9 +251,9 @@ def bare_state(gm: fx.GraphModule, ambient: AutocastState, options: Options) -> 
     return ambient.turned(device_type, enabled=True, dtype=dtype)
 
 
-def graph_device_type(gm: fx.GraphModule) -> str | None:
-    """The device type of a graph's tensors; None if autocast knows none of them."""
-    present = {device.type for device in graph_devices(gm)}
+def region_device_type(devices: set[torch.device]) -> str | None:
+    """The device type of the region for tensors on some; None if autocast knows none of them."""
+    present = {device.type for device in devices}
     known = [device for device, _ in AutocastState.ambient().low_dtypes if device in present]
     return known[0] if known else None
 
@@ -312,7 +323,7 @@ def _compile_frozen(
     """Compiles a rewritten graph with frozen weights; None where that is not to be done."""
     if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
         return None
-    weights = frozen_weights(captured, found.gm, example_inputs)
+    weights = frozen_weights(captured, found.gm, example_inputs, _not_frozen(found, options))
     if not weights:
         return None
     try:
@@ -331,6 +342,11 @@ def _compile_frozen(
         log.debug("not frozen", exc_info=True)
         return None
     return Frozen(frozen, _compiled_later(found, options))
+
+
+def _not_frozen(found: Rewritten, options: Options) -> set[int]:
+    """Weights that were stored low to save memory, unless freezing was asked for."""
+    return set() if options.freezing else stored_tensors(found.frame.modules())
 
 
 def _compiled_later(found: Rewritten, options: Options) -> Compiled:

@@ -16,11 +16,15 @@ from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
+from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
+from amp_fx.passes.store_weights_low import StoreWeightsLow
+from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.regions.module_stack import NO_FRAME
 
@@ -38,6 +42,7 @@ pass_log = logging.getLogger("amp_fx.passes")
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"
 
 PASSES: tuple[type[Pass], ...] = (
+    InlineRegions,
     MarkRegions,
     InsertCasts,
     RestoreOutputs,
@@ -46,9 +51,12 @@ PASSES: tuple[type[Pass], ...] = (
     KeepWeightCasts,
     AliasWeightReads,
     ShareRegionCasts,
+    StoreWeightsLow,
+    RefuseIslands,
+    WidenOps,
     WrapIslands,
 )
-"""All passes, in the order in which they run."""
+"""All passes, in the order in which they run; some are for exported programs alone."""
 
 
 def default_passes(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -40,29 +40,41 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreOutputs:
-    """Casts outputs whose dtype the rewrite changed."""
+    """Casts outputs whose dtype the rewrite changed.
+
+    Attributes:
+        dtypes: For each output the dtype that it is to have, None for its own; by default those
+            that were captured.
+    """
 
     name: ClassVar[str] = "restore_outputs"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     is_needed: ClassVar[bool] = True
+    dtypes: tuple[torch.dtype | None, ...] | None = None
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``outputs_restored``."""
         counts: Counter[str] = Counter()
         output = gm.graph.output_node()
         fake_mode = detect_fake_mode(gm.graph)
-        for node in output.all_input_nodes:
-            captured, value = captured_value(node), value_of(node)
-            if not isinstance(captured, torch.Tensor) or not isinstance(value, torch.Tensor):
-                continue
-            if captured.dtype == value.dtype:
+        for node, dtype in self._wanted(output).items():
+            value = value_of(node)
+            if not isinstance(value, torch.Tensor) or dtype in (None, value.dtype):
                 continue
             with gm.graph.inserting_before(output):
-                cast = add_cast(gm.graph, node, captured.dtype, "output")
+                cast = add_cast(gm.graph, node, dtype, "output")
             with analysis(fake_mode, is_grad_enabled=SITE.of(output).is_grad_enabled):
                 set_value(cast, evaluate(cast))
-            CAPTURED.put(cast, captured)
+            CAPTURED.put(cast, captured_value(node))
             output.replace_input_with(node, cast)
             counts["outputs_restored"] += 1
         return PassResult(counts)
+
+    def _wanted(self, output: fx.Node) -> dict[fx.Node, torch.dtype | None]:
+        if self.dtypes is None:
+            captured = {node: captured_value(node) for node in output.all_input_nodes}
+            return {node: getattr(value, "dtype", None) for node, value in captured.items()}
+        outputs: Any = output.args[0]
+        pairs = zip(outputs, self.dtypes, strict=True)
+        return {node: dtype for node, dtype in pairs if hasattr(node, "users")}

@@ -57,7 +57,7 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     runs: list[list[fx.Node]] = []
     previous = None
     for node in graph.nodes:
-        if _needs_autocast(node):
+        if needs_autocast(node):
             site = SITE.of(node)
             if previous is not None and runs and SITE.of(previous) == site:
                 runs[-1].append(node)
@@ -69,7 +69,8 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     return runs
 
 
-def _needs_autocast(node: fx.Node) -> bool:
+def needs_autocast(node: fx.Node) -> bool:
+    """Whether native autocast may change what an island gives."""
     if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
         return False
     return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))

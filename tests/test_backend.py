@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.backend import amp_fx, bare_state, graph_device_type
+from amp_fx.backend import amp_fx, bare_state, graph_devices, region_device_type
 from amp_fx.errors import OptionError
 from amp_fx.options import Options
 from amp_fx.passes.insert_casts import InsertCasts
@@ -90,7 +90,7 @@ def test_default_dtype_is_that_of_the_device(x: torch.Tensor) -> None:
     state = AutocastState.ambient()
     captured = capture_program(lambda x: x @ x, x[:, :3])
     options = Options.parse({})
-    found = bare_state(captured.gm, state, options)
+    found = bare_state(graph_devices(captured.gm), state, options)
     assert found.enabled == ("cpu",)
     assert found.low_dtype("cpu") == torch.get_autocast_dtype("cpu")
 
@@ -176,7 +176,7 @@ def test_device_that_autocast_does_not_know(model: nn.Module) -> None:
     result = compiled(model)(torch.empty(3, 4, device="meta"))
     assert (result.shape, result.dtype, result.device.type) == ((3, 2), f32, "meta")
     captured = capture_program(lambda x: x + 1, torch.empty(2, device="meta"))
-    assert graph_device_type(captured.gm) is None
+    assert region_device_type(graph_devices(captured.gm)) is None
 
 
 def test_error_of_the_model_is_the_users(x: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 def missing_libraries(text: str) -> list[str]:
     """Training libraries that a text imports and that are not here."""
-    names = ("accelerate", "lightning", "transformers")
+    names = ("accelerate", "lightning", "onnxruntime", "onnxscript", "transformers")
     return [n for n in names if f"import {n}" in text and importlib.util.find_spec(n) is None]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
+from torch.export import ExportedProgram
 
 from amp_fx.drawing.boxes import boxes_of
 from amp_fx.drawing.collapse import MOST_BOXES, collapse_modules, without_moves
@@ -18,6 +19,7 @@ from amp_fx.drawing.folding import fold_repeats
 from amp_fx.drawing.zoom import has_module, unknown_focus, zoom
 from amp_fx.errors import DrawError
 from amp_fx.explanation.explanation import Explanation
+from amp_fx.explanation.exported import explain_program
 from amp_fx.explanation.graphs import as_record
 from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.records import GraphRecord
@@ -151,7 +153,12 @@ class Drawing:
 
 
 def draw(
-    explanation_or_graph: Explanation | GraphRecord | AccuracyReport | fx.GraphModule | fx.Graph,
+    explanation_or_graph: Explanation
+    | GraphRecord
+    | AccuracyReport
+    | ExportedProgram
+    | fx.GraphModule
+    | fx.Graph,
     path: str | os.PathLike[str] | None = None,
     *,
     level: str | None = None,
@@ -171,7 +178,7 @@ def draw(
 
     Args:
         explanation_or_graph: What ``amp_fx.explain`` gave, one of its graphs, what
-            ``amp_fx.accuracy`` gave, or an FX graph.
+            ``amp_fx.accuracy`` gave, an exported program (``amp_fx.export``), or an FX graph.
         path: Where to write it: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a
             page that needs no network, to pan, zoom and search in. None writes nothing.
         level: ``"op"`` draws every op, ``"module"`` closes modules so that the picture
@@ -230,6 +237,8 @@ def _as_explanation(given: Any) -> Explanation:
         return as_explanation(given)
     if isinstance(given, Explanation):
         return given
+    if isinstance(given, ExportedProgram):
+        return explain_program(given)
     if isinstance(given, fx.GraphModule):
         return _of_record(as_record(given), type(given).__name__)
     if isinstance(given, fx.Graph):
@@ -238,8 +247,9 @@ def _as_explanation(given: Any) -> Explanation:
     if isinstance(given, GraphRecord):
         return _of_record(given, f"graph {given.index}")
     raise DrawError(
-        f"amp_fx.draw takes what amp_fx.explain gives, one of its graphs or an FX graph, not "
-        f"{type(given).__name__}; for a model: amp_fx.draw(amp_fx.explain(model)(*inputs))"
+        f"amp_fx.draw takes what amp_fx.explain gives, one of its graphs, an exported program "
+        f"or an FX graph, not {type(given).__name__}; for a model: "
+        "amp_fx.draw(amp_fx.explain(model)(*inputs))"
     )
 
 

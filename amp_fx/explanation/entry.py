@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch._dynamo import exc as dynamo_exc
@@ -16,14 +16,16 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
+from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
+from amp_fx.explanation.exported import explain_program
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
-from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
+from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
@@ -35,15 +37,25 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.policy import Policy
 
-# What fake tensors cannot answer, and real ones can.
-_NEEDS_NUMBERS = (
+NEEDS_NUMBERS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     GuardOnDataDependentSymNode,
 )
+"""What fake tensors cannot answer, and real ones can."""
 
 
+@overload
+def explain(  # type: ignore[overload-overlap]  # a program can be called, to say that it cannot
+    model: ExportedProgram,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+) -> Explanation: ...
+
+
+@overload
 def explain(
     model: Callable[..., Any],
     *,
@@ -52,7 +64,18 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Explanation]:
+) -> Callable[..., Explanation]: ...
+
+
+def explain(
+    model: Callable[..., Any] | ExportedProgram,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+    device_type: str | None = None,
+    backward: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Explanation] | Explanation:
     """Tells what amp_fx does to a model, without compiling or changing it.
 
     ``amp_fx.explain(model)(x)`` sends a copy of the model with fake tensors through Dynamo
@@ -63,7 +86,9 @@ def explain(
     Args:
         model: A module or a function; one that was compiled by ``amp_fx.compile`` or
             ``torch.compile`` is looked into, and the former's settings hold. A function's
-            own side effects happen; tensors that it refers to are not written.
+            own side effects happen; tensors that it refers to are not written. Or an exported
+            program: one of ``amp_fx.export`` is explained as it is, of another one what that
+            would make of it.
         dtype: What low-precision ops run in, or its name; by default what a bare
             ``torch.compile`` takes: the policy's, else ``amp_fx.options.default_dtype``.
         policy: A ``Policy`` or the name of a preset; by default PyTorch's.
@@ -74,7 +99,8 @@ def explain(
             (``amp_fx.options.Options``).
 
     Returns:
-        A function that takes the model's arguments and gives an ``Explanation``.
+        A function that takes the model's arguments and gives an ``Explanation``; for an exported
+        program, which has its arguments, the ``Explanation`` itself.
 
     Raises:
         OptionError: An option is unknown or has a value that is not allowed.
@@ -82,11 +108,15 @@ def explain(
         CompileTargetError: The model is neither a module nor a function.
         ExplainError: When called: the model cannot be traced with these arguments.
     """
+    if isinstance(model, ExportedProgram):
+        if backward or device_type is not None or options is not None:
+            raise OptionError("of an exported program, backward, device_type and options are fixed")
+        return explain_program(model, dtype=dtype, policy=policy)
     if isinstance(model, type) or not callable(model):
         raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
-    target, settings = _unwrap(model)
+    target, settings = unwrap(model)
     given = settings or RegionSettings(None, None, None)
-    request = _Request(
+    request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=given.policy or ambient_policy() or as_policy("torch")
         if policy is None
@@ -105,15 +135,15 @@ def explain(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class Request:
     """What ``explain`` was asked for."""
 
     dtype: torch.dtype | None
     policy: Policy
-    device_type: str | None
-    settings: RegionSettings | None
-    backward: bool
-    options: dict[str, Any]
+    device_type: str | None = None
+    settings: RegionSettings | None = None
+    backward: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -127,7 +157,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
-def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
+def unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
     """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
     settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
     inner = getattr(model, "_orig_mod", None)
@@ -137,34 +167,36 @@ def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
 
 
 def _explain(
-    model: Callable[..., Any], request: _Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any], request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
     stand_in = fake_stand_in(model, args, kwargs, request.device_type)
     try:
-        capture = _capture(stand_in, request)
-    except _NEEDS_NUMBERS as error:
+        capture = capture_call(stand_in, request)
+    except NEEDS_NUMBERS as error:
         real = real_stand_in(model, args, kwargs, stand_in)
         if real is None:
             raise _as_explain_error(model, error) from error
         stand_in = real
-        capture = _capture(stand_in, request)
+        capture = capture_call(stand_in, request)
     if not capture.graphs:
         reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
         raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
     explanation = Explanation(
         model=_name(model),
-        policy=_label(request.policy),
+        policy=label(request.policy),
         dtype=_dtype_of(capture, stand_in, request),
         device_type=stand_in.device_type,
         is_imagined=stand_in.imagined,
         graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
+        is_whole=capture.is_whole,
+        shared=shared_weights(stand_in.program, capture.outputs),
     )
     capture.release()
     return explanation
 
 
-def _label(policy: Policy) -> str:
+def label(policy: Policy) -> str:
     """The policy's name, and whether something was changed on top of it."""
     is_changed = policy.ops or policy.modules or policy.args or policy.rules
     return f"{policy.name}, changed" if is_changed else policy.name
@@ -174,7 +206,21 @@ def _name(model: Any) -> str:
     return getattr(model, "__qualname__", None) or type(model).__name__
 
 
-def _capture(stand_in: StandIn, request: _Request) -> Capture:
+def capture_call(
+    stand_in: StandIn,
+    request: Request,
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Capture:
+    """Captures the graphs of one call of a stand-in.
+
+    Args:
+        stand_in: What to call.
+        request: What was asked for.
+        watch: Entered around each run of a rewritten graph.
+
+    Raises:
+        ExplainError: It cannot be traced. What fake tensors cannot answer raises ``NEEDS_NUMBERS``.
+    """
     policy = request.policy
     dtype = request.dtype or policy.low_dtype(stand_in.device_type)
     dtype = dtype or default_dtype(stand_in.device_type)
@@ -193,12 +239,12 @@ def _capture(stand_in: StandIn, request: _Request) -> Capture:
         )
         region = functools.partial(settings.region, None, (), {})
     try:
-        return run_stand_in(stand_in, options, region, wants_backward=request.backward)
-    except (*_NEEDS_NUMBERS, AmpFxError):
+        return run_stand_in(stand_in, options, region, wants_backward=request.backward, watch=watch)
+    except (*NEEDS_NUMBERS, AmpFxError):
         raise
     except Exception as error:
         inner = _root_cause(error)
-        if isinstance(inner, (*_NEEDS_NUMBERS, AmpFxError)):
+        if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
         raise _as_explain_error(stand_in.program, error) from error
 
@@ -208,7 +254,7 @@ def _root_cause(error: BaseException) -> BaseException:
     if isinstance(error, dynamo_exc.BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__
-    if isinstance(cause, (*_NEEDS_NUMBERS, AmpFxError)):
+    if isinstance(cause, (*NEEDS_NUMBERS, AmpFxError)):
         return cause
     return error
 
@@ -234,7 +280,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _dtype_of(capture: Capture, stand_in: StandIn, request: _Request) -> str:
+def _dtype_of(capture: Capture, stand_in: StandIn, request: Request) -> str:
     device = "cpu" if stand_in.imagined else stand_in.device_type
     states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
     enabled = [state for state in states if device in state.enabled]

@@ -17,12 +17,14 @@ from amp_fx.explanation.records import (
     GraphRecord,
     IslandRecord,
     KeptValueRecord,
+    WeightRecord,
 )
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.low_reads import low_reads
 from amp_fx.weights.recipes import ops_of, sources_of
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         nodes=nodes,
         before=before_records,
         casts=tuple(_forward_casts(seen, after)),
-        islands=_islands(nodes),
+        islands=islands_in(nodes),
+        weights=tuple(weights_of(seen)),
         counts=tuple(sorted(seen.counts.items())),
         modules=tuple(module_types(seen.captured, before.frame).items()),
         fallback=seen.fallback,
@@ -115,7 +118,7 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
         stage="backward",
         autocast=_regions(seen, device),
         nodes=nodes,
-        casts=tuple(_cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
+        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         modules=tuple(module_types(gm, reader.frame).items()),
     )
 
@@ -130,9 +133,26 @@ def _casts(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n, old, new in values if old.is_floating_point() and old.dtype != new.dtype]
 
 
-def _islands(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
+def islands_in(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
+    """The islands among the nodes of a graph."""
     found = [node for node in nodes if node.kind == "island"]
     return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in found)
+
+
+def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
+    """The weights that a forward graph takes."""
+    assert seen.rewritten is not None
+    reads = {} if seen.fallback else low_reads(seen.rewritten)
+    for node in seen.rewritten.graph.nodes:
+        if kind_of(node) == "weight" and isinstance(value := recorded_value(node), torch.Tensor):
+            read = reads.get(node)
+            yield WeightRecord(
+                path=input_path(node, seen.frame),
+                dtype=dtype_name(value.dtype),
+                num_bytes=num_bytes(value),
+                low_dtype=dtype_name(read.dtype) if read is not None else "",
+                is_one_cast=read is not None and read.is_one_cast,
+            )
 
 
 def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]:
@@ -149,7 +169,7 @@ def _seen_record(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> CastR
     elif entry.removed_by:
         state, removed_by = "removed", _why_removed(entry, seen, reader)
     wanted_by = clean_reason(entry.cast.reason)
-    ended = _cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+    ended = cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
     return dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
 
 
@@ -165,7 +185,7 @@ def _name(node: fx.Node, reader: GraphReader) -> str:
     return reader.names.get(node, (node.name,))[0]
 
 
-def _cast_record(
+def cast_record(
     node: fx.Node,
     source: fx.Node,
     reader: GraphReader,
@@ -173,6 +193,7 @@ def _cast_record(
     state: str = "inserted",
     removed_by: str = "",
 ) -> CastRecord:
+    """The record of a cast, as its node stands in a graph."""
     old, new = recorded_value(source), recorded_value(node)
     names = reader.names.get(source, (source.name,))
     return CastRecord(
@@ -202,10 +223,10 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
         autocast=region_names(state),
         nodes=nodes,
         casts=tuple(
-            _cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
+            cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
             for n in found
         ),
-        islands=_islands(nodes),
+        islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _hop = torch.ops.higher_order
 
@@ -58,6 +61,38 @@ def append_operand(node: fx.Node, operand: fx.Node) -> None:
         node.args = (*node.args, operand)
     else:
         node.update_arg(position, (*operands_of(node), operand))
+
+
+def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
+    """Takes out operands that no body reads, those of nested higher-order ops first.
+
+    Args:
+        gm: The graph; of it, only higher-order ops whose operands are one argument are looked at.
+        names: Of the placeholders that may be taken out of the operands.
+    """
+    for node in gm.graph.nodes:
+        position = _BODIES[node.target][1] if has_plain_bodies(node) else None
+        if position is None:
+            continue
+        bodies = bodies_of(gm, node)
+        inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
+        for body, placeholders in zip(bodies, inputs, strict=True):
+            passed = {
+                p.name
+                for p, o in zip(placeholders, operands_of(node), strict=True)
+                if getattr(o, "name", None) in names
+            }
+            drop_unused_operands(body, passed)
+        kept = []
+        for index, operand in enumerate(operands_of(node)):
+            placeholders = [nodes[index] for nodes in inputs]
+            is_named = isinstance(operand, fx.Node) and operand.name in names
+            if not is_named or any(placeholder.users for placeholder in placeholders):
+                kept.append(operand)
+                continue
+            for body, placeholder in zip(bodies, placeholders, strict=True):
+                body.graph.erase_node(placeholder)
+        node.update_arg(position, tuple(kept))
 
 
 def mark_rewritten(node: fx.Node) -> None:

@@ -66,6 +66,8 @@ HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The graphs of a higher-order op hold casts of their own (``bodies``)."""
 KEPT_INPUT: Key[Any] = Key("kept_input")
 """The slot of the kept cast that an added placeholder stands for (``weights.kept_cast``)."""
+STORED_LOW: Key[int] = Key("stored_low")
+"""How many casts of a weight went when it came to be stored low (``store_weights_low``)."""
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", SITE.name)
 

@@ -160,7 +160,7 @@ def _freeze(
             recipes.put(gm, placeholders[position], weight, Weight(position))
         gm.graph = fx_graph_cse(gm.graph)
         gm.recompile()
-        with recipes.following(gm), _batch_norm_folding(folds_batch_norm):
+        with recipes.following(gm), batch_norm_folding(folds_batch_norm):
             freezing_passes(gm, [example_inputs[i] for i in taken])
             constant_folding.constant_fold(gm)
         record_has_frozen_params(gm)
@@ -175,7 +175,7 @@ def _constant_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
     return tuple(i for i, known in enumerate(is_constant) if known)
 
 
-def _batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
+def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
     """Has the passes fold arithmetic behind a convolution or a product into its weights, or not.
 
     Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.

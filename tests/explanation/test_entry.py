@@ -391,7 +391,7 @@ def test_a_model_that_cannot_be_copied_or_gives_no_graph() -> None:
 def test_arguments_are_checked() -> None:
     x = torch.randn(8, 16)
     with pytest.raises(CompileTargetError, match="not 3"):
-        amp_fx.explain(3)  # type: ignore[arg-type]
+        amp_fx.explain(3)  # type: ignore[call-overload]
     with pytest.raises(CompileTargetError, match="Linear"):
         amp_fx.explain(nn.Linear)
     with pytest.raises(OptionError, match="cuda, "):

@@ -180,3 +180,28 @@ def test_against_eager_autocast(name: str, dtype: torch.dtype, training: bool, w
 def is_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     pairs = zip(left, right, strict=True)
     return all(torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+STORED = {"llama": 15, "bert": 26, "gpt2": 16, "vit": 28, "t5": 32}
+"""How many weights are stored: those of linear layers and convolutions that are not tied."""
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_low_they_give_the_bits_that_they_gave(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model.config.use_cache = False
+    model.eval()
+
+    def run() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="amp_fx", options={"compiler": "eager"})
+        ways: tuple[Any, ...] = (model, compiled)
+        return [
+            step(way, model, inputs, torch.bfloat16, training=False)[0].detach() for way in ways
+        ]
+
+    expected = run()
+    report = amp_fx.store_low(model)(**inputs)
+    assert len(report.stored) == STORED[name]
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)

@@ -1,0 +1,146 @@
+"""``python -m amp_fx export``: a model in mixed precision as a file, for torch, C++ or ONNX."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.commands.explain import load, parse_input
+from amp_fx.errors import CompileTargetError, ExportError, OptionError
+from amp_fx.exporting.entry import WEIGHTS, export
+from amp_fx.exporting.onnx_form import for_onnx
+from amp_fx.exporting.package import package
+from amp_fx.exporting.program import weight_bytes
+from amp_fx.options import OUTPUT_DTYPES
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx export mypackage.models:make_model --input-shape 8,3,224,224 model.pt2
+  python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --package gpt.pt2
+  python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --dynamic 1 gpt.onnx
+
+The target is a module or a class of modules; what can be called without arguments is called: it
+makes the model, or a pair of the model and a tuple of its inputs. The model is put into eval mode.
+"""
+
+_ENDINGS = (".pt2", ".onnx")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``export`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a model in mixed precision into a file: torch.export, AOTInductor, ONNX",
+        description="Exports a model in mixed precision, with low weights stored low.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="package.module:name of a model or of what makes it")
+    parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64; may be given more "
+        "than once",
+    )
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
+    parser.add_argument("--policy", default="torch", help="name of a preset, or a policy file")
+    parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="original")
+    parser.add_argument("--weights", choices=WEIGHTS, default="low")
+    parser.add_argument(
+        "--dynamic",
+        type=int,
+        action="append",
+        default=[],
+        metavar="DIM",
+        help="a dimension of all inputs whose size may change, such as 0 for batches",
+    )
+    parser.add_argument("--strict", action="store_true", help="capture by Dynamo")
+    parser.add_argument(
+        "--package",
+        action="store_true",
+        help="compile it by AOTInductor, for torch._inductor.aoti_load_package and C++",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0.
+
+    Raises:
+        AmpFxError: The target cannot be loaded or exported, or an argument is wrong.
+    """
+    _check_out(args)
+    model, inputs = load(args.target)
+    if args.input_shape:
+        inputs = tuple(map(parse_input, args.input_shape))
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+    if not isinstance(model, torch.nn.Module):
+        raise CompileTargetError(f"{args.target} is no module, which torch.export takes alone")
+    model.eval()
+    program = export(
+        model,
+        inputs,
+        dtype=args.dtype,
+        policy=args.policy,
+        output_dtype=args.output_dtype,
+        dynamic_shapes=_dynamic_shapes(args.dynamic, inputs),
+        strict=args.strict,
+        weights=args.weights,
+    )
+    _write(program, args)
+    size = sum(p.numel() * p.itemsize for p in [*model.parameters(), *model.buffers()])
+    after, before = (f"{number / 1e6:.3g} MB" for number in (weight_bytes(program), size))
+    sys.stdout.write(f"wrote {args.out}: weights {after}, in the model {before}\n")
+    return 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    if args.out.suffix not in _ENDINGS or not args.out.parent.is_dir():
+        endings = " or ".join(_ENDINGS)
+        raise OptionError(f"{args.out}: the file's name ends in {endings}, in a folder there is")
+    if args.package and args.out.suffix != ".pt2":
+        raise OptionError(f"--package {args.out}: the name of a package ends in .pt2")
+
+
+def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
+    """As ``torch.export`` wants them: it finds the range of each size itself."""
+    if not dims:
+        return None
+    return tuple(
+        {dim: torch.export.Dim.AUTO for dim in dims if dim < value.dim()}
+        if isinstance(value, torch.Tensor)
+        else None
+        for value in inputs
+    )
+
+
+def _write(program: ExportedProgram, args: argparse.Namespace) -> None:
+    if args.package:
+        package(program, args.out)
+    elif args.out.suffix == ".onnx":
+        _write_onnx(program, args.out)
+    else:
+        torch.export.save(program, args.out)
+
+
+def _write_onnx(program: ExportedProgram, path: Path) -> None:
+    try:
+        made = torch.onnx.export(for_onnx(program), dynamo=True, verbose=False)
+    except ImportError as error:
+        raise ExportError(f"ONNX needs more packages ({error}): pip install onnxscript") from error
+    except torch.onnx.OnnxExporterError as error:
+        cause = error.__cause__ or error
+        raise ExportError(f"ONNX cannot express this program: {cause}") from error
+    assert made is not None
+    made.save(path)

@@ -1,0 +1,1 @@
+"""Programs that carry their precision with them: ``torch.export``, AOTInductor, ONNX."""

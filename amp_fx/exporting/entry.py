@@ -1,0 +1,169 @@
+"""``amp_fx.export``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export import ExportedProgram
+
+from amp_fx.backend import start_state_on
+from amp_fx.errors import CompileTargetError, ExportError, OptionError
+from amp_fx.exporting.capture import capture, devices_of
+from amp_fx.exporting.program import devices_in
+from amp_fx.exporting.rewriting import (
+    Region,
+    plain_output_dtypes,
+    rewrite_program,
+    written_dtypes,
+)
+from amp_fx.front.settings import RegionSettings
+from amp_fx.options import Options
+from amp_fx.regions.state import AutocastState
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from amp_fx.policies.policy import Policy
+
+WEIGHTS = ("low", "float32")
+
+
+def export(
+    model: nn.Module | ExportedProgram,
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | os.PathLike[str] = "torch",
+    output_dtype: str = "original",
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+    weights: str = "low",
+) -> ExportedProgram:
+    """Exports a model for inference in mixed precision: ``torch.export`` with the casts in it.
+
+    The program computes what the model does under ``torch.autocast``, bit for bit if it is run as
+    it is, without any region around it and without amp_fx: casts are ops of it. Regions of
+    ``torch.autocast`` inside of the model hold, with their dtypes; so does one around the call of
+    ``export``, and one that is off (``enabled=False``) switches the casts off.
+
+    Args:
+        model: A module, which stays as it was, or a program that ``torch.export`` has made of
+            one; the latter was captured outside of any region, and Python code that looked at
+            dtypes was baked in with what it saw then. Of a module that was compiled, what was
+            compiled, with the dtype and policy of ``amp_fx.compile``.
+        args: Example inputs, a tuple, as for ``torch.export.export``; none for a program.
+        kwargs: Likewise.
+        dtype: What low-precision ops run in, or its name. By default that of a region around the
+            call, else what the policy says, else ``amp_fx.options.default_dtype``.
+        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a policy
+            file; one of a region around the call comes first.
+        output_dtype: ``"original"``: outputs have the dtypes that the model gives without
+            autocast; ``"autocast"``: those that autocast leaves. Under a region around the call
+            they are autocast's.
+        dynamic_shapes: As for ``torch.export.export``.
+        strict: Likewise. Strict capture sees all of the model in float32, as a program given does.
+        weights: ``"low"``: parameters, buffers and constants that are read in one low dtype only
+            are stored in it, at half the bytes, those that share memory once; ``"float32"``:
+            all stay as they are, with their casts in the program.
+
+    Returns:
+        A program of its own. Weights that stay as they are share their memory with the model's.
+
+    Raises:
+        CompileTargetError: The model is neither a module nor an exported program.
+        OptionError: An argument has a value that is not allowed.
+        PolicyError: The policy is none of these.
+        BannedOpError: The model makes an op that autocast bans on its device.
+        ExportError: Part of the model can only run under ``torch.autocast`` itself; names the
+            node, and why.
+        PassError: A pass failed.
+    """
+    model, dtype, policy = _unwrapped(model, dtype, policy)
+    options = _checked(dtype, policy, output_dtype, weights)
+    if isinstance(model, ExportedProgram):
+        if args is not None or kwargs is not None or dynamic_shapes is not None:
+            raise OptionError(
+                "args, kwargs and dynamic_shapes are for a module; an exported program has its own"
+            )
+        return _export_program(model, options, stores_low=weights == "low")
+    if not isinstance(model, torch.nn.Module):
+        raise CompileTargetError(
+            f"amp_fx.export takes a torch.nn.Module or an exported program, not {model!r}"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise OptionError(f"args={args!r} is no tuple of example inputs: write (x,) for one")
+    return _export_module(
+        model,
+        tuple(args),
+        kwargs,
+        options,
+        stores_low=weights == "low",
+        dynamic_shapes=dynamic_shapes,
+        strict=strict,
+    )
+
+
+def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
+    """What was compiled, with the settings of ``amp_fx.compile`` where none are given."""
+    settings = getattr(model, "_amp_fx_settings", None)
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(settings, RegionSettings):
+        dtype = settings.dtype if dtype is None else dtype
+        policy = settings.policy or policy if policy == "torch" else policy
+    return model, dtype, policy
+
+
+def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Options:
+    if weights not in WEIGHTS:
+        raise OptionError(f"weights={weights!r} is not one of {', '.join(map(repr, WEIGHTS))}")
+    given = {"policy": policy, "output_dtype": output_dtype, "compiler": "eager"}
+    return Options.parse(given if dtype is None else {**given, "dtype": dtype})
+
+
+def _export_program(
+    program: ExportedProgram, options: Options, *, stores_low: bool
+) -> ExportedProgram:
+    region = _region(devices_in(program), options, is_captured_inside=False)
+    if _restores_outputs(options):
+        output_dtypes = plain_output_dtypes(program, region)
+    else:
+        output_dtypes = written_dtypes(program)
+    return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
+
+
+def _export_module(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    options: Options,
+    *,
+    stores_low: bool,
+    **export_options: Any,
+) -> ExportedProgram:
+    region = _region(devices_of(model, args, kwargs), options, is_captured_inside=True)
+    program = capture(model, args, kwargs, region.state, **export_options)
+    output_dtypes = written_dtypes(program)
+    if _restores_outputs(options) and region.state.enabled:
+        plain = capture(model, args, kwargs, None, **export_options)
+        output_dtypes = plain_output_dtypes(plain, region)
+        if len(output_dtypes) != len(program.graph_signature.output_specs):
+            raise ExportError(
+                f"the model gives {len(program.graph_signature.output_specs)} outputs under "
+                f"autocast and {len(output_dtypes)} without it: ask for output_dtype='autocast'"
+            )
+    return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
+
+
+def _region(devices: set[torch.device], options: Options, *, is_captured_inside: bool) -> Region:
+    state = start_state_on(devices, options)
+    is_bare = not is_captured_inside and not AutocastState.ambient().enabled
+    return Region(state, state.policy or options.policy, is_bare)
+
+
+def _restores_outputs(options: Options) -> bool:
+    return options.output_dtype == "original" and not AutocastState.ambient().enabled

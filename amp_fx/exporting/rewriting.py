@@ -1,0 +1,170 @@
+"""Rewrites the graph of an exported program by the passes of the backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from amp_fx.added_passes import with_added
+from amp_fx.exporting.notes import clean, note_rewrite
+from amp_fx.exporting.program import (
+    WRITES,
+    copied_graph,
+    groups_by_storage,
+    outputs_of,
+    tensors_by_input,
+    with_graph,
+    written_inputs,
+)
+from amp_fx.exporting.transforms import refuse_transforms
+from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.values import is_written, recorded_value, value_of
+from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.hoist_casts import HoistCasts
+from amp_fx.passes.inline_regions import InlineRegions
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.refuse_islands import RefuseIslands
+from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.store_weights_low import StoreWeightsLow
+from amp_fx.pipeline import run_passes
+from amp_fx.regions.state import no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.export import ExportedProgram
+
+    from amp_fx.passes.base import Observer, Pass
+    from amp_fx.policies.policy import Policy
+    from amp_fx.regions.state import AutocastState
+
+Dtypes = tuple["torch.dtype | None", ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The region that a program is rewritten for.
+
+    Attributes:
+        state: Autocast's state where the program begins.
+        policy: Which op is cast how.
+        is_bare: Whether the program was captured outside of it.
+    """
+
+    state: AutocastState
+    policy: Policy
+    is_bare: bool
+
+    def turned_off(self) -> Region:
+        """The same with no device on, where only the program's own regions are."""
+        return dataclasses.replace(self, state=self.state.turned_off(), is_bare=False)
+
+
+def rewrite_program(
+    program: ExportedProgram,
+    region: Region,
+    output_dtypes: Dtypes,
+    *,
+    stores_low: bool,
+    observer: Observer | None = None,
+) -> ExportedProgram:
+    """A program with its casts as ops of it.
+
+    Args:
+        program: What was exported; it stays as it is.
+        region: The region around it.
+        output_dtypes: For each output the dtype that it is brought to; None leaves it.
+        stores_low: Whether weights that are only read low are stored low.
+        observer: Told of each pass.
+
+    Raises:
+        ExportError: Part of it cannot be rewritten.
+        PassError: A pass failed.
+    """
+    gm = graph_to_rewrite(program)
+    tensors = tensors_by_input(program)
+    written = written_inputs(program.graph_signature)
+    groups = tuple(
+        group for group in groups_by_storage(tensors) if stores_low and written.isdisjoint(group)
+    )
+    passes = (
+        *_passes_to_casts(region),
+        RestoreOutputs(output_dtypes),
+        HoistCasts(tuple(name for name in tensors if name not in written)),
+        FoldCasts(),
+        StoreWeightsLow(groups),
+        RefuseIslands(),
+    )
+    with no_autocast():
+        reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
+    if observer is not None:
+        observer.rewritten(reports)
+    written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
+    note_rewrite(gm, region.policy, region.state)
+    clean(gm)
+    return with_graph(program, gm, written)
+
+
+def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
+    """The dtypes of a program's outputs where no region is around it."""
+    gm = graph_to_rewrite(program)
+    with no_autocast():
+        run_passes(gm, _passes_to_casts(region.turned_off()))
+    return _dtypes(map(_output_value, outputs_of(gm.graph)))
+
+
+def written_dtypes(program: ExportedProgram) -> Dtypes:
+    """For outputs that are written back into inputs, the dtypes of those; None for others."""
+    recorded = {
+        spec.arg.name: recorded_value(node)
+        for node, spec in zip(
+            program.graph.find_nodes(op="placeholder"),
+            program.graph_signature.input_specs,
+            strict=True,
+        )
+    }
+    by_target = {
+        spec.target or spec.arg.name: recorded[spec.arg.name]
+        for spec in program.graph_signature.input_specs
+    }
+    return _dtypes(
+        by_target.get(spec.target) if spec.kind in WRITES else None
+        for spec in program.graph_signature.output_specs
+    )
+
+
+def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
+    """A copy of a program's graph without what it asserts of dtypes that may change.
+
+    ``torch.export`` puts ``_assert_tensor_metadata`` before each ``to``: what was captured.
+    """
+    refuse_transforms(program)
+    gm = copied_graph(program)
+    inputs = set(program.graph_signature.user_inputs)
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=_ASSERTION):
+            if module is not gm or node.args[0].name not in inputs:
+                module.graph.erase_node(node)
+    return gm
+
+
+_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
+
+
+def _passes_to_casts(region: Region) -> tuple[Pass, ...]:
+    site = Site(region.state, is_grad_enabled=False, is_bare=region.is_bare)
+    return InlineRegions(), MarkRegions(site), InsertCasts(region.policy)
+
+
+def _output_value(output: Any) -> Any:
+    return value_of(output) if isinstance(output, fx.Node) else output
+
+
+def _dtypes(values: Iterable[Any]) -> Dtypes:
+    return tuple(value.dtype if isinstance(value, torch.Tensor) else None for value in values)

@@ -1,0 +1,141 @@
+"""Has ops compute in float32 and round, where a runtime takes their low inputs otherwise not.
+
+Before (ONNX gives the inputs of a norm one type; PyTorch's kernels take a mixture):
+    %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
+After:
+    %x_float32 = aten._to_copy(%x, dtype=torch.float32)
+    %wide      = aten.layer_norm(%x_float32, [64], %weight, %bias)
+    %y         = aten._to_copy(%wide, dtype=torch.bfloat16)
+
+What is stored stays as it is, and so does the dtype of every result. PyTorch's kernels sum up in
+float32 as well, so that only the order of sums can differ. Only for functional graphs: a cast is no
+alias of what it casts. Left alone on purpose: ops whose result is as wide as their widest input,
+which exporters know how to cast; casts; symbolic sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from amp_fx.dtypes import is_low
+from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
+from amp_fx.graphs.casts import add_cast, is_cast_call
+from amp_fx.graphs.metadata import provenance
+from amp_fx.graphs.values import (
+    analysis,
+    detect_fake_mode,
+    evaluate,
+    remember_captured,
+    set_value,
+    tensors_in,
+    value_of,
+)
+from amp_fx.passes.base import PassResult
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+REASON = "computed in float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class WidenOps:
+    """Puts casts around ops.
+
+    Attributes:
+        dtypes: Low dtypes for which the runtime has no kernels: all ops on them are widened. Of
+            other dtypes, only ops that mix them with float32 and give a low result.
+    """
+
+    name: ClassVar[str] = "widen_ops"
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``ops_widened``, those in bodies of ``cond`` included."""
+        remember_captured(gm.graph)
+        counts: Counter[str] = Counter()
+        fake_mode = detect_fake_mode(gm.graph)
+        for node in list(gm.graph.nodes):
+            if has_plain_bodies(node):
+                for body in bodies_of(gm, node):
+                    counts.update(self.call(body).counts)
+            elif self._is_refused(node):
+                _widen(node, fake_mode)
+                counts["ops_widened"] += 1
+        return PassResult(counts)
+
+    def _is_refused(self, node: fx.Node) -> bool:
+        if not isinstance(node.target, torch._ops.OpOverload) or is_cast_call(node):
+            return False
+        inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
+        if not any(map(is_low, inputs)):
+            return False
+        return not inputs.isdisjoint(self.dtypes) or _narrows(node, inputs)
+
+
+def _floating(node: fx.Node) -> list[torch.Tensor]:
+    return [t for t in tensors_in(value_of(node)) if t.is_floating_point()]
+
+
+def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:
+    """Whether a mixture of dtypes gives a result that is lower than one of them."""
+    results = {tensor.dtype for tensor in _floating(node)}
+    return torch.float32 in inputs and any(map(is_low, results))
+
+
+def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    results = [node] if isinstance(value_of(node), torch.Tensor) else _items(node)
+    dtypes = {result: value_of(result).dtype for result in results}
+    _widen_inputs(node, fake_mode)
+    _evaluate(node, fake_mode)
+    for result in results:
+        if result is not node:
+            _evaluate(result, fake_mode)
+        if value_of(result).dtype != dtypes[result]:
+            _round(result, dtypes[result], fake_mode)
+
+
+def _items(node: fx.Node) -> list[fx.Node]:
+    """What takes the tensors out of a node's tuple."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return [item for item in items if isinstance(value_of(item), torch.Tensor)]
+
+
+def _widen_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    casts: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        value = value_of(source)
+        if isinstance(value, torch.Tensor) and is_low(value.dtype):
+            casts[source] = _cast_before(node, source, torch.float32, fake_mode)
+    node.args = map_arg(node.args, lambda n: casts.get(n, n))
+    node.kwargs = map_arg(node.kwargs, lambda n: casts.get(n, n))
+
+
+def _cast_before(
+    node: fx.Node, source: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None
+) -> fx.Node:
+    with node.graph.inserting_before(node):
+        cast = add_cast(node.graph, source, dtype, REASON)
+    cast.meta.update(provenance(node))
+    _evaluate(cast, fake_mode)
+    return cast
+
+
+def _round(node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None) -> None:
+    with node.graph.inserting_after(node):
+        cast = add_cast(node.graph, node, dtype, REASON)
+    cast.meta.update(provenance(node))
+    _evaluate(cast, fake_mode)
+    node.replace_all_uses_with(cast, lambda user: user is not cast)
+
+
+def _evaluate(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    with analysis(fake_mode, is_grad_enabled=False):
+        set_value(node, evaluate(node))

@@ -1,0 +1,76 @@
+"""``python -m amp_fx export``: files that torch and onnxruntime load, and the exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+from amp_fx.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+TARGET = "tests.commands.test_export:make"
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1234)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def test_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.pt2"
+    options = ["--input-shape", "4,8", "--dtype", "float16", "--dynamic", "0"]
+    assert main(["export", TARGET, *options, str(path)]) == 0
+    assert f"wrote {path}: weights" in capsys.readouterr().out
+    program = torch.export.load(path)
+    assert program.state_dict["0.weight"].dtype == torch.float16
+    x = torch.randn(7, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        expected = make().eval()(x).float()
+    torch.testing.assert_close(program.module()(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs onnxruntime")
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs onnxscript")
+def test_onnx(tmp_path: Path) -> None:
+    onnxruntime = importlib.import_module("onnxruntime")
+    path = tmp_path / "model.onnx"
+    assert main(["export", TARGET, "--input-shape", "4,8", str(path)]) == 0
+    x = torch.randn(4, 8)
+    session = onnxruntime.InferenceSession(path)
+    [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = make().eval()(x).float()
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([TARGET, "--input-shape", "4,8", "model.txt"], "ends in .pt2 or .onnx"),
+        ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "ends in .pt2"),
+        ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in a folder there is"),
+        ([TARGET, "model.pt2"], "takes inputs"),
+        (["torch:relu", "--input-shape", "4,8", "model.pt2"], "no module"),
+        ([TARGET, "--input-shape", "4,8", "--dtype", "int8", "model.pt2"], "not a dtype"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

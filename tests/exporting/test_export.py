@@ -1,0 +1,485 @@
+"""``amp_fx.export``: what the program holds, what it leaves alone, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+import amp_fx
+from amp_fx.errors import CompileTargetError, ExportError, OptionError, PolicyError
+from amp_fx.exporting.program import weight_bytes
+from tests.exporting.oracle import saved_and_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+CAST = torch.ops.aten._to_copy.default
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(1234)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8)).eval()
+
+
+def eager(model: nn.Module, *args: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        return model(*args)
+
+
+def same_bits(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def dtypes(program: ExportedProgram) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in program.state_dict.items()}
+
+
+def casts_of_weights(program: ExportedProgram) -> list[str]:
+    weights = {*program.graph_signature.parameters, *program.graph_signature.buffers}
+    names = {**program.graph_signature.inputs_to_parameters}
+    return [
+        names[node.args[0].name]
+        for node in program.graph.find_nodes(op="call_function", target=CAST)
+        if names.get(node.args[0].name) in weights
+    ]
+
+
+def test_a_program_brings_its_own_precision() -> None:
+    model, x = mlp(), torch.randn(3, 16)
+    program = amp_fx.export(model, (x,), dtype="bf16")
+    same_bits(program.module()(x), eager(model, x).float())
+    same_bits(saved_and_loaded(program).module()(x), eager(model, x).float())
+
+
+def test_weights_that_are_read_low_take_half_the_bytes() -> None:
+    model = mlp()
+    program = amp_fx.export(model, (torch.randn(3, 16),), dtype=torch.float16)
+    low, full = torch.float16, torch.float32
+    assert dtypes(program) == {
+        "0.weight": low,
+        "0.bias": low,
+        "2.weight": full,
+        "2.bias": full,
+        "3.weight": low,
+        "3.bias": low,
+    }
+    assert casts_of_weights(program) == []
+    before = sum(p.numel() * p.itemsize for p in model.parameters())
+    norms = 2 * 64 * 4
+    assert weight_bytes(program) == (before - norms) // 2 + norms
+
+
+def test_a_weight_dominated_file_is_half_as_large() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256))
+    x = torch.randn(2, 256)
+    sizes = []
+    for weights in ("low", "float32"):
+        file = io.BytesIO()
+        torch.export.save(amp_fx.export(model, (x,), dtype="bf16", weights=weights), file)
+        sizes.append(len(file.getvalue()))
+    assert sizes[0] < 0.55 * sizes[1]
+
+
+def test_float32_weights_stay_with_their_casts() -> None:
+    model, x = mlp(), torch.randn(3, 16)
+    program = amp_fx.export(model, (x,), dtype="bf16", weights="float32")
+    assert set(dtypes(program).values()) == {torch.float32}
+    assert len(casts_of_weights(program)) == 4
+    assert program.state_dict["0.weight"].data_ptr() == model.get_parameter("0.weight").data_ptr()
+    same_bits(program.module()(x), eager(model, x).float())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_tied_weights_are_stored_once(strict: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.b(self.a(x))
+            return found
+
+    program = amp_fx.export(Tied(), (torch.randn(2, 8),), dtype="bf16", strict=strict)
+    a, b = program.state_dict["a.weight"], program.state_dict["b.weight"]
+    assert a.dtype == torch.bfloat16
+    assert a.data_ptr() == b.data_ptr()
+    assert weight_bytes(program) == 64 * 2
+
+
+def test_a_weight_that_is_read_in_float32_too_stays() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            found: Tensor = self.head(self.table(tokens))
+            return found
+
+    model, tokens = Tied(), torch.randint(32, (2, 4))
+    program = amp_fx.export(model, (tokens,), dtype="bf16")
+    assert dtypes(program)["head.weight"] == torch.float32
+    assert casts_of_weights(program) == ["head.weight"]
+    same_bits(program.module()(tokens), eager(model, tokens).float())
+
+
+def test_views_of_weights_are_views_of_the_low_ones() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 8))
+            self.rows = nn.Parameter(torch.randn(8, 16))
+            self.returned = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = self.weight.chunk(3)
+            strided = x @ self.rows[:, ::2]  # whose cast is laid out otherwise
+            return x @ q.t() + x @ k.t() + x @ v.t() + strided @ self.returned, self.returned
+
+    model, x = Views(), torch.randn(3, 8)
+    program = amp_fx.export(model, (x,), dtype="bf16", output_dtype="autocast")
+    assert dtypes(program) == {
+        "weight": torch.bfloat16,
+        "rows": torch.float32,
+        "returned": torch.float32,
+    }
+    same_bits(program.module()(x), eager(model, x))
+
+
+def test_the_model_stays_as_it_was() -> None:
+    class Counts(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            found: Tensor = self.layer(x)
+            return found
+
+    model, x = Counts().train(), torch.randn(2, 8)
+    before = copy.deepcopy(model.state_dict())
+    kind, attributes = type(model), set(vars(model))
+    program = amp_fx.export(model, (x,), dtype="bf16")
+    module = program.module()
+    module(x)
+    module(x)
+    assert module.get_buffer("calls") == 2
+    assert (type(model), set(vars(model)), model.training) == (kind, attributes, True)
+    same_bits(dict(model.state_dict()), dict(before))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_sizes_that_change(strict: bool) -> None:
+    model = mlp()
+    shapes = ({0: Dim("batch", min=2, max=32)},)
+    program = amp_fx.export(
+        model, (torch.randn(3, 16),), dtype="bf16", dynamic_shapes=shapes, strict=strict
+    )
+    for found in (program, saved_and_loaded(program)):
+        x = torch.randn(7, 16)
+        same_bits(found.module()(x), eager(model, x).float())
+        with pytest.raises((AssertionError, RuntimeError)):
+            found.module()(torch.randn(64, 16))
+
+
+def test_keyword_arguments() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+            return {"y": self.layer(x) * scale}
+
+    model, x, scale = Scaled(), torch.randn(2, 8), torch.randn(8)
+    program = amp_fx.export(model, (x,), {"scale": scale}, dtype="bf16")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, scale=scale)
+    same_bits(program.module()(x, scale=scale), expected)
+
+
+class Regions(nn.Module):
+    """Regions of its own: another dtype, one that is off, both inside of a ``no_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self.a(x)
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            y = self.b(x)
+        with torch.autocast("cpu", enabled=False):
+            z = self.c(x.float())
+        return x, y, z
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_regions_of_the_model_hold(strict: bool) -> None:
+    model, x = Regions(), torch.randn(3, 8)
+    program = amp_fx.export(model, (x,), dtype="bf16", output_dtype="autocast", strict=strict)
+    first = int(strict)  # strict capture takes the first output for the same as its ``float()``
+    same_bits(program.module()(x)[first:], eager(model, x)[first:])
+    found = dtypes(program)
+    assert found["a.weight"] == torch.bfloat16
+    assert found["b.weight"] == torch.float16
+    assert found["c.weight"] == torch.float32
+    original = amp_fx.export(model, (x,), dtype="bf16", strict=strict).module()(x)
+    assert [y.dtype for y in original] == [torch.float32, torch.float16, torch.float32]
+
+
+def test_the_region_around_the_call_holds() -> None:
+    model, x = mlp(), torch.randn(3, 16)
+    with torch.autocast("cpu", torch.float16):
+        program = amp_fx.export(model, (x,), dtype="bf16")
+    same_bits(program.module()(x), eager(model, x, dtype=torch.float16))
+    with torch.autocast("cpu", enabled=False):
+        program = amp_fx.export(model, (x,), dtype="bf16")
+    same_bits(program.module()(x), model(x))
+
+
+def test_a_policy_by_module_and_by_region() -> None:
+    model, x = mlp(), torch.randn(3, 16)
+    policy = amp_fx.preset("torch").with_modules({"3": "fp32"})
+    program = amp_fx.export(model, (x,), dtype="bf16", policy=policy)
+    assert dtypes(program)["0.weight"] == torch.bfloat16
+    assert dtypes(program)["3.weight"] == torch.float32
+    with torch.no_grad(), amp_fx.autocast("cpu", torch.bfloat16, policy=policy):
+        expected = model(x)
+        program = amp_fx.export(model, (x,))
+    same_bits(program.module()(x), expected)
+
+
+def test_of_a_compiled_model_what_was_compiled() -> None:
+    model, x = mlp(), torch.randn(3, 16)
+    program = amp_fx.export(amp_fx.compile(model, dtype="fp16"), (x,))
+    assert dtypes(program)["0.weight"] == torch.float16
+    same_bits(program.module()(x), eager(model, x, dtype=torch.float16).float())
+
+
+class Written(nn.Module):
+    """Writes a buffer that it reads, and has one that it only reads, and a constant."""
+
+    state: Tensor
+    last: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(8, 8))
+        self.register_buffer("last", torch.zeros(3, 8))
+        self.register_buffer("mask", torch.randn(8, 8), persistent=False)
+        self.constant = torch.randn(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.lerp_((x.mT @ x).float(), 0.5)
+        self.last.copy_(self.layer(x))
+        found: Tensor = self.layer(x) @ self.state.clone() @ self.mask @ self.constant
+        return found
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True])
+@pytest.mark.parametrize("is_ambient", [False, True])
+def test_an_exported_program_is_rewritten(is_decomposed: bool, is_ambient: bool) -> None:
+    model, x = Written(), torch.randn(3, 8)
+    given = torch.export.export(copy.deepcopy(model), (x,))
+    if is_decomposed:
+        given = given.run_decompositions()
+    text = str(given.graph)
+    if is_ambient:
+        with torch.autocast("cpu", torch.bfloat16):
+            program = amp_fx.export(given)
+    else:
+        program = amp_fx.export(given, dtype="bf16")
+    assert str(given.graph) == text
+    module = saved_and_loaded(program).module()
+    expected = eager(model, x)
+    same_bits(module(x), expected if is_ambient else expected.float())
+    buffers = dict(module.named_buffers())
+    same_bits((buffers["state"], buffers["last"]), (model.state, model.last))
+    assert {name: t.dtype for name, t in program.constants.items()} == {
+        "mask": torch.bfloat16,
+        "constant": torch.bfloat16,
+    }
+
+
+def test_written_buffers_keep_their_dtype() -> None:
+    class Adds(nn.Module):
+        state: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state.addmm_(x.mT, x)
+            return x @ self.state
+
+    x = torch.randn(3, 8)
+    given = torch.export.export(Adds(), (x,)).run_decompositions()
+    with torch.autocast("cpu", torch.bfloat16):
+        program = amp_fx.export(given)
+    state, y = program.graph.output_node().args[0]
+    assert (state.meta["val"].dtype, y.meta["val"].dtype) == (torch.float32, torch.bfloat16)
+    assert program.module()(x).dtype == torch.bfloat16
+
+
+def test_a_program_that_has_casts_of_weights_is_stored_low() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)
+
+    model, x = Around(), torch.randn(3, 16)
+    native = torch.export.export(model, (x,)).run_decompositions()
+    program = amp_fx.export(native, output_dtype="autocast")
+    assert dtypes(program)["inner.0.weight"] == torch.bfloat16
+    same_bits(program.module()(x), native.module()(x))
+
+
+class Branches(nn.Module):
+    """A branch on data, whose weights are read inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda v: self.a(v) + self.c(v), self.b, (x,))
+        found: Tensor = self.c(y)
+        return found
+
+
+def test_weights_of_branches_are_stored_low() -> None:
+    model = Branches()
+    program = amp_fx.export(model, (torch.ones(2, 8),), dtype="bf16")
+    assert set(dtypes(program).values()) == {torch.bfloat16}
+    [cond] = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
+    for body in (program.graph_module.get_submodule(str(arg.target)) for arg in cond.args[1:3]):
+        assert isinstance(body, fx.GraphModule)
+        inputs = [node.meta["val"].dtype for node in body.graph.find_nodes(op="placeholder")]
+        assert inputs == [node.meta["val"].dtype for node in cond.args[3]]
+    for x in (torch.rand(2, 8), -torch.rand(2, 8)):
+        same_bits(saved_and_loaded(program).module()(x), eager(model, x).float())
+
+
+@torch.library.custom_op("amp_fx_export_tests::scale", mutates_args=())
+def scale(x: Tensor, weight: Tensor) -> Tensor:
+    return (x.float() * weight.float()).to(x.dtype)
+
+
+@scale.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("amp_fx_export_tests::bump", mutates_args=("x",))
+def bump(x: Tensor, y: Tensor) -> None:
+    x.add_(y.float().sum())
+
+
+@pytest.mark.parametrize("is_decomposed", [False, True])
+def test_custom_ops_run_as_in_eager_autocast(is_decomposed: bool) -> None:
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.weight = nn.Parameter(torch.randn(8))
+            self.register_buffer("total", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = scale(self.layer(x), self.weight)
+            bump(self.total, y)
+            found: Tensor = self.layer(y) + self.total
+            return found
+
+    model, x = Custom(), torch.randn(3, 8)
+    given: Any = copy.deepcopy(model)
+    program = amp_fx.export(given, (x,), dtype="bf16")
+    if is_decomposed:
+        given = torch.export.export(given, (x,)).run_decompositions()
+        program = amp_fx.export(given, dtype="bf16")
+    same_bits(program.module()(x), eager(model, x).float())
+    assert dtypes(program)["weight"] == torch.float32
+
+
+def test_a_transform_is_refused_with_its_name_and_the_way_around_it() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.vmap(self.layer)(x)
+
+    model, x = Mapped(), torch.randn(3, 8)
+    with pytest.raises(ExportError, match=r"%_vmap_increment_nesting.*test_export.py:\d+") as found:
+        amp_fx.export(model, (x,))
+    assert "run_decompositions({})" in str(found.value)
+    resolved = torch.export.export(model, (x,)).run_decompositions({})
+    assert dtypes(amp_fx.export(resolved))["layer.weight"] == torch.bfloat16
+
+
+def test_an_island_is_refused_with_its_name() -> None:
+    from torch._higher_order_ops.while_loop import while_loop
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return while_loop(  # type: ignore[no-untyped-call]
+                lambda i, _: i < 3,
+                lambda i, v: (i + 1, self.layer(v).float()),
+                (torch.zeros(()), x),
+            )
+
+    with pytest.raises(ExportError, match=r"%while_loop.*higher-order op.*enabled=False"):
+        amp_fx.export(Loop(), (torch.randn(3, 8),))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: amp_fx.export(m, (x,), dtype="int8"), "not a dtype to autocast to"),
+        (lambda m, x: amp_fx.export(m, (x,), weights="half"), "'low', 'float32'"),
+        (lambda m, x: amp_fx.export(m, (x,), output_dtype="low"), "'original', 'autocast'"),
+        (lambda m, x: amp_fx.export(m, (x,), policy="none"), "there is no preset 'none'"),
+        (amp_fx.export, "no tuple of example inputs"),
+        (lambda m, x: amp_fx.export(torch.export.export(m, (x,)), (x,)), "has its own"),
+    ],
+)
+def test_wrong_arguments(call: Callable[..., Any], message: str) -> None:
+    with pytest.raises((OptionError, PolicyError), match=message):
+        call(mlp(), torch.randn(3, 16))
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(CompileTargetError, match=r"a torch\.nn\.Module or an exported program"):
+        amp_fx.export(torch.relu, (torch.randn(3),))  # type: ignore[arg-type]

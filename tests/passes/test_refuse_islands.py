@@ -1,0 +1,43 @@
+"""refuse_islands: no island is left in a region of an exported program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_fx.errors import ExportError
+from amp_fx.passes.refuse_islands import RefuseIslands
+from tests.exporting.graphs import exported, with_casts
+from tests.programs import graph_text
+
+
+class Solves(nn.Module):
+    """An op whose kernel casts inside."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.linalg.pinv(x)
+
+
+def test_the_node_its_place_and_the_reason_are_named() -> None:
+    gm = with_casts(exported(Solves(), torch.randn(4, 4)))
+    message = r"%\w*pinv.*\(the kernel of aten::linalg_pinv.*test_refuse_islands\.py:\d+"
+    with pytest.raises(ExportError, match=message):
+        RefuseIslands().call(gm)
+
+
+class Off(nn.Module):
+    """The same where autocast is off."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return torch.linalg.pinv(x)
+
+
+def test_what_autocast_does_not_touch_stays() -> None:
+    gm = with_casts(exported(Off(), torch.randn(4, 4)))
+    before = graph_text(gm)
+    assert not RefuseIslands().call(gm).modified
+    assert graph_text(gm) == before
