@@ -82,14 +82,13 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.token = nn.Embedding(NUM_BYTES, size.width)
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
-        self.start = nn.Linear(size.width, size.width)  # from here on activations are low
         blocks = (Block(size, is_norm_first=is_norm_first) for _ in range(size.depth))
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(size.width, NUM_BYTES)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean cross entropy, in nats per byte, of ``(batch, context)`` tokens."""
-        x = self.start(self.token(tokens) + self.position)
+        x = self.token(tokens) + self.position
         logits = self.head(self.blocks(x))
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
