@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.device_sample import DeviceSample
 from amp_fx.weights.engine import engine
@@ -102,8 +104,8 @@ class Plan:
             inputs, ticket = enter(args), None
             if inputs is None:
                 inputs, ticket = prepare_first(args)
-            if ticket is None and not compiled.is_ready and not is_alone():
-                inputs, ticket = self._without_inside(inputs), ()  # compiling would disturb them
+            if ticket is None and not compiled.is_ready and not self._may_compile(args):
+                inputs, ticket = self._without_inside(inputs), ()
             try:
                 outputs = compiled(*inputs) if ticket is None else first(*inputs)
             finally:
@@ -116,6 +118,14 @@ class Plan:
             return outputs[:-num_casts]
 
         return call
+
+    def _may_compile(self, args: tuple[Any, ...]) -> bool:
+        """Whether compiling disturbs no other thread, nor Dynamo's ``DDPOptimizer``.
+
+        That calls with fake tensors what it has compiled, to learn of its outputs, and counts
+        how often AOTAutograd is called.
+        """
+        return is_alone() and not any(isinstance(a, FakeTensor) for a in args)
 
     def _without_inside(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a first call, from those of another."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT
 from amp_fx.graphs.values import is_written, value_of
@@ -18,6 +19,7 @@ from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import slots_inside
+from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
 from amp_fx.weights.write_signals import DEVICES
 
 if TYPE_CHECKING:
@@ -34,13 +36,12 @@ def keepable_weights(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The placeholders that are weights: plain parameters, and buffers of modules.
 
-    Subclasses (DTensor, quantized weights) are left out: their storage is not plain.
+    Subclasses (DTensor, quantized weights) are left out: their storage is not plain. So are
+    weights that a library shards (``amp_fx.weights.managed``).
 
     Returns:
         For each, its name and the names of all inputs that share its storage.
     """
-    if _may_be_sharded():
-        return ()
     placeholders = gm.graph.find_nodes(op="placeholder")
     pairs = list(zip(placeholders, example_inputs, strict=True))
     sharing: defaultdict[int, list[str]] = defaultdict(list)
@@ -54,27 +55,30 @@ def keepable_weights(
     )
 
 
-def _may_be_sharded() -> bool:
-    """Whether FSDP may be at work, which frees and allocates the storages of weights.
-
-    Resizing a storage that was made copy-on-write fails in torch, so that no weight of a
-    distributed program is watched.
-    """
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
-
-
 def _is_weight(node: fx.Node, example: Any) -> bool:
     """Also on ``meta``, which stands for a device that is not here.
 
     Where no write would be noticed, as on MPS, casts stay in the graph, which fuses them.
     """
-    if isinstance(example, torch.Tensor) and example.device.type not in (*DEVICES, "meta"):
+    if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
         return False
-    kind = type(example)
+    if is_distributed() and not is_of_plain_module(getattr(node, "_dynamo_source", None)):
+        return False
+    kind = _kind(example)
     if kind is torch.Tensor:
         return _is_module_buffer(node)
-    return kind is torch.nn.Parameter and example.layout is torch.strided
+    is_plain = kind is torch.nn.Parameter and example.layout is torch.strided
+    return is_plain and not is_managed(example)
+
+
+def _kind(example: torch.Tensor) -> type[torch.Tensor]:
+    """The class of an input; for a fake one that of what it stands for.
+
+    Dynamo's ``DDPOptimizer`` compiles a graph in parts, for fake weights.
+    """
+    if type(example) is not FakeTensor or not is_distributed():
+        return type(example)
+    return torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
 
 
 def _is_module_buffer(node: fx.Node) -> bool:

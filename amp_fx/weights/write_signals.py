@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.weights import python_watch
 from amp_fx.weights.engine import engine
+from amp_fx.weights.managed import is_managed
 from amp_fx.weights.python_watch import other_threads_wait
 
 if TYPE_CHECKING:
@@ -145,12 +146,16 @@ def is_capturing(devices: Iterable[torch.device]) -> bool:
 
 
 def is_watchable(weight: Any) -> bool:
-    """Whether every write to a weight would be noticed: a plain tensor, on a known device."""
+    """Whether every write to a weight would be noticed: a plain tensor, on a known device.
+
+    Its storage must be its own to keep, too (``amp_fx.weights.managed``).
+    """
     return (
         type(weight) in (torch.Tensor, torch.nn.Parameter)
         and weight.device.type in DEVICES
         and weight.layout is torch.strided
         and not is_written_by_replays(weight)
+        and not is_managed(weight)
     )
 
 
