@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import ddp_cases, sharded_cases
+from tests.distributed import ddp_cases, scaler_cases, sharded_cases
 from tests.distributed.spawn import run_cases
 
 
@@ -32,6 +32,7 @@ CASES = (
     sharded_cases.arguments,
     sharded_cases.deepspeed,
     sharded_cases.frozen,
+    scaler_cases.scaler,
 )
 
 if __name__ == "__main__":
