@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,12 @@ from amp_fx.weights.device_sample import DeviceSample
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
+from amp_fx.weights.spread import spreading, with_parts
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -43,6 +45,8 @@ class Plan:
             with the weights.
         on_accelerator: Whether any weight is on a device that has streams.
         inside: Which slots a first call casts itself (``first_call``).
+        num_inputs: Number of inputs that Dynamo gives.
+        specs: For the slots whose weights are DTensors, by position, how their copies lie.
     """
 
     def __init__(
@@ -55,8 +59,17 @@ class Plan:
         verify: str,
         on_accelerator: bool = False,
         inside: Sequence[int] = (),
+        num_inputs: int = 0,
+        specs: Mapping[int, Any] | None = None,
     ) -> None:
-        self.slots = tuple(slots)
+        self.specs = {len(passed) + i: spec for i, spec in (specs or {}).items()}
+        self.spread = tuple(sorted({slots[i].source_index for i in specs or ()}))
+        # Behind what Dynamo gives come the parts of DTensors: those are what is watched.
+        parts = {index: num_inputs + i for i, index in enumerate(self.spread)}
+        self.slots = tuple(
+            dataclasses.replace(s, source_index=parts.get(s.source_index, s.source_index))
+            for s in slots
+        )
         self.owner = owner
         self.passed = tuple(passed)
         self.is_pure = is_pure
@@ -81,7 +94,7 @@ class Plan:
             compiled: Takes the inputs that are passed, and the copies.
         """
         wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
-        return self._verifying(wrap(compiled))
+        return with_parts(self.spread, self._verifying(wrap(spreading(self.specs, compiled))))
 
     def wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a graph in two variants.

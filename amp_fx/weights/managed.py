@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.weights.spread import part_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -71,4 +73,6 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
             params = () if group is None else group.fsdp_params
-            yield from (p._unsharded_param for p in params if hasattr(p, "_unsharded_param"))
+            yield from (
+                part_of(p._unsharded_param) for p in params if hasattr(p, "_unsharded_param")
+            )

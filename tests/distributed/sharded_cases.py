@@ -7,9 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_fx
+from amp_fx.weights import python_watch
+from amp_fx.weights.engine import engine
+from tests.distributed import scaler_cases
 from tests.distributed.nets import Net, as_it_is, compare, compiled, make_net, train
 
 
@@ -107,6 +112,54 @@ def deepspeed(rank: int) -> Any:  # noqa: ARG001
     for _ in range(2):
         ours(torch.ones(4, 16))
     return amp_fx.weight_cache.stats().entries
+
+
+def tensor_parallel(rank: int) -> Any:
+    """DTensor weights: of each a copy of this process's part is kept."""
+    found = compare(lambda c: c(scaler_cases.tensor_parallel(make_net())), rank)
+    amp_fx.weight_cache.clear()
+    model = scaler_cases.tensor_parallel(make_net())
+    ours = compiled(model)
+    x = torch.ones(4, 16)
+    writes: dict[str, Any] = {
+        "in place": lambda p: p.mul_(1.5),
+        "data": lambda p: p.data.mul_(1.5),
+        "list": lambda p: torch._foreach_mul_([p], 1.5),
+        "part": lambda p: p.to_local().mul_(1.5),
+        "none": lambda p: p,
+        "asked for": amp_fx.weight_cache.invalidate,
+    }
+    weights = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
+    for name, write in writes.items():
+        with torch.no_grad():
+            ours(x)
+            before = amp_fx.weight_cache.stats().refreshes
+            for weight in weights:
+                write(weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                same = torch.equal(ours(x), model(x).float())
+        found[name] = same, amp_fx.weight_cache.stats().refreshes - before
+    return found
+
+
+def stand_in(rank: int) -> Any:  # noqa: ARG001
+    """What an accelerator's list ops say of a DTensor reaches the copy of its part."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    part = weight._local_tensor
+    found = []
+    for watch in (engine(), python_watch):
+        watch.watch(part)
+        copy = watch.Copy(part.bfloat16(), part, False)
+        look = watch.Look((0,), (), True, False)
+        look.remember((copy,))
+        look.refresh((part,), True, False)
+        watch.stands_for(weight, part)
+        before = copy.is_fresh(part)
+        watch.mark([weight])
+        found.append((before, copy.is_fresh(part)))
+        watch.unwatch(part)
+    return found
 
 
 class Layer(nn.Module):

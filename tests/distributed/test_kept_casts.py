@@ -33,6 +33,7 @@ def find(rank: dict[str, Any], path: str) -> dict[str, Any]:
         "zero",
         "checkpointed",
         "local_sgd",
+        "tensor_parallel",
     ],
 )
 def test_every_cast_is_kept_and_made_once_per_update(ranks: Ranks, case: str) -> None:
@@ -98,3 +99,17 @@ def test_sharded_weights_are_not_frozen(ranks: Ranks) -> None:
     for rank in ranks:
         assert min(rank["frozen"]["plain"]) > 0
         assert rank["frozen"]["sharded"] == (0, 0)
+
+
+def test_writes_to_spread_weights_are_seen(ranks: Ranks) -> None:
+    """Three blocks of two layers each, whose weights (not biases) are written."""
+    for rank in ranks:
+        found = rank["tensor_parallel"]
+        for name in ("in place", "data", "list", "part", "asked for"):
+            assert found[name] == (True, 6), name
+        assert found["none"] == (True, 0)
+
+
+def test_what_is_said_of_a_dtensor_is_said_of_its_part(ranks: Ranks) -> None:
+    for rank in ranks:
+        assert rank["stand_in"] == [(True, False)] * 2

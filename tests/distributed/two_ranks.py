@@ -32,6 +32,8 @@ CASES = (
     sharded_cases.arguments,
     sharded_cases.deepspeed,
     sharded_cases.frozen,
+    sharded_cases.tensor_parallel,
+    sharded_cases.stand_in,
     scaler_cases.scaler,
 )
 
