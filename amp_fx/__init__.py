@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
     from amp_fx.numerics.watching import watch
+    from amp_fx.stored.entry import store_low
+    from amp_fx.stored.report import StorageReport
 
 __version__ = "0.2.0"
 
@@ -38,6 +40,7 @@ __all__ = [
     "GradScaler",
     "Policy",
     "SearchResult",
+    "StorageReport",
     "__version__",
     "accuracy",
     "autocast",
@@ -51,6 +54,7 @@ __all__ = [
     "register_op",
     "register_pass",
     "search",
+    "store_low",
     "to_networkx",
     "watch",
     "weight_cache",
@@ -59,12 +63,14 @@ __all__ = [
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
     "SearchResult": "amp_fx.numerics.search_result",
+    "StorageReport": "amp_fx.stored.report",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
+    "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
     "watch": "amp_fx.numerics.watching",
 }

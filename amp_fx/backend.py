@@ -55,6 +55,7 @@ from amp_fx.weights.kept_inputs import (
 )
 from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
+from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -312,7 +313,7 @@ def _compile_frozen(
     """Compiles a rewritten graph with frozen weights; None where that is not to be done."""
     if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
         return None
-    weights = frozen_weights(captured, found.gm, example_inputs)
+    weights = frozen_weights(captured, found.gm, example_inputs, _not_frozen(found, options))
     if not weights:
         return None
     try:
@@ -331,6 +332,11 @@ def _compile_frozen(
         log.debug("not frozen", exc_info=True)
         return None
     return Frozen(frozen, _compiled_later(found, example_inputs, options))
+
+
+def _not_frozen(found: Rewritten, options: Options) -> set[int]:
+    """Weights that were stored low to save memory, unless freezing was asked for."""
+    return set() if options.freezing else stored_tensors(found.frame.modules())
 
 
 def _compiled_later(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> Compiled:

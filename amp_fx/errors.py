@@ -50,6 +50,10 @@ class ExplainError(AmpFxError, RuntimeError):
     """A model cannot be explained: it cannot be traced, or its inputs do not fit it."""
 
 
+class StoreError(AmpFxError, RuntimeError):
+    """The weights of a model cannot be stored low: it is being trained."""
+
+
 class AccuracyError(AmpFxError, RuntimeError):
     """A program's accuracy cannot be examined: what is there to run has no float32 numbers."""
 

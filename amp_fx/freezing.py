@@ -25,7 +25,7 @@ from amp_fx.weights.kept_inputs import is_pure, keepable_weights
 from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import fx
 
@@ -152,7 +152,10 @@ def _check_alike(
 
 
 def frozen_weights(
-    captured: fx.GraphModule, rewritten: fx.GraphModule, example_inputs: Sequence[Any]
+    captured: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    left_out: Collection[int] = (),
 ) -> dict[int, str]:
     """The inputs that can be frozen, with their names: weights that the graph does not write.
 
@@ -160,6 +163,7 @@ def frozen_weights(
         captured: The graph that Dynamo captured.
         rewritten: What became of it.
         example_inputs: What Dynamo gave.
+        left_out: Identities of inputs that are not to be.
     """
     placeholders = rewritten.graph.find_nodes(op="placeholder")[: len(example_inputs)]
     written = {node.name for node in placeholders if is_written(node)}
@@ -169,6 +173,7 @@ def frozen_weights(
         i = position[name]
         others = [example_inputs[position[other]] for other in sharing if other != name]
         is_alone = not any(_are_one(example_inputs[i], other) for other in others)
+        is_alone = is_alone and id(example_inputs[i]) not in left_out
         is_kept = is_alone and written.isdisjoint(sharing) and is_watchable(example_inputs[i])
         if is_kept and not is_dynamic(value_of(placeholders[i])):
             found[i] = weight_name(placeholders[i])

@@ -27,7 +27,7 @@ ORDER = (
     ),
     ("front", "grad_scaler"),
     ("explanation", "integrations"),
-    ("numerics",),
+    ("numerics", "stored"),
     ("drawing", "drift", "demo"),
     ("bench",),
     ("commands",),

@@ -23,7 +23,7 @@ from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionEr
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.running import Capture, run_stand_in
-from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in
+from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.policy import Policy
 
-# What fake tensors cannot answer, and real ones can.
-_NEEDS_NUMBERS = (
+NEEDS_NUMBERS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     GuardOnDataDependentSymNode,
 )
+"""What fake tensors cannot answer, and real ones can."""
 
 
 def explain(
@@ -84,9 +84,9 @@ def explain(
     """
     if isinstance(model, type) or not callable(model):
         raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
-    target, settings = _unwrap(model)
+    target, settings = unwrap(model)
     given = settings or RegionSettings(None, None, None)
-    request = _Request(
+    request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
         policy=given.policy or ambient_policy() or as_policy("torch")
         if policy is None
@@ -105,15 +105,15 @@ def explain(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class Request:
     """What ``explain`` was asked for."""
 
     dtype: torch.dtype | None
     policy: Policy
-    device_type: str | None
-    settings: RegionSettings | None
-    backward: bool
-    options: dict[str, Any]
+    device_type: str | None = None
+    settings: RegionSettings | None = None
+    backward: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
-def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
+def unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
     """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
     settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
     inner = getattr(model, "_orig_mod", None)
@@ -137,34 +137,36 @@ def _unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
 
 
 def _explain(
-    model: Callable[..., Any], request: _Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any], request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
     stand_in = fake_stand_in(model, args, kwargs, request.device_type)
     try:
-        capture = _capture(stand_in, request)
-    except _NEEDS_NUMBERS as error:
+        capture = capture_call(stand_in, request)
+    except NEEDS_NUMBERS as error:
         real = real_stand_in(model, args, kwargs, stand_in)
         if real is None:
             raise _as_explain_error(model, error) from error
         stand_in = real
-        capture = _capture(stand_in, request)
+        capture = capture_call(stand_in, request)
     if not capture.graphs:
         reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
         raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
     explanation = Explanation(
         model=_name(model),
-        policy=_label(request.policy),
+        policy=label(request.policy),
         dtype=_dtype_of(capture, stand_in, request),
         device_type=stand_in.device_type,
         is_imagined=stand_in.imagined,
         graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
+        is_whole=capture.is_whole,
+        shared=shared_weights(stand_in.program, capture.outputs),
     )
     capture.release()
     return explanation
 
 
-def _label(policy: Policy) -> str:
+def label(policy: Policy) -> str:
     """The policy's name, and whether something was changed on top of it."""
     is_changed = policy.ops or policy.modules or policy.args or policy.rules
     return f"{policy.name}, changed" if is_changed else policy.name
@@ -174,7 +176,21 @@ def _name(model: Any) -> str:
     return getattr(model, "__qualname__", None) or type(model).__name__
 
 
-def _capture(stand_in: StandIn, request: _Request) -> Capture:
+def capture_call(
+    stand_in: StandIn,
+    request: Request,
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Capture:
+    """Captures the graphs of one call of a stand-in.
+
+    Args:
+        stand_in: What to call.
+        request: What was asked for.
+        watch: Entered around each run of a rewritten graph.
+
+    Raises:
+        ExplainError: It cannot be traced. What fake tensors cannot answer raises ``NEEDS_NUMBERS``.
+    """
     policy = request.policy
     dtype = request.dtype or policy.low_dtype(stand_in.device_type)
     dtype = dtype or default_dtype(stand_in.device_type)
@@ -193,12 +209,12 @@ def _capture(stand_in: StandIn, request: _Request) -> Capture:
         )
         region = functools.partial(settings.region, None, (), {})
     try:
-        return run_stand_in(stand_in, options, region, wants_backward=request.backward)
-    except (*_NEEDS_NUMBERS, AmpFxError):
+        return run_stand_in(stand_in, options, region, wants_backward=request.backward, watch=watch)
+    except (*NEEDS_NUMBERS, AmpFxError):
         raise
     except Exception as error:
         inner = _root_cause(error)
-        if isinstance(inner, (*_NEEDS_NUMBERS, AmpFxError)):
+        if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
         raise _as_explain_error(stand_in.program, error) from error
 
@@ -208,7 +224,7 @@ def _root_cause(error: BaseException) -> BaseException:
     if isinstance(error, dynamo_exc.BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__
-    if isinstance(cause, (*_NEEDS_NUMBERS, AmpFxError)):
+    if isinstance(cause, (*NEEDS_NUMBERS, AmpFxError)):
         return cause
     return error
 
@@ -234,7 +250,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _dtype_of(capture: Capture, stand_in: StandIn, request: _Request) -> str:
+def _dtype_of(capture: Capture, stand_in: StandIn, request: Request) -> str:
     device = "cpu" if stand_in.imagined else stand_in.device_type
     states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
     enabled = [state for state in states if device in state.enabled]

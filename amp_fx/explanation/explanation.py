@@ -31,6 +31,10 @@ class Explanation:
         graphs: The graphs that Dynamo captured, in order; each forward is followed by its
             backward, if that was asked for.
         other_breaks: Reasons of graph breaks that no captured graph ends with.
+        is_whole: Whether one graph is all that the model does: no graph break, no fallback, and
+            no code around the graph that Dynamo skipped.
+        shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
+            ones, views of each other, and those that the model hands out.
     """
 
     model: str
@@ -40,6 +44,8 @@ class Explanation:
     is_imagined: bool
     graphs: tuple[GraphRecord, ...]
     other_breaks: tuple[str, ...] = ()
+    is_whole: bool = True
+    shared: tuple[str, ...] = ()
 
     @property
     def forward(self) -> tuple[GraphRecord, ...]:
@@ -81,13 +87,35 @@ class Explanation:
         """Sums over the backward graphs; its casts are the derivatives of casts."""
         return sum_up(self.backward, num_breaks=0)
 
+    def low_weights(self) -> dict[str, torch.dtype]:
+        """The weights that could be stored, or gathered, in a low dtype without a changed bit.
+
+        Every reader of such a parameter or buffer takes it through one and the same cast to that
+        dtype, also for its gradient. Explain the model in the mode in which it will run. None
+        are told where something reads weights that no graph shows: at graph breaks, where
+        Dynamo skips code, after a fallback. Tied weights, and such
+        as the model hands out, are not among them.
+
+        Returns:
+            The dtype by path, in the order of the graph's inputs:
+            ``{"layers.0.weight": torch.bfloat16}``.
+        """
+        if not self.is_whole or self.breaks:
+            return {}
+        return {
+            weight.path: getattr(torch, weight.low_dtype)
+            for graph in self.forward
+            for weight in graph.weights
+            if weight.is_one_cast and weight.path not in self.shared
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The explanation as dictionaries, lists, strings and numbers.
 
         Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), ``model``, ``policy``,
-        ``dtype``, ``device_type``, ``is_imagined``, ``totals`` and ``backward_totals`` (the
-        fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the fields of
-        ``records.GraphRecord``, and so on inside). Equal models and options give equal
+        ``dtype``, ``device_type``, ``is_imagined``, ``is_whole``, ``shared``, ``totals`` and
+        ``backward_totals`` (the fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the
+        fields of ``records.GraphRecord``, and so on inside). Equal models and options give equal
         dictionaries. New keys may come without a new schema.
         """
         return {
@@ -98,6 +126,8 @@ class Explanation:
             "dtype": self.dtype,
             "device_type": self.device_type,
             "is_imagined": self.is_imagined,
+            "is_whole": self.is_whole,
+            "shared": list(self.shared),
             "totals": dataclasses.asdict(self.totals),
             "backward_totals": dataclasses.asdict(self.backward_totals),
             "breaks": list(self.breaks),

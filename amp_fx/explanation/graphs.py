@@ -12,12 +12,13 @@ from amp_fx.explanation.flops import FlopMeter
 from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
 from amp_fx.explanation.reasons import clean_reason, region_names
-from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord
+from amp_fx.explanation.records import CastRecord, GraphRecord, IslandRecord, WeightRecord
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.low_reads import low_reads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,6 +64,7 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         before=before_records,
         casts=tuple(_forward_casts(seen, after)),
         islands=_islands(nodes),
+        weights=tuple(weights_of(seen)),
         counts=tuple(sorted(seen.counts.items())),
         modules=tuple(module_types(seen.captured, before.frame).items()),
         fallback=seen.fallback,
@@ -112,6 +114,22 @@ def _casts(gm: fx.GraphModule) -> list[fx.Node]:
 def _islands(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
     found = [node for node in nodes if node.kind == "island"]
     return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in found)
+
+
+def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
+    """The weights that a forward graph takes."""
+    assert seen.rewritten is not None
+    reads = {} if seen.fallback else low_reads(seen.rewritten)
+    for node in seen.rewritten.graph.nodes:
+        if kind_of(node) == "weight" and isinstance(value := recorded_value(node), torch.Tensor):
+            read = reads.get(node)
+            yield WeightRecord(
+                path=input_path(node, seen.frame),
+                dtype=dtype_name(value.dtype),
+                num_bytes=num_bytes(value),
+                low_dtype=dtype_name(read.dtype) if read is not None else "",
+                is_one_cast=read is not None and read.is_one_cast,
+            )
 
 
 def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]:

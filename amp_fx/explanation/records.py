@@ -140,6 +140,27 @@ class IslandRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightRecord:
+    """A parameter or buffer that a graph takes, and how it reads it.
+
+    Attributes:
+        path: Its path in the model: ``"layers.0.weight"``.
+        dtype: Its dtype.
+        num_bytes: Its elements' memory.
+        low_dtype: The dtype to which every reader in the graph casts it; ``""`` if some read
+            it as it is, or to several.
+        is_one_cast: Whether that is a single cast of the weight itself, so that its gradient
+            is the same if the weight is stored low, too.
+    """
+
+    path: str
+    dtype: str
+    num_bytes: int
+    low_dtype: str
+    is_one_cast: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class GraphRecord:
     """One graph that Dynamo captured.
 
@@ -153,6 +174,7 @@ class GraphRecord:
         casts: The casts that passes put in, removed ones included; in the backward, the
             derivatives of casts.
         islands: What was left under native autocast.
+        weights: The parameters and buffers that it takes; empty for a backward.
         counts: What the passes counted: ``(("casts_inserted", 12), ...)``.
         modules: Classes of the modules that its nodes stand in, by path.
         fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
@@ -167,6 +189,7 @@ class GraphRecord:
     before: tuple[NodeRecord, ...] = ()
     casts: tuple[CastRecord, ...] = ()
     islands: tuple[IslandRecord, ...] = ()
+    weights: tuple[WeightRecord, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     fallback: str = ""

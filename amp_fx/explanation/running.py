@@ -35,16 +35,21 @@ class Capture:
     Attributes:
         graphs: The graphs, in the order of capture.
         other_breaks: Reasons of graph breaks that no graph ends with.
+        is_whole: Whether one graph is all that the call did.
+        outputs: What it gave.
     """
 
     graphs: list[SeenGraph]
     other_breaks: list[str]
+    is_whole: bool
+    outputs: Any
 
     def release(self) -> None:
         """Lets the graphs go: entries in Dynamo's cache outlive the call."""
         for graph in self.graphs:
             vars(graph).clear()
         self.graphs.clear()
+        self.outputs = None
 
 
 def run_stand_in(
@@ -53,6 +58,7 @@ def run_stand_in(
     region: Callable[[], contextlib.AbstractContextManager[Any]],
     *,
     wants_backward: bool,
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
     """Captures the graphs of one call.
 
@@ -61,6 +67,7 @@ def run_stand_in(
         options: Options of the backend.
         region: Makes the region that the call runs in.
         wants_backward: Whether backward graphs are derived too.
+        watch: Entered around each run of a rewritten graph.
     """
     seen: list[SeenGraph] = []
 
@@ -72,7 +79,8 @@ def run_stand_in(
         recorder = GraphRecorder(seen[-1], wants_backward=wants_backward)
         found = rewrite(gm, as_plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
-            return called_in(no_autocast, recorder.finish(found, example_inputs))
+            run = called_in(watch, recorder.finish(found, example_inputs))
+            return called_in(no_autocast, run)
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
@@ -83,12 +91,37 @@ def run_stand_in(
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
         stack.enter_context(region())
-        _optimize(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
+        outputs = _optimize(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
     new = Counter(counters["graph_break"]) - before
     counters["graph_break"] = before
     reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
     ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
-    return Capture(seen, [*(new - ended).elements()])
+    is_whole = not new and _is_all(seen, stand_in.program)
+    return Capture(seen, [*(new - ended).elements()], is_whole, outputs)
+
+
+def _is_all(seen: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
+    """Whether a single graph was captured, from the program's own frame.
+
+    Dynamo runs a frame that it skips as it is, without a graph break, and captures what that
+    calls. Hooks of the outermost module are frames of their own.
+    """
+    if len(seen) != 1 or seen[0].fallback:
+        return False
+    frame = seen[0].frame
+    if isinstance(program, torch.nn.Module):
+        is_own = frame.root is program and len(frame.stack) == 1
+        return is_own and not has_hooks(program)
+    return frame.function is not None and frame.function is getattr(program, "__code__", None)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling a module runs more than its ``forward``, hooks of all modules included.
+
+    Relies on ``nn.Module._call_impl`` looking at these dictionaries.
+    """
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(own) or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ExplainError, OptionError
+from amp_fx.graphs.values import storage_id
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -63,9 +65,9 @@ def fake_stand_in(
         OptionError: Autocast does not know the device type.
         ExplainError: The module cannot be copied.
     """
-    tensors = [*_module_tensors(model), *_leaf_tensors((args, kwargs))]
+    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     present = {tensor.device.type for tensor in tensors}
-    target = _target_device(present, device_type)
+    target = target_device(present, device_type)
     imagined = target != "cpu" and not (target in present and _is_usable(target))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, torch.Tensor] = {}
@@ -86,7 +88,7 @@ def real_stand_in(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: StandIn
 ) -> StandIn | None:
     """A copy whose tensors are real, for programs that look at numbers; None if there are none."""
-    tensors = [*_module_tensors(model), *_leaf_tensors((args, kwargs))]
+    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     is_real = all(not isinstance(t, FakeTensor) and t.device.type != "meta" for t in tensors)
     if not is_real or (like.imagined and any(t.device.type != "cpu" for t in tensors)):
         return None
@@ -101,7 +103,12 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _target_device(present: set[str], device_type: str | None) -> str:
+def target_device(present: set[str], device_type: str | None = None) -> str:
+    """The device type whose autocast is meant for tensors on some device types.
+
+    Raises:
+        OptionError: Autocast does not know the device type that was asked for.
+    """
     known = autocast_device_types()
     if device_type is not None:
         if device_type not in known:
@@ -121,7 +128,7 @@ def _is_usable(device_type: str) -> bool:
     return module is not None and bool(module.is_available())
 
 
-def _module_tensors(model: Any) -> list[torch.Tensor]:
+def module_tensors(model: Any) -> list[torch.Tensor]:
     """Parameters, buffers and tensors that modules have as plain attributes."""
     if not isinstance(model, torch.nn.Module):
         return []
@@ -133,7 +140,25 @@ def _module_tensors(model: Any) -> list[torch.Tensor]:
     ]
 
 
-def _leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
+def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
+    """Names of parameters and buffers whose memory is known elsewhere too.
+
+    Args:
+        model: What was called.
+        outputs: What it gave.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return ()
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    holders = Counter(map(storage_id, (*(tensor for _, tensor in named), *leaf_tensors(outputs))))
+    return tuple(name for name, tensor in named if holders[storage_id(tensor)] > 1)
+
+
+def leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
+    """The tensors in nested arguments."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 

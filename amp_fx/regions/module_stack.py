@@ -43,6 +43,10 @@ class CompileFrame:
         default_factory=dict, compare=False, repr=False
     )
 
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The outermost modules that are known here."""
+        return (*(() if self.root is None else (self.root,)), *self.held.values())
+
 
 NO_FRAME = CompileFrame()
 

@@ -1,0 +1,135 @@
+"""What ``amp_fx.store_low`` did: a record for each weight, and a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from amp_fx.explanation.rows import folded_path, without_numbers
+from amp_fx.explanation.table import SHORT, STYLES, human, printed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeight:
+    """What became of one parameter or buffer.
+
+    Attributes:
+        path: Its path in the model; the first one, if it has several.
+        shape: Its sizes.
+        dtype_before: Its dtype before.
+        dtype: Its dtype now.
+        bytes_before: Its elements' memory before.
+        bytes: That now.
+        reason: Why it stayed as it was, else ``""``.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype_before: str
+    dtype: str
+    bytes_before: int
+    bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StorageReport:
+    """What ``amp_fx.store_low`` did. Printed, it is a table; in a notebook, the table too.
+
+    Attributes:
+        model: The model's class.
+        policy: The policy's name.
+        dtype: What weights were stored in.
+        device_type: The device type of the region that it was done for.
+        weights: All parameters and buffers, each once.
+    """
+
+    model: str
+    policy: str
+    dtype: str
+    device_type: str
+    weights: tuple[StoredWeight, ...]
+
+    @property
+    def stored(self) -> tuple[StoredWeight, ...]:
+        """The weights that were stored low."""
+        return tuple(weight for weight in self.weights if not weight.reason)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all weights before."""
+        return sum(weight.bytes_before for weight in self.weights)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights now."""
+        return sum(weight.bytes for weight in self.weights)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dictionaries, lists, strings and numbers, with the fields as keys."""
+        weights = [dataclasses.asdict(w) | {"shape": list(w.shape)} for w in self.weights]
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        totals = {"bytes_before": self.bytes_before, "bytes": self.bytes}
+        return {**fields, "weights": weights, **totals}
+
+    def __str__(self) -> str:
+        """The table, as wide as the terminal."""
+        return printed(_render(self), None)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"<StorageReport of {self.model}: {len(self.stored)} of {len(self.weights)} weights "
+            f"stored in {self.dtype}, {human(self.bytes_before)} -> {human(self.bytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        import io
+
+        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
+        console.print(_render(self))
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _render(report: StorageReport) -> RenderableType:
+    where = f"{report.device_type} {report.dtype}"
+    share = report.bytes / report.bytes_before if report.bytes_before else 1.0
+    head = Text.assemble((report.model, "bold"), f" for {where}, policy {report.policy!r}")
+    sums = Text(
+        f"stored low: {len(report.stored)} of {len(report.weights)} weights;"
+        f" {human(report.bytes_before)} before, {human(report.bytes)} now ({share:.1%})"
+    )
+    return Group(head, sums, Text(""), _table(report))
+
+
+def _table(report: StorageReport) -> Table:
+    """Weights of like layers share a row."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("weight", overflow="fold")
+    table.add_column("x", justify="right", no_wrap=True)
+    table.add_column("was", no_wrap=True)
+    table.add_column("is", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("why it stays", overflow="fold")
+    groups: dict[Any, list[StoredWeight]] = {}
+    for weight in report.weights:
+        key = (without_numbers(weight.path), weight.dtype_before, weight.dtype, weight.reason)
+        groups.setdefault(key, []).append(weight)
+    for (_, before, now, reason), weights in groups.items():
+        table.add_row(
+            folded_path(weight.path for weight in weights),
+            str(len(weights)) if len(weights) > 1 else "",
+            Text(SHORT.get(before, before), style=STYLES.get(before, "")),
+            Text(SHORT.get(now, now), style=STYLES.get(now, "")),
+            human(sum(weight.bytes for weight in weights)),
+            reason,
+        )
+    return table

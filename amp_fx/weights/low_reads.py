@@ -1,0 +1,145 @@
+"""Finds the weights of a rewritten graph that nothing reads but through casts to one low dtype.
+
+Rounding a weight once and for all changes nothing for these: whoever reads them rounds them
+himself. Such a weight may be stored low, or gathered low where it is sharded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, VERSION
+from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
+from amp_fx.policies.calls import CAST
+from amp_fx.weights.kept_cast import kept_cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import fx
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+"""What a float32 weight may be stored in."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRead:
+    """How the readers of one weight take it, all of them.
+
+    Attributes:
+        dtype: What each casts it to.
+        num_casts: How many casts that are.
+        is_direct: Whether each casts the weight itself; else some cast a view of it.
+    """
+
+    dtype: torch.dtype
+    num_casts: int
+    is_direct: bool
+
+    @property
+    def is_one_cast(self) -> bool:
+        """Whether gradients add up in the low dtype, as they would if it were stored low.
+
+        Gradients of several casts, and of a view that repeats elements, add up in float32.
+        """
+        return self.is_direct and self.num_casts == 1
+
+
+def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
+    """The inputs and attributes of a graph that are only read low.
+
+    A view of a weight is no reader, but what reads the view is: rounding and taking a view
+    commute. Nor is a higher-order op whose bodies were rewritten: the readers are in there.
+    Anything else is one: an island, an output, a write, a cast to another dtype.
+
+    Args:
+        gm: A graph with its casts as nodes and their values recorded, as the passes leave it;
+            weights whose casts are kept count too.
+
+    Returns:
+        For each such placeholder or ``get_attr`` node how it is read. Those that nothing reads
+        are not among them.
+    """
+    found = {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, list[fx.Node]] = {}
+    for node in placeholders:
+        slot = KEPT_INPUT.get(node)
+        if slot is not None:
+            copies.setdefault(placeholders[slot.source_index], []).append(node)
+    for node in [*placeholders, *gm.graph.find_nodes(op="get_attr")]:
+        if not KEPT_INPUT.is_on(node) and _may_be_low(node):
+            read = _read_of(gm, node, copies.get(node, []))
+            if read is not None:
+                found[node] = read
+    return found
+
+
+def _may_be_low(node: fx.Node) -> bool:
+    """Whether a node gives a dense float32 tensor that the graph does not write."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        return False
+    is_seen = value.layout is torch.strided and VERSION.is_on(node)
+    return is_seen and version_of(value) == VERSION.of(node)
+
+
+def _read_of(gm: fx.GraphModule, node: fx.Node, copies: list[fx.Node]) -> LowRead | None:
+    """How a weight is read, if that is low; ``copies`` are its kept ones."""
+    casts = dict(_readers(gm, node, is_direct=True))
+    for copy in copies:
+        if any(user.target is not kept_cast for user in copy.users):
+            casts[copy] = True
+    dtypes = {_cast_dtype(cast) for cast in casts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype not in LOW_DTYPES:
+        return None
+    return LowRead(dtype, len(casts), all(casts.values()))
+
+
+def _readers(
+    gm: fx.GraphModule, node: fx.Node, *, is_direct: bool
+) -> Iterator[tuple[fx.Node, bool]]:
+    """What reads a tensor, through views and in bodies, and whether it takes the tensor itself."""
+    for user in node.users:
+        if is_rewritten(user):
+            yield from _readers_in_bodies(gm, user, node, is_direct=is_direct)
+        elif _is_view(user, node):
+            yield from _readers(gm, user, is_direct=False)
+        else:
+            yield user, is_direct
+
+
+def _readers_in_bodies(
+    gm: fx.GraphModule, call: fx.Node, node: fx.Node, *, is_direct: bool
+) -> Iterator[tuple[fx.Node, bool]]:
+    positions = [i for i, operand in enumerate(operands_of(call)) if operand is node]
+    for body in bodies_of(gm, call):
+        placeholders = body.graph.find_nodes(op="placeholder")
+        for position in positions:
+            yield from _readers(body, placeholders[position], is_direct=is_direct)
+
+
+def _is_view(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node gives nothing but views; one that wrote the weight is known by its version."""
+    if user.op == "output" or ISLAND.is_on(user):
+        return False
+    source, results = tensors_in(value_of(node)), tensors_in(value_of(user))
+    storages = {storage_id(tensor) for tensor in (*source, *results)}
+    dtypes = {tensor.dtype for tensor in (*source, *results)}
+    return bool(results) and len(storages) == len(dtypes) == 1
+
+
+def _cast_dtype(reader: fx.Node) -> torch.dtype | None:
+    """What a reader casts to; None if it is no cast, or does more than casting."""
+    if KEPT_INPUT.is_on(reader):
+        return None if KEPT_INPUT.of(reader).is_alias else KEPT_INPUT.of(reader).dtype
+    if reader.target is kept_cast:
+        return value_of(reader).dtype  # type: ignore[no-any-return]
+    if reader.target is not CAST or set(reader.kwargs) != {"dtype"}:
+        return None
+    return reader.kwargs["dtype"]  # type: ignore[return-value]

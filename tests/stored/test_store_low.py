@@ -1,0 +1,443 @@
+"""Weights stored low in place: the bits stay, the bytes go."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import amp_fx
+from amp_fx import CastPolicy, weight_cache
+from amp_fx.errors import CompileTargetError, ExplainError, OptionError, StoreError
+from tests.explanation.models import CASES, mlp
+from tests.parity import oracle
+from tests.parity.cases import CASES as PARITY
+from tests.parity.models import (  # noqa: F401, each registers its cases
+    recurrent,
+    shapes,
+    transformers,
+    weights,
+)
+from tests.programs import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Build = Callable[[], tuple[nn.Module, Sequence[Any]]]
+
+LOW = torch.bfloat16
+
+
+def call(program: Callable[..., Any], args: Sequence[Any], policy: Any = None) -> Any:
+    """What a program gives in the region, without gradients."""
+    with torch.no_grad(), amp_fx.autocast("cpu", LOW, policy=policy):
+        return program(*args)
+
+
+def wide(width: int = 256, depth: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth)]
+    return nn.Sequential(*layers).eval()
+
+
+class Program(nn.Module):
+    """A module whose forward is a function of itself."""
+
+    def __init__(self, program: Callable[[Any, torch.Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        self.program = program
+        self.linear = nn.Linear(8, 8)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.program(self, x)
+
+
+def stored_names(report: amp_fx.StorageReport) -> set[str]:
+    return {weight.path for weight in report.stored}
+
+
+# Bits
+
+
+NAMES = (
+    *("unet", "lstm_cell", "transformer_encoder_eval"),
+    *("decoder_only_with_tied_weights_and_loss", "dynamic_decoder"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")
+def test_parity_models_give_the_bits_that_they_gave(name: str) -> None:
+    def build() -> oracle.Subject:
+        torch.manual_seed(oracle.SEED)
+        subject = PARITY[name].build()
+        subject.program.eval()  # type: ignore[attr-defined]
+        return subject
+
+    def run(subject: oracle.Subject) -> list[list[torch.Tensor]]:
+        program = subject.program
+        torch._dynamo.reset()
+        bare = amp_fx.compile(program, dtype=LOW, options={"compiler": "eager"})
+        ways = (program, compiled(program), bare)
+        outputs = [[call(way, oracle.fresh(subject.args)) for _ in range(2)] for way in ways]
+        return [oracle.tensors_of(each) for each in outputs]
+
+    expected = run(build())
+    subject = build()
+    report = amp_fx.store_low(subject.program)(*oracle.fresh(subject.args))  # type: ignore[arg-type]
+    assert bool(report.stored) == (name != "transformer_encoder_eval")  # a kernel in float32
+    torch.testing.assert_close(run(subject), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_policy_and_its_dtype_hold() -> None:
+    args = CASES["attention"][1]
+    policy = amp_fx.preset("torch").with_modules({"q": CastPolicy.FP32}).with_dtype(LOW)
+    model = CASES["attention"][0]().eval()
+    expected = call(model, args, policy)
+    report = amp_fx.store_low(model, policy=policy)(*args)
+    assert {name.partition(".")[0] for name in stored_names(report)} == {"k", "v", "out"}
+    torch.testing.assert_close(call(model, args, policy), expected, rtol=0, atol=0)
+    assert "changed" in report.policy
+
+
+def test_the_region_around_and_that_of_a_compiled_module_are_taken() -> None:
+    x = torch.randn(2, 16)
+    with torch.autocast("cpu", torch.float16):
+        report = amp_fx.store_low(mlp().eval())(x)
+    assert report.dtype == "float16"
+    model = mlp().eval()
+    half = amp_fx.compile(model, dtype="float16", options={"compiler": "eager"})
+    expected = half(x)
+    assert amp_fx.store_low(half)(x).dtype == "float16"
+    assert model[0].weight.dtype == torch.float16
+    torch.testing.assert_close(half(x), expected, rtol=0, atol=0)
+
+
+# Bytes
+
+
+def test_half_the_bytes_no_copy_besides_and_the_bits_of_inductor() -> None:
+    weight_cache.clear()
+    model, x = wide(), torch.randn(4, 256)
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    run = compiled(model, compiler="inductor", freezing=False)
+    expected = call(run, (x,))
+    assert weight_cache.stats().bytes  # what was compiled before keeps copies
+    report = amp_fx.store_low(model)(x)
+    assert weight_cache.stats().bytes == 0
+    later = compiled(model, compiler="inductor")
+    for program in (run, later, later):
+        torch.testing.assert_close(call(program, (x,)), expected, rtol=0, atol=0)
+    assert weight_cache.stats().bytes == 0
+    now = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert (report.bytes_before, report.bytes) == (before, now)
+    assert now <= 0.52 * before
+
+
+def test_packed_weights_are_dropped_and_kept_again_where_that_is_asked_for() -> None:
+    weight_cache.clear()
+    model, x = wide(depth=1), torch.randn(4, 256)
+    run = compiled(model, compiler="inductor")
+    expected = call(run, (x,))
+    assert weight_cache.stats().values
+    amp_fx.store_low(model)(x)
+    assert not weight_cache.stats().values
+    call(run, (x,))
+    assert not weight_cache.stats().values
+    torch._dynamo.reset()
+    found = call(compiled(model, compiler="inductor", freezing=True), (x,))
+    assert weight_cache.stats().values
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, lambda m: torch.load(_saved(m), weights_only=False)]
+)
+def test_copies_of_the_model_keep_nothing_either(change: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = wide(depth=1), torch.randn(4, 256)
+    amp_fx.store_low(model)(x)
+    weight_cache.clear()
+    changed = change(model)
+    call(compiled(changed, compiler="inductor"), (x,))
+    assert weight_cache.stats().bytes == 0
+
+
+def _saved(model: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+# What stays
+
+
+def _reads_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * self.linear.weight.sum()  # type: ignore[no-any-return]
+
+
+def _only_eager_reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.linear(x)
+    return y if torch.compiler.is_compiling() else y * self.linear.weight.sum()
+
+
+def _only_compiled_reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.linear(x)
+    return y * self.linear.weight.sum() if torch.compiler.is_compiling() else y
+
+
+def _only_with_gradients_reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = self.linear(x)
+    return y * self.linear.weight.sum() if torch.is_grad_enabled() else y
+
+
+def _asks_its_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x * 1.1).to(self.linear.weight.dtype).sin() + self.linear(x)  # type: ignore[no-any-return]
+
+
+def _asks_its_size(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * self.linear.weight.element_size()  # type: ignore[no-any-return]
+
+
+def _breaks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    torch._dynamo.graph_break()
+    return y + 1  # type: ignore[no-any-return]
+
+
+def _hands_out(self: Any, x: torch.Tensor) -> Any:
+    return self.linear(x), self.linear.weight
+
+
+def _writes(self: Any, x: torch.Tensor) -> Any:
+    y = self.linear(x)
+    with torch.no_grad():
+        self.linear.weight.mul_(1.0)
+    return y
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _reads_twice,
+        _only_eager_reads,
+        _only_compiled_reads,
+        _only_with_gradients_reads,
+        _asks_its_dtype,
+        _asks_its_size,
+        _breaks,
+        _hands_out,
+        _writes,
+    ],
+)
+def test_a_weight_stays_that_anything_reads_otherwise(program: Any) -> None:
+    model, x = Program(program).eval(), torch.randn(2, 8)
+    with torch.no_grad():
+        report = amp_fx.store_low(model)(x)
+    assert model.linear.weight.dtype == torch.float32
+    [weight] = [weight for weight in report.weights if weight.path == "linear.weight"]
+    assert weight.reason
+    assert weight.reason in str(report)
+
+
+def _tied() -> nn.Module:
+    other = nn.Linear(8, 8)
+    model = Program(lambda self, x: self.other(self.linear(x)), other=other)
+    other.weight = model.linear.weight
+    return model
+
+
+def _buffer_over_a_weight() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    model.linear.register_buffer("seen", model.linear.weight.detach()[:2])
+    return model
+
+
+def _held_as_an_attribute() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    model.cached = [model.linear.weight.detach()]  # type: ignore[assignment]
+    model.linear.plain = model.linear.weight.detach()
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    model.linear.register_forward_hook(lambda *_: None)
+    return model
+
+
+def _hooked_outside() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    model.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))  # type: ignore[no-untyped-call]
+    return model
+
+
+def _parametrized() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    parametrizations.weight_norm(model.linear)
+    return model
+
+
+def _identity_parametrized() -> nn.Module:
+    model = Program(lambda self, x: self.linear(x))
+    nn.utils.parametrize.register_parametrization(model.linear, "weight", nn.Identity())
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _tied,
+        _buffer_over_a_weight,
+        _held_as_an_attribute,
+        _hooked,
+        _hooked_outside,
+        _parametrized,
+        _identity_parametrized,
+    ],
+)
+def test_a_weight_stays_that_others_may_reach(make: Callable[[], nn.Module]) -> None:
+    model = make().eval()
+    with torch.no_grad():
+        report = amp_fx.store_low(model)(torch.randn(2, 8))
+    assert not {name for name in stored_names(report) if "weight" in name}
+    assert model.linear.weight.dtype == torch.float32  # type: ignore[union-attr]
+
+
+def test_other_dtypes_and_what_nothing_reads_stay() -> None:
+    double = nn.Parameter(torch.randn(8, dtype=torch.float64))
+    model = Program(lambda self, x: self.linear(x) + self.wide.float(), wide=double).eval()
+    model.unused = nn.Linear(2, 2).eval()
+    model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    report = amp_fx.store_low(model)(torch.randn(2, 8))
+    reasons = {weight.path: weight.reason for weight in report.weights}
+    assert reasons == {
+        "linear.weight": "",
+        "linear.bias": "",
+        "wide": "is float64",
+        "unused.weight": "nothing reads it in this call",
+        "unused.bias": "nothing reads it in this call",
+        "count": "is int64",
+    }
+
+
+def test_a_program_that_looks_at_numbers_is_run_on_a_copy() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) if torch.cond(x.sum() > 0, lambda: x + 1, lambda: x - 1).any() else x
+
+    model = Program(forward).eval()
+    model.calls = 0  # type: ignore[assignment]
+    report = amp_fx.store_low(model)(torch.randn(2, 8))
+    assert report.stored
+    assert model.calls == 0
+
+
+def test_a_warning_says_that_nothing_was_stored(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "amp_fx.stored"), torch.no_grad():
+        amp_fx.store_low(Program(_breaks).eval())(torch.randn(2, 8))
+    assert "graph break" in caplog.text
+
+
+# State dicts
+
+
+def test_state_dicts_save_and_load() -> None:
+    model, x = mlp().eval(), torch.randn(2, 16)
+    plain = copy.deepcopy(model)
+    amp_fx.store_low(model)(x)
+    expected = call(model, (x,))
+    state = torch.load(_saved(model.state_dict()), weights_only=True)
+    assert state["0.weight"].dtype == LOW
+
+    other = mlp().eval()
+    amp_fx.store_low(other)(x)
+    other.load_state_dict(state)
+    torch.testing.assert_close(call(other, (x,)), expected, rtol=0, atol=0)
+
+    other.load_state_dict({name: torch.zeros_like(t) for name, t in state.items()})
+    other.load_state_dict(plain.state_dict())  # float32 ones are rounded as their casts were
+    assert other[0].weight.dtype == LOW
+    torch.testing.assert_close(call(other, (x,)), expected, rtol=0, atol=0)
+
+    plain.load_state_dict(state)  # a float32 model takes them, and casts them back
+    torch.testing.assert_close(call(plain, (x,)), expected, rtol=0, atol=0)
+
+
+def test_a_model_on_meta_is_stored_before_it_is_loaded() -> None:
+    with torch.device("meta"):
+        model, x = wide(depth=2), torch.randn(4, 256)
+    report = amp_fx.store_low(model)(x)
+    assert len(report.stored) == 4
+    loaded = wide(depth=2)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(loaded.state_dict())
+    x = torch.randn(4, 256)
+    torch.testing.assert_close(call(model, (x,)), call(loaded, (x,)), rtol=0, atol=0)
+    weight_cache.clear()
+    call(compiled(model, compiler="inductor"), (x,))
+    assert weight_cache.stats().bytes == 0
+
+
+# Errors, and the report
+
+
+def test_a_model_in_training_is_refused() -> None:
+    x = torch.randn(2, 16)
+    with pytest.raises(StoreError, match=r"training mode.*model\.eval"):
+        amp_fx.store_low(mlp())
+    half = mlp().eval()
+    half[2].train()
+    with pytest.raises(StoreError, match="'2' is in training mode"):
+        amp_fx.store_low(half)
+    graded = mlp().eval()
+    graded(x).sum().backward()
+    with pytest.raises(StoreError, match=r"0.weight has a gradient"):
+        amp_fx.store_low(graded)
+    later = mlp().eval()
+    store = amp_fx.store_low(later)
+    later.train()
+    with pytest.raises(StoreError):
+        store(x)
+    assert all(p.dtype == torch.float32 for p in later.parameters())
+
+
+def test_wrong_arguments_are_refused_and_nothing_changes() -> None:
+    with pytest.raises(CompileTargetError, match=r"torch\.nn\.Module"):
+        amp_fx.store_low(torch.sin)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="float32"):
+        amp_fx.store_low(mlp().eval(), dtype="float32")(torch.randn(2, 16))
+    model = mlp().eval()
+    with pytest.raises(ExplainError, match=r"cannot be traced|does not run"):
+        amp_fx.store_low(model)(torch.randn(2, 17))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_report_is_data_and_a_table() -> None:
+    model = wide(depth=2)
+    report = amp_fx.store_low(model)(torch.randn(4, 256))
+    data = report.to_dict()
+    assert data["bytes"] == report.bytes == sum(w["bytes"] for w in data["weights"])
+    text = str(report)
+    assert "stored low: 4 of 8 weights" in text
+    assert "0-1.1.weight" in text
+    assert "4 of 8 weights stored in bfloat16" in repr(report)
+    assert "<pre" in report._repr_html_()
+
+
+def test_a_second_call_changes_nothing() -> None:
+    model, x = wide(depth=1), torch.randn(4, 256)
+    amp_fx.store_low(model)(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = amp_fx.store_low(model)(x)
+    assert not report.stored
+    assert "is bfloat16" in str(report)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
