@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
+    from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
@@ -49,6 +50,7 @@ __all__ = [
     "custom_fwd",
     "draw",
     "explain",
+    "fsdp_policy",
     "preset",
     "register_device",
     "register_op",
@@ -68,6 +70,7 @@ _LAZY = {
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
+    "fsdp_policy": "amp_fx.integrations.fsdp",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",

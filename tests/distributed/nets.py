@@ -23,7 +23,7 @@ NUM_MICRO = 2
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, width)
@@ -35,11 +35,11 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.first = nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.last = nn.Linear(32, 8)
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.last = nn.Linear(width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -49,10 +49,10 @@ class Net(nn.Module):
         return out
 
 
-def make_net() -> Net:
+def make_net(width: int = 32) -> Net:
     """The same weights every time."""
     torch.manual_seed(0)
-    return Net()
+    return Net(width)
 
 
 def compiled(model: Any, compiler: str = "aot_eager", **options: Any) -> Any:
@@ -108,6 +108,7 @@ def compare(
     make_optimizer: Callable[[nn.Module], Any] | None = None,
     compile_with: Compile = compiled,
     context: Callable[[], Any] = autocast,
+    only: str | None = None,
     **how: Any,
 ) -> dict[str, Any]:
     """Trains with amp_fx and in eager autocast, in the same wrapper.
@@ -118,6 +119,7 @@ def compare(
         make_optimizer: AdamW if None.
         compile_with: What compiles.
         context: Around the forward of the compiled one.
+        only: "eager" or "ours"; None for both.
         how: For ``train``.
 
     Returns:
@@ -125,6 +127,8 @@ def compare(
     """
     found: dict[str, Any] = {}
     for name, compile_ in (("eager", as_it_is), ("ours", compile_with)):
+        if only not in (None, name):
+            continue
         amp_fx.weight_cache.clear()
         torch._dynamo.reset()
         model = make(compile_)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import ddp_cases, scaler_cases, sharded_cases
+from tests.distributed import ddp_cases, fsdp_cases, scaler_cases, sharded_cases
 from tests.distributed.spawn import run_cases
 
 
@@ -35,6 +35,8 @@ CASES = (
     sharded_cases.tensor_parallel,
     sharded_cases.stand_in,
     scaler_cases.scaler,
+    fsdp_cases.gathered_low,
+    fsdp_cases.sharded_already,
 )
 
 if __name__ == "__main__":
