@@ -37,6 +37,7 @@ def test_every_field_can_be_given() -> None:
         "freezing": False,
         "fold_batch_norm": True,
         "range_guard": False,
+        "narrow_gathers": False,
         "bare_region": False,
         "fallback": False,
         "passes": (NoPass(),),

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
+from amp_fx import stats
 from tests.distributed.nets import (
     Net,
     as_it_is,
@@ -75,9 +76,9 @@ def outside(rank: int) -> Any:
 
     found = {}
     with small_buckets():
-        before = amp_fx.stats.snapshot()["graphs"]
+        before = stats.snapshot()["graphs"]
         found["parts"] = compare(wrap_first, rank, without_sync=no_sync)
-        found["parts"]["graphs"] = amp_fx.stats.snapshot()["graphs"] - before
+        found["parts"]["graphs"] = stats.snapshot()["graphs"] - before
         with torch._dynamo.config.patch(optimize_ddp=False):
             found["whole"] = compare(wrap_first, rank, without_sync=no_sync, context=bare)
     return found
@@ -139,8 +140,8 @@ def local_sgd(rank: int) -> Any:
                 weight.data.div_(2)
 
         found[name] = train(model, rank, after_update=average)
-        stats = amp_fx.weight_cache.stats()
-        found["kept"], found["made"] = stats.entries, stats.refreshes
+        kept = amp_fx.weight_cache.stats()
+        found["kept"], found["made"] = kept.entries, kept.refreshes
     return found
 
 
@@ -228,6 +229,6 @@ def pipeline(rank: int) -> Any:
                 schedule.step(x) if rank == 0 else schedule.step(target=y, losses=losses)
             optimizer.step()
             found[name] += [loss.item() for loss in losses]
-        stats = amp_fx.weight_cache.stats()
-        found["kept"], found["made"] = stats.entries, stats.refreshes
+        kept = amp_fx.weight_cache.stats()
+        found["kept"], found["made"] = kept.entries, kept.refreshes
     return found

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 import amp_fx
-from tests.distributed.nets import as_it_is, compare, make_net
+from amp_fx import stats
+from tests.distributed.nets import as_it_is, compare, compiled, make_net
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -99,6 +105,37 @@ def gathered_low(rank: int) -> Any:
                     only=which,
                 )
             both[which] = losses[which], sent
+    return found
+
+
+class Gather(nn.Module):
+    def forward(self, weight: Any) -> Any:
+        whole = weight.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial("avg")])
+
+
+def simple(compile_: Any) -> Any:
+    """SimpleFSDP: weights are gathered by what the graph itself says."""
+    model = make_net()
+    mesh = init_device_mesh("cpu", (2,))
+    for module in list(model.modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(spread))
+            register_parametrization(module, name, Gather(), unsafe=True)
+    return compile_(model)
+
+
+def gathered_in_graph(rank: int) -> Any:
+    """Losses with and without ``narrow_gathers``, and what was counted."""
+    found = {}
+    for narrows in (True, False):
+        before = stats.snapshot()
+        compile_ = functools.partial(compiled, narrow_gathers=narrows)
+        losses = compare(simple, rank, compile_with=compile_)
+        done = stats.snapshot()
+        done.subtract(before)
+        found[narrows] = losses, dict(done)
     return found
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import amp_fx
 from amp_fx.errors import ShardingError, ShardingWarning
 from tests.distributed.fsdp_cases import CAN_TELL_APART
-from tests.distributed.nets import Net
+from tests.distributed.nets import NUM_CASTS, Net
 
 Ranks = list[dict[str, Any]]
 
@@ -69,3 +69,16 @@ def test_sharded_models_are_told_from_others(ranks: Ranks) -> None:
     for rank in ranks:
         assert "explain it before fully_shard" in rank["sharded_already"][0]
         assert ("before fully_shard" if CAN_TELL_APART else "2.15") in rank["sharded_already"][1]
+
+
+def test_graphs_that_gather_weights_gather_them_low(ranks: Ranks) -> None:
+    """Every weight but those of norms is gathered low, once; what is added up stays float32."""
+    shapes = {name: weight.numel() for name, weight in Net().named_parameters()}
+    saved = sum(2 * numel // 2 for name, numel in shapes.items() if "norm" not in name)
+    for rank in ranks:
+        (low, with_pass), (high, without) = (rank["gathered_in_graph"][on] for on in (True, False))
+        assert low["ours"] == high["ours"] == low["eager"]
+        assert with_pass["gathers_narrowed"] == NUM_CASTS
+        assert without.get("gathers_narrowed", 0) == 0
+        assert without["bytes_sent"] == without["bytes_sent_before"]
+        assert without["bytes_sent"] - with_pass["bytes_sent"] == saved
