@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m amp_fx.demo.distributed
 
 On NCCL where every process finds a GPU of its own, else on gloo and the CPU. Each wrapper is
-trained twice with the same batches, in eager ``torch.autocast`` and compiled by amp_fx inside of it.
+trained twice with the same batches, in eager ``torch.autocast`` and compiled by amp_fx inside it.
 """
 
 from __future__ import annotations
