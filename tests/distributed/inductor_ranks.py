@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ WRAPPERS = {
 }
 COMPILERS = {
     "eager": as_it_is,
-    "native": lambda model: torch.compile(model),
+    "native": functools.partial(torch.compile, backend="inductor"),
     "ours": lambda model: compiled(model, "inductor"),
 }
 
