@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import amp_fx
-from amp_fx import weight_cache
+from amp_fx import __version__, weight_cache
 from amp_fx.errors import ShardingError
 from amp_fx.explanation.entry import explain
 from amp_fx.integrations.fsdp import fsdp_policy
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.rank == 0:
             where = f"{place.num_ranks} processes on {place.device.type}, torch {torch.__version__}"
             console = Console(width=max(Console().width, 120))
-            console.print(f"amp_fx {amp_fx.__version__}, {where}, {place.compiler}")
+            console.print(f"amp_fx {__version__}, {where}, {place.compiler}")
             console.print(table_of(runs, given.updates))
     losses = [loss for pair in runs.values() for run in pair for loss in run.losses]
     return 0 if all(map(math.isfinite, losses)) else 1
