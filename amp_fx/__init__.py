@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amp_fx.exporting.entry import export
     from amp_fx.exporting.onnx_form import for_onnx
     from amp_fx.exporting.package import package
+    from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
@@ -54,6 +55,7 @@ __all__ = [
     "explain",
     "export",
     "for_onnx",
+    "fsdp_policy",
     "package",
     "preset",
     "register_device",
@@ -77,6 +79,7 @@ _LAZY = {
     "export": "amp_fx.exporting.entry",
     "for_onnx": "amp_fx.exporting.onnx_form",
     "package": "amp_fx.exporting.package",
+    "fsdp_policy": "amp_fx.integrations.fsdp",
     "register_pass": "amp_fx.added_passes",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",

@@ -308,7 +308,7 @@ def _compile(found: Rewritten, example_inputs: Sequence[Any], options: Options) 
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))
-        plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+        plan = plan_kept_casts(gm, example_inputs, verify=options.verify, root=found.root)
         if plan is None:
             return _compile_or_run_eagerly(gm, example_inputs, options)
         added = example_copies(gm, example_inputs)
@@ -341,7 +341,7 @@ def _compile_frozen(
     except Exception:  # whatever it is, the other way has its own fallback
         log.debug("not frozen", exc_info=True)
         return None
-    return Frozen(frozen, _compiled_later(found, options))
+    return Frozen(frozen, _compiled_later(found, example_inputs, options))
 
 
 def _not_frozen(found: Rewritten, options: Options) -> set[int]:
@@ -349,11 +349,11 @@ def _not_frozen(found: Rewritten, options: Options) -> set[int]:
     return set() if options.freezing else stored_tensors(found.frame.modules())
 
 
-def _compiled_later(found: Rewritten, options: Options) -> Compiled:
+def _compiled_later(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> Compiled:
     """A rewritten graph that keeps casts, to be compiled when it is first called."""
     gm = found.gm
     lay_out_kept_copies(gm, inductor_config(options))
-    plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+    plan = plan_kept_casts(gm, example_inputs, verify=options.verify, root=found.root)
     compiled = _later(gm, options, found.passes)
     if plan is None:
         return compiled

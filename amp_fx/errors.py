@@ -58,6 +58,14 @@ class StoreError(AmpFxError, RuntimeError):
     """The weights of a model cannot be stored low: it is being trained."""
 
 
+class ShardingError(AmpFxError, RuntimeError):
+    """A policy for FSDP2 cannot be made: torch is too old, or the model is another one."""
+
+
+class ShardingWarning(UserWarning):
+    """A policy for FSDP2 saves nothing."""
+
+
 class AccuracyError(AmpFxError, RuntimeError):
     """A program's accuracy cannot be examined: what is there to run has no float32 numbers."""
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,10 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.fallback import warn_eager
 from amp_fx.inductor_repair import repaired
+from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
+from amp_fx.stats import record
+from amp_fx.weights.managed import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +36,7 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     if options.compiler == "eager":
         return gm.forward
     if not uses_inductor(example_inputs, options):
-        return _aot_eager(gm, example_inputs)
+        return _aot_eager(gm, example_inputs, options)
     return _inductor(gm, example_inputs, options)
 
 
@@ -92,13 +96,28 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     # Inductor's own freezing would take kept copies for constant, and weights.
-    with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False):
+    with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False), _in_keys(options):
+        if is_distributed():
+            compile_inside = _narrowing(compile_inside, options)
         return compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
             inner_compile=compile_inside,
             config_patches=inductor_config(options),
         )
+
+
+def _in_keys(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Tells on-disk caches whether what a graph gathers was narrowed.
+
+    Relies on ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
+    """
+    if not is_distributed():
+        return contextlib.nullcontext()
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} amp_fx: narrow_gathers={options.narrow_gathers}"
+    patch: contextlib.AbstractContextManager[None] = config.patch(cache_key_tag=tag.strip())
+    return patch
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -157,10 +176,45 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
     return patch
 
 
-def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-    from torch._dynamo.backends.debugging import aot_eager
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
-    return aot_eager(gm, list(example_inputs))
+    if not is_distributed():
+        return aot_eager(gm, list(example_inputs))
+    compiler = _narrowing(boxed_nop, options)
+    return aot_eager(gm, list(example_inputs), fw_compiler=compiler, bw_compiler=compiler)
+
+
+def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """A compiler of AOTAutograd's graphs that looks after their collectives first."""
+
+    def compile_narrowed(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        look_after_collectives(gm, narrows=options.narrow_gathers)
+        return compile_inside(gm, example_inputs, **kwargs)
+
+    return compile_narrowed
+
+
+def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
+    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire.
+
+    Args:
+        gm: The graph.
+        narrows: Whether to narrow, or only to count.
+    """
+    before = wire_bytes(gm.graph)
+    if not before:
+        return
+    counts = Counter(bytes_sent=before, bytes_sent_before=before)
+    if narrows:
+        result = NarrowGathers().call(gm)
+        if result.modified:
+            gm.graph.lint()
+            gm.recompile()
+        counts = Counter(bytes_sent=wire_bytes(gm.graph), bytes_sent_before=before)
+        counts.update(result.counts)
+    log.info("collectives: %s", dict(counts))
+    record(counts)
 
 
 def _can_use_inductor(example_inputs: Sequence[Any]) -> bool:

@@ -64,6 +64,8 @@ class Options:
             was measured to be faster on this machine (``amp_fx.product_costs``).
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
+        narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
+            it is gathered (``amp_fx.passes.narrow_gathers``).
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
@@ -89,6 +91,7 @@ class Options:
     weight_grads: str | None = None
     products: str = "auto"
     range_guard: bool = True
+    narrow_gathers: bool = True
     bare_region: bool = True
     fallback: bool = True
     passes: tuple[Pass, ...] = ()
@@ -249,6 +252,7 @@ _CONVERT = {
     "weight_grads": _to_choice,
     "products": _to_choice,
     "range_guard": _to_bool,
+    "narrow_gathers": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
     "passes": _to_passes,

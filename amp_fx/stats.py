@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from amp_fx.passes.base import PassReport
 
@@ -21,6 +21,12 @@ def record_graph(reports: Iterable[PassReport]) -> None:
         _counts["graphs"] += 1
         for report in reports:
             _counts.update(report.counts)
+
+
+def record(counts: Mapping[str, int]) -> None:
+    """Adds what was done to a graph of AOTAutograd."""
+    with _lock:
+        _counts.update(counts)
 
 
 def snapshot() -> Counter[str]:

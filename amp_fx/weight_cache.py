@@ -33,6 +33,7 @@ from rich.table import Column, Table
 
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,10 +125,10 @@ def _tensors_of(model_or_tensor: Any) -> set[int] | None:
     if model_or_tensor is None:
         return None
     if isinstance(model_or_tensor, torch.Tensor):
-        return {id(model_or_tensor)}
+        return {id(part_of(model_or_tensor))}
     if isinstance(model_or_tensor, torch.nn.Module):
         parts = (*model_or_tensor.parameters(), *model_or_tensor.buffers())
-        return {id(tensor) for tensor in parts}
+        return {id(part_of(tensor)) for tensor in parts}
     raise TypeError(
         f"invalidate takes a module, a tensor or None, not {type(model_or_tensor).__name__}"
     )

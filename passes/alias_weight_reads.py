@@ -32,6 +32,7 @@ from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.keep_weight_casts import add_kept_input
 from amp_fx.weights.kept_cast import kept_cast
+from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from torch import fx
@@ -53,6 +54,8 @@ class AliasWeightReads:
         counts: Counter[str] = Counter()
         for index in sorted({slot.source_index for slot in slots} - aliased):
             weight = placeholders[index]
+            if is_spread(value_of(weight)):
+                continue
             reads = [user for user in weight.users if _is_replaceable(user)]
             if reads and storage_id(value_of(weight)) not in handed_out:
                 _alias(gm.graph, weight, index, reads)

@@ -39,6 +39,7 @@ def test_every_field_can_be_given() -> None:
         "weight_grads": "float32",
         "products": "wide",
         "range_guard": False,
+        "narrow_gathers": False,
         "bare_region": False,
         "fallback": False,
         "passes": (NoPass(),),

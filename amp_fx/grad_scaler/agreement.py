@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler.pipelines import pipeline_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +23,10 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Agreement:
-    """The processes that a scaler agrees with: those of a group, and those of DTensors' meshes.
+    """The processes that a scaler agrees with.
+
+    Those of a group, those of DTensors' meshes, and those of pipelines. Where all gradients are
+    summed over processes, as by DDP, an overflow of one arrives at all, and nobody has to agree.
 
     A copy agrees with the same group. One that was pickled has lost it: a group belongs to its
     process.
@@ -44,7 +49,9 @@ class Agreement:
         """Whether there is nobody to ask about the gradients of this optimizer."""
         if self.process_group is not None:
             return False
-        return not (dist.is_available() and dist.is_initialized()) or not self._meshes(optimizer)
+        if not (dist.is_available() and dist.is_initialized()):
+            return True
+        return not self._meshes(optimizer) and not self.pipelines(optimizer)
 
     def reduce_(self, found_inf: Tensor, optimizer: Any) -> None:
         """Take the largest flag of all processes; each has to call this, gradients or not.
@@ -59,6 +66,13 @@ class Agreement:
         for mesh in self._meshes(optimizer):
             for dim in range(mesh.ndim):
                 dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group(dim))
+        for group in self.pipelines(optimizer):
+            if group is not self.process_group:
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
+
+    def pipelines(self, optimizer: Any) -> list[Any]:
+        """The groups of the pipelines of which an optimizer updates a stage."""
+        return pipeline_groups(optimizer, params_of(optimizer))
 
     def _meshes(self, optimizer: Any) -> list[DeviceMesh]:
         """The meshes of an optimizer's parameters that do not lie within the group."""
@@ -102,10 +116,23 @@ def local(tensor: Tensor) -> Tensor:
     return cast("Any", tensor)._local_tensor if any_dtensor([tensor]) else tensor
 
 
-def clip_together_(params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Clip DTensor gradients by the norm that all processes' parts have together; returns it."""
-    norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-    return cast("DTensor", norm).full_tensor() if any_dtensor([norm]) else norm
+def norm_together(params: list[Tensor], norm_type: float) -> Tensor:
+    """The norm that the gradients of all processes have together.
+
+    Each mesh by itself, and what is on no mesh, as `get_total_norm` takes no mixture.
+    """
+    grads = [param.grad for param in params if param.grad is not None]
+    by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_mesh[_mesh(grad) if any_dtensor([grad]) else None].append(grad)
+    norms = [_full(torch.nn.utils.get_total_norm(part, norm_type)) for part in by_mesh.values()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return cast("DTensor", tensor).full_tensor() if any_dtensor([tensor]) else tensor
 
 
 def _mesh(param: Tensor) -> DeviceMesh:

@@ -11,13 +11,14 @@ import functools
 import inspect
 import warnings
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler.local_parts import can_step_parts, stepping_parts
 from amp_fx.grad_scaler.outputs import widen
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
@@ -35,10 +36,13 @@ class CompiledStep:
 
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
-    tensors in their state, which nothing on the device can put back, for sparse gradients or
-    gradients on several devices, and where several processes have to agree. Optimizers that are
-    fused run eagerly too, and do not wait. An optimizer whose step reads values itself, as
-    Adafactor's does, waits there.
+    tensors in their state, which nothing on the device can put back, and for sparse gradients or
+    gradients on several devices. Optimizers that are fused run eagerly too, and do not wait. An
+    optimizer whose step reads values itself, as Adafactor's does, waits there.
+
+    Where several processes have to agree, the call is two compiled ones, with the exchange of the
+    flag and of the norm between them. DTensors are stepped part by part; optimizers that look at
+    more than an element at a time (Muon, Adafactor, those of others) run eagerly on them.
 
     Put back on overflow are the parameters and the tensors in the optimizer's `state` and
     `param_groups`; a step that writes others cannot be compiled this way.
@@ -108,8 +112,8 @@ class CompiledStep:
             return self._give_up("its gradients are sparse")
         if len({group.device for group in groups}) > 1:
             return self._give_up("its gradients are on several devices")
-        if not self._scaler._agreement.is_alone(self._optimizer):
-            return self._give_up("several processes have to agree on each of them")
+        if not can_step_parts(self._optimizer):
+            return self._give_up("its parameters are spread over processes")
         return all(id(param) in self._params_with_state for param in self._params())
 
     def _give_up(self, reason: str, *, stacklevel: int = 4) -> bool:
@@ -165,20 +169,51 @@ class CompiledStep:
     def _step_compiled(self, groups: list[GradGroup]) -> Any:
         scaler, optimizer = self._scaler, self._optimizer
         if self._compiled is None:
-            self._compiled = torch.compile(self._function(), **self._compile_options)
-        params = self._params()
-        written, grads = written_tensors(optimizer, params), _grads(params)
-        if self._num_compiled != len(params):  # what is compiled now sees the marks
-            mark_kept_in_place([*written, *grads])
-            self._num_compiled = len(params)
-        inv_scale = on_devices(scaler._inv_scale())[groups[0].device]
-        with self._learning_rates_as_tensors():
-            result, found_inf, self.norm = self._compiled(params, written, grads, inv_scale)
+            functions = unscale_and_check, self._step_function(), self._function()
+            compiled = (torch.compile(f, **self._compile_options) for f in functions)
+            self._compiled = CompiledParts(*compiled)
+        is_alone = scaler._agreement.is_alone(optimizer)
+        found_inf, result = (self._step_alone if is_alone else self._step_together)(groups)
         mark_stepped(optimizer)
         state = scaler._states.of(optimizer)
         state.found_inf = {found_inf.device: found_inf}
         scaler._stepped(state)
         return result
+
+    def _step_alone(self, groups: list[GradGroup]) -> tuple[Tensor, Any]:
+        with self._learning_rates_as_tensors():
+            params, written, grads = self._marked()
+            result, found_inf, self.norm = self._compiled.whole(
+                params, written, grads, self._inv_scale(groups)
+            )
+        return found_inf, result
+
+    def _step_together(self, groups: list[GradGroup]) -> tuple[Tensor, Any]:
+        """The same in two calls, between which processes exchange what they found."""
+        scaler, optimizer = self._scaler, self._optimizer
+        grads = [grad for group in groups for grad in group.grads]
+        mark_kept_in_place(grads)
+        found_inf = self._compiled.check(grads, self._inv_scale(groups))
+        scaler._agreement.reduce_(found_inf, optimizer)
+        factor = None
+        if self._max_norm is not None:
+            self.norm = scaler._norm(optimizer, groups, self._norm_type)
+            factor = clip_factor(self.norm, self._max_norm)
+        with stepping_parts(optimizer), self._learning_rates_as_tensors():
+            result = self._compiled.step(*self._marked(), found_inf, factor)
+        return found_inf, result
+
+    def _marked(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Parameters with gradients, all that a step writes, and the gradients."""
+        params = self._params()
+        written, grads = written_tensors(self._optimizer, params), _grads(params)
+        if self._num_compiled != len(params):  # what is compiled now sees the marks
+            mark_kept_in_place([*written, *grads])
+            self._num_compiled = len(params)
+        return params, written, grads
+
+    def _inv_scale(self, groups: list[GradGroup]) -> Tensor:
+        return on_devices(self._scaler._inv_scale())[groups[0].device]
 
     @contextlib.contextmanager
     def _learning_rates_as_tensors(self) -> Iterator[None]:
@@ -206,23 +241,41 @@ class CompiledStep:
                 group["lr"] = rate
 
     def _function(self) -> Any:
-        """The function to compile."""
-        optimizer = self._optimizer
-        step = bare_step(optimizer)
+        """The function to compile where one process steps by itself."""
+        step_or_put_back = self._step_function()
         max_norm, norm_type = self._max_norm, self._norm_type
 
         @torch.no_grad()
         def unscale_check_clip_step(
             params: list[Tensor], written: list[Tensor], grads: list[Tensor], inv_scale: Tensor
         ) -> tuple[Any, Tensor, Tensor | None]:
-            for grad in grads:
-                grad.mul_(inv_scale)
-            overflowed = torch.stack([grad.isfinite().all() for grad in grads]).all().logical_not()
-            norm = None
+            found_inf = unscale_and_check(grads, inv_scale)
+            norm = factor = None
             if max_norm is not None:
                 norm = _total_norm(grads, norm_type)
+                factor = clip_factor(norm, max_norm)
+            result = step_or_put_back(params, written, grads, found_inf, factor)
+            return result, found_inf, norm
+
+        return unscale_check_clip_step
+
+    def _step_function(self) -> Any:
+        """The part of it that comes after the check."""
+        optimizer = self._optimizer
+        step = bare_step(optimizer)
+
+        @torch.no_grad()
+        def step_or_put_back(
+            params: list[Tensor],
+            written: list[Tensor],
+            grads: list[Tensor],
+            found_inf: Tensor,
+            factor: Tensor | None,
+        ) -> Any:
+            overflowed = found_inf != 0
+            if factor is not None:
                 # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                factor = torch.where(overflowed, 1.0, clip_factor(norm, max_norm))
+                factor = torch.where(overflowed, 1.0, factor)
                 for grad in grads:
                     grad.mul_(factor)
             old = [tensor.clone() for tensor in written]
@@ -230,9 +283,26 @@ class CompiledStep:
             # Looked up again: a step may put new tensors in the place of old ones.
             for tensor, value in zip(written_tensors(optimizer, params), old, strict=True):
                 tensor.copy_(torch.where(overflowed, value, tensor))
-            return result, overflowed.to(torch.float32), norm
+            return result
 
-        return unscale_check_clip_step
+        return step_or_put_back
+
+
+class CompiledParts(NamedTuple):
+    """What a step is made of: of the first two where processes agree in between, or of the last."""
+
+    check: Any
+    step: Any
+    whole: Any
+
+
+@torch.no_grad()
+def unscale_and_check(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
+    """Multiply gradients by `inv_scale`, and return 1.0 if one of them is not finite, else 0.0."""
+    for grad in grads:
+        grad.mul_(inv_scale)
+    overflowed = torch.stack([grad.isfinite().all() for grad in grads]).all().logical_not()
+    return overflowed.to(torch.float32)
 
 
 def _grads(params: list[Tensor]) -> list[Tensor]:

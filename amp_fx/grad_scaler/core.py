@@ -10,11 +10,12 @@ from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerStateError
 from amp_fx.grad_scaler import arguments, host_scale, unscale
-from amp_fx.grad_scaler.agreement import any_dtensor, clip_together_, params_of
+from amp_fx.grad_scaler.agreement import any_dtensor, norm_together, params_of
 from amp_fx.grad_scaler.gradients import GradGroup, group_gradients
 from amp_fx.grad_scaler.host_scale import HostScale
 from amp_fx.grad_scaler.ledger import Ledger
 from amp_fx.grad_scaler.names import ParameterNames
+from amp_fx.grad_scaler.pipelines import norm_of_all
 from amp_fx.grad_scaler.reports import StepReport, count_overflows
 from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates
 
@@ -58,7 +59,7 @@ class ScalerCore(torch.amp.GradScaler):
         if self._states.known(optimizer) is None:
             arguments.optimizer(optimizer)
         if self._scale is None:
-            if self._agreement.process_group is not None:
+            if not self._agreement.is_alone(optimizer):
                 # A process that had no loss must not leave the others waiting for its flag.
                 self._lazy_init_scale_growth_tracker(params_of(optimizer)[0].device)
             self._check_scale_growth_tracker(name)
@@ -94,11 +95,15 @@ class ScalerCore(torch.amp.GradScaler):
 
     def _clip(self, optimizer: Any, max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients that are not scaled, or not any longer; returns their norm."""
-        params = params_of(optimizer)
-        if any_dtensor(params):
-            return clip_together_(params, max_norm, norm_type)
         groups = self._group(optimizer, allow_fp16=True, coalesce=True)
-        return unscale.clip_(groups, max_norm, norm_type)
+        return unscale.clip_(groups, max_norm, self._norm(optimizer, groups, norm_type))
+
+    def _norm(self, optimizer: Any, groups: list[GradGroup], norm_type: float) -> Tensor:
+        """The norm of gradients that are not scaled: those of all shards, and of all stages."""
+        params = params_of(optimizer)
+        are_spread = any_dtensor(params)
+        norm = norm_together(params, norm_type) if are_spread else unscale.norm(groups, norm_type)
+        return norm_of_all(norm, norm_type, self._agreement.pipelines(optimizer))
 
     def _inv_scale(self) -> Tensor:
         assert self._scale is not None

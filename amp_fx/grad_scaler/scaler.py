@@ -79,7 +79,8 @@ class GradScaler(Bookkeeping):
         history_size: how many updates `history` remembers.
         process_group: the processes that skip a step together if one of them overflowed, so that
             their scales stay equal. Each must call the same methods, whether it has gradients or
-            not. Those of DTensor parameters' meshes take part by themselves.
+            not. Those of DTensor parameters' meshes (FSDP2, tensor parallel) and of pipelines take
+            part by themselves; after DDP an overflow has arrived everywhere.
 
     Raises:
         ScalerValueError: an argument has a value that is not allowed.
@@ -231,7 +232,7 @@ class GradScaler(Bookkeeping):
         arguments.optimizer(optimizer)
         if not self._enabled:
             return self._clip(optimizer, max_norm, norm_type)
-        are_spread = any_dtensor(params_of(optimizer))
+        are_spread = any_dtensor(params_of(optimizer)) or self._agreement.pipelines(optimizer)
         state = self._begin_unscale("unscale_and_clip_", optimizer)
         groups = self._group(optimizer, coalesce=True)
         inv_scale, may_amplify = self._inv_scale(), self._may_amplify()

@@ -133,9 +133,14 @@ def unscale_and_clip_(
 
 
 @torch.no_grad()
-def clip_(groups: list[GradGroup], max_norm: float, norm_type: float) -> Tensor:
+def norm(groups: list[GradGroup], norm_type: float) -> Tensor:
+    """The norm of gradients, in their own dtype, float32 at least."""
+    return _total_norm(groups, norm_type).to(_norm_dtype(groups))
+
+
+@torch.no_grad()
+def clip_(groups: list[GradGroup], max_norm: float, norm: Tensor) -> Tensor:
     """Clip unscaled gradients by their norm, and return it."""
-    norm = _total_norm(groups, norm_type).to(_norm_dtype(groups))
     factors = on_devices(clip_factor(norm, max_norm))
     for group in groups:
         torch._foreach_mul_(group.grads, factors[group.device])

@@ -1104,6 +1104,24 @@ PyObject* mark(PyObject*, PyObject* list) {
   END_HANDLE_TH_ERRORS
 }
 
+// stands_for(whole, part): what is said of a DTensor, also by ops that write lists, is said of its
+// part in this process. Its own storage, which holds nothing, tells which DTensor that is.
+PyObject* stands_for(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *whole = nullptr, *part = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO", &whole, &part)) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(whole);
+  if (tensor.has_storage()) {
+    const RecordRef record = record_of(THPVariable_Unpack(part).storage().getWeakStorageImpl().lock());
+    std::lock_guard<std::mutex> guard(records_mutex());
+    records()[tensor.storage().unsafeGetStorageImpl()] = record;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // The same bytes as a weight's in a storage of its own: who asks it for a pointer does not ask
 // the weight's. It keeps the weight's storage alive and has the weight's version.
 PyObject* alias(PyObject*, PyObject* object) {
@@ -1213,6 +1231,7 @@ PyMethodDef functions[] = {
     {"unwatch", unwatch, METH_O, "Watches it no longer."},
     {"watched", watched, METH_O, "Whether a write would be noticed, and none was."},
     {"mark", mark, METH_O, "Says that the tensors of a list were written."},
+    {"stands_for", stands_for, METH_VARARGS, "What is said of a DTensor is said of its part."},
     {"alias", alias, METH_O, "The same bytes in a storage of its own."},
     {"watch_list_ops", watch_list_ops, METH_NOARGS, "Sees ops that write lists of tensors."},
     {"watched_list_ops", watched_list_ops, METH_NOARGS, "Their names."},

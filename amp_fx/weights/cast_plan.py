@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
+
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.device_sample import DeviceSample
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
+from amp_fx.weights.spread import spreading, with_parts
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -41,6 +45,8 @@ class Plan:
             with the weights.
         on_accelerator: Whether any weight is on a device that has streams.
         inside: Which slots a first call casts itself (``first_call``).
+        num_inputs: Number of inputs that Dynamo gives.
+        specs: For the slots whose weights are DTensors, by position, how their copies lie.
     """
 
     def __init__(
@@ -53,8 +59,17 @@ class Plan:
         verify: str,
         on_accelerator: bool = False,
         inside: Sequence[int] = (),
+        num_inputs: int = 0,
+        specs: Mapping[int, Any] | None = None,
     ) -> None:
-        self.slots = tuple(slots)
+        self.specs = {len(passed) + i: spec for i, spec in (specs or {}).items()}
+        self.spread = tuple(sorted({slots[i].source_index for i in specs or ()}))
+        # Behind what Dynamo gives come the parts of DTensors: those are what is watched.
+        parts = {index: num_inputs + i for i, index in enumerate(self.spread)}
+        self.slots = tuple(
+            dataclasses.replace(s, source_index=parts.get(s.source_index, s.source_index))
+            for s in slots
+        )
         self.owner = owner
         self.passed = tuple(passed)
         self.is_pure = is_pure
@@ -79,7 +94,7 @@ class Plan:
             compiled: Takes the inputs that are passed, and the copies.
         """
         wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
-        return self._verifying(wrap(compiled))
+        return with_parts(self.spread, self._verifying(wrap(spreading(self.specs, compiled))))
 
     def wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a graph in two variants.
@@ -102,8 +117,8 @@ class Plan:
             inputs, ticket = enter(args), None
             if inputs is None:
                 inputs, ticket = prepare_first(args)
-            if ticket is None and not compiled.is_ready and not is_alone():
-                inputs, ticket = self._without_inside(inputs), ()  # compiling would disturb them
+            if ticket is None and not compiled.is_ready and not self._may_compile(args):
+                inputs, ticket = self._without_inside(inputs), ()
             try:
                 outputs = compiled(*inputs) if ticket is None else first(*inputs)
             finally:
@@ -116,6 +131,14 @@ class Plan:
             return outputs[:-num_casts]
 
         return call
+
+    def _may_compile(self, args: tuple[Any, ...]) -> bool:
+        """Whether compiling disturbs no other thread, nor Dynamo's ``DDPOptimizer``.
+
+        That calls with fake tensors what it has compiled, to learn of its outputs, and counts
+        how often AOTAutograd is called.
+        """
+        return is_alone() and not any(isinstance(a, FakeTensor) for a in args)
 
     def _without_inside(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a first call, from those of another."""

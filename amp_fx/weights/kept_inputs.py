@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT
 from amp_fx.graphs.values import is_written, value_of
@@ -18,6 +19,8 @@ from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import slots_inside
+from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
+from amp_fx.weights.spread import is_spread, part_of, spec_like, spread_as
 from amp_fx.weights.write_signals import DEVICES
 
 if TYPE_CHECKING:
@@ -32,36 +35,29 @@ if TYPE_CHECKING:
 def keepable_weights(
     gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The placeholders that are weights: plain parameters, and buffers of modules.
+    """The placeholders that are weights: parameters, and buffers of modules.
 
-    Subclasses (DTensor, quantized weights) are left out: their storage is not plain.
+    Subclasses other than DTensor (quantized weights) are left out: their storage is not plain. So
+    are weights that a library shards (``amp_fx.weights.managed``).
 
     Returns:
         For each, its name and the names of all inputs that share its storage.
     """
-    if _may_be_sharded():
-        return ()
     placeholders = gm.graph.find_nodes(op="placeholder")
     pairs = list(zip(placeholders, example_inputs, strict=True))
     sharing: defaultdict[int, list[str]] = defaultdict(list)
     for node, example in pairs:
         if isinstance(example, torch.Tensor) and example.layout is torch.strided:
-            sharing[example.untyped_storage()._cdata].append(node.name)
+            sharing[_storage_of(example)].append(node.name)
     return tuple(
-        (node.name, tuple(sharing[example.untyped_storage()._cdata]))
+        (node.name, tuple(sharing[_storage_of(example)]))
         for node, example in pairs
         if _is_weight(node, example)
     )
 
 
-def _may_be_sharded() -> bool:
-    """Whether FSDP may be at work, which frees and allocates the storages of weights.
-
-    Resizing a storage that was made copy-on-write fails in torch, so that no weight of a
-    distributed program is watched.
-    """
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
+def _storage_of(example: torch.Tensor) -> int:
+    return int(part_of(example).untyped_storage()._cdata)
 
 
 def _is_weight(node: fx.Node, example: Any) -> bool:
@@ -69,12 +65,27 @@ def _is_weight(node: fx.Node, example: Any) -> bool:
 
     Where no write would be noticed, as on MPS, casts stay in the graph, which fuses them.
     """
-    if isinstance(example, torch.Tensor) and example.device.type not in (*DEVICES, "meta"):
+    if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
         return False
-    kind = type(example)
+    if is_distributed() and not is_of_plain_module(getattr(node, "_dynamo_source", None)):
+        return False
+    kind = _kind(example)
     if kind is torch.Tensor:
         return _is_module_buffer(node)
-    return kind is torch.nn.Parameter and example.layout is torch.strided
+    is_plain = kind is torch.nn.Parameter and example.layout is torch.strided
+    return is_plain and not is_managed(part_of(example))
+
+
+def _kind(example: torch.Tensor) -> type[torch.Tensor]:
+    """The class of an input; for a DTensor, or a fake one, that of what it stands for.
+
+    Dynamo's ``DDPOptimizer`` compiles a graph in parts, for fake weights.
+    """
+    is_fake = type(example) is FakeTensor and is_distributed()
+    is_dtensor = is_spread(example) and type(part_of(example)) is torch.Tensor
+    if not is_fake and not is_dtensor:
+        return type(example)
+    return torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
 
 
 def _is_module_buffer(node: fx.Node) -> bool:
@@ -83,11 +94,18 @@ def _is_module_buffer(node: fx.Node) -> bool:
     return tensor_dict.get("_dynamo_static_input_type") is not None
 
 
-def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None) -> Plan | None:
+def plan_kept_casts(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    verify: str,
+    root: str | None = None,
+) -> Plan | None:
     """The plan for a rewritten graph; None if it keeps no casts.
 
     Args:
         gm: The graph.
+        example_inputs: What Dynamo gave.
         verify: ``Options.verify``.
         root: The class of the outermost module that is compiled, if it is one.
     """
@@ -95,14 +113,23 @@ def plan_kept_casts(gm: fx.GraphModule, *, verify: str, root: str | None = None)
     kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]
     if not kept:
         return None
+    slots = [KEPT_INPUT.of(node) for node in kept]
+    weights = [example_inputs[slot.source_index] for slot in slots]
+    specs = {
+        i: spec_like(weight, slots[i].dtype)
+        for i, weight in enumerate(weights)
+        if is_spread(weight)
+    }
     return Plan(
-        [KEPT_INPUT.of(node) for node in kept],
+        slots,
         owner=owner_of(gm, root),
         passed=_passed_inputs(placeholders),
         is_pure=is_pure(gm.graph),
         verify=verify_level(verify),
         on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
-        inside=slots_inside(gm) if has_aliases() else (),
+        inside=slots_inside(gm) if has_aliases() and not specs else (),
+        num_inputs=len(example_inputs),
+        specs=specs,
     )
 
 
@@ -180,8 +207,10 @@ def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[to
 def _example_copy(
     weight: torch.Tensor, slot: Slot, fake_mode: FakeTensorMode | None
 ) -> torch.Tensor:
-    like = weight if slot.is_alias else slot.empty_for(weight, device="meta")
+    part = part_of(weight)
+    like = part if slot.is_alias else slot.empty_for(part, device="meta")
     with fake_mode or contextlib.nullcontext():
-        return torch.empty_strided(
-            weight.size(), like.stride(), dtype=slot.dtype, device=weight.device
+        copy = torch.empty_strided(
+            part.size(), like.stride(), dtype=slot.dtype, device=weight.device
         )
+    return spread_as(spec_like(weight, slot.dtype), copy) if is_spread(weight) else copy

@@ -41,6 +41,7 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.weights.kept_cast import kept_cast, laid_out_as_before
+from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -77,6 +78,8 @@ def _is_convertible(node: fx.Node) -> bool:
     if slot is None or slot.is_alias or value_of(node).dim() != 4:
         return False
     value = value_of(node)
+    if is_spread(value):
+        return False
     if not value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last):
         return False
     return all(_is_weight_of_convolution(reader, use) for use, reader in _uses(node))

@@ -54,6 +54,11 @@ def mark(tensors: Iterable[torch.Tensor]) -> None:
         WATCH.raise_generation(tensor)
 
 
+def stands_for(whole: torch.Tensor, part: torch.Tensor) -> None:
+    """What is said of a DTensor is said of its part in this process."""
+    WATCH.share_record(whole, part)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG001
     """The same bytes in a storage of its own: not without C++, which shares the version too."""
     return None

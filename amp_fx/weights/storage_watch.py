@@ -98,6 +98,12 @@ class StorageWatch:
         if known is not None:
             known.generation = next(self._generations)
 
+    def share_record(self, other: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Takes what is known of a tensor's storage for what is known of another's."""
+        known = self.record(tensor)
+        if known is not None:
+            self._records[other.untyped_storage()._cdata] = known
+
     def _forget_expired(self) -> None:
         """Drops dead storages now and then, at a cost that stays linear overall."""
         if len(self._records) & (len(self._records) - 1) == 0:

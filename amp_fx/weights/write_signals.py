@@ -37,7 +37,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.weights import python_watch
 from amp_fx.weights.engine import engine
+from amp_fx.weights.managed import is_managed
 from amp_fx.weights.python_watch import other_threads_wait
+from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,7 +121,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
     """Takes all weights of an optimizer for written."""
     if torch.compiler.is_compiling():
         return  # a compiled step writes through pointers that its kernels ask for
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    weights = [part_of(p) for group in optimizer.param_groups for p in group["params"]]
     engine().mark(weights)
     if is_capturing({weight.device for weight in weights}):
         for weight in weights:
@@ -145,12 +147,16 @@ def is_capturing(devices: Iterable[torch.device]) -> bool:
 
 
 def is_watchable(weight: Any) -> bool:
-    """Whether every write to a weight would be noticed: a plain tensor, on a known device."""
+    """Whether every write to a weight would be noticed: a plain tensor, on a known device.
+
+    Its storage must be its own to keep, too (``amp_fx.weights.managed``).
+    """
     return (
         type(weight) in (torch.Tensor, torch.nn.Parameter)
         and weight.device.type in DEVICES
         and weight.layout is torch.strided
         and not is_written_by_replays(weight)
+        and not is_managed(weight)
     )
 
 

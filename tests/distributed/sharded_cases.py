@@ -1,0 +1,190 @@
+"""Weights that a library shards: nothing of them may be kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import amp_fx
+from amp_fx.weights import python_watch
+from amp_fx.weights.engine import engine
+from tests.distributed import scaler_cases
+from tests.distributed.nets import Net, as_it_is, compare, compiled, make_net, train
+
+
+def by_block(compile_: Any, shard: Any) -> Any:
+    """Each block compiled, then sharded; then the rest sharded."""
+    model = make_net()
+    for block in model.blocks:
+        if compile_ is not as_it_is:
+            block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+        shard(block)
+    shard(model)
+    return model
+
+
+def fsdp2(rank: int) -> Any:
+    return compare(lambda c: by_block(c, fully_shard), rank)
+
+
+def replicated(rank: int) -> Any:
+    """DDP made of FSDP2's parts, which leaves no mark on modules."""
+    return compare(lambda c: by_block(c, replicate), rank)
+
+
+def fsdp1(rank: int) -> Any:
+    cpu = torch.device("cpu")
+    return compare(
+        lambda c: FullyShardedDataParallel(c(make_net()), device_id=cpu, use_orig_params=True), rank
+    )
+
+
+def watched_first(rank: int) -> Any:
+    """A forward and a backward before the model is sharded."""
+    amp_fx.weight_cache.clear()
+    found: dict[str, Any] = {}
+    for name in ("eager", "ours"):
+        model = make_net()
+        for block in model.blocks:
+            if name == "ours":
+                block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(4, 16)).sum().backward()
+        found["before"] = amp_fx.weight_cache.stats().entries
+        model.zero_grad()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        found[name] = train(model, rank)
+    found["kept"] = amp_fx.weight_cache.stats().entries
+    return found
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = Net()
+        self.sharded = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x) + self.sharded(x)  # type: ignore[no-any-return]
+
+
+def shared_code(rank: int) -> Any:
+    """Blocks of one class, some of them in a part that is sharded: they share compiled code."""
+
+    def wrap(compile_: Any) -> Any:
+        torch.manual_seed(0)
+        model = Twins()
+        for net in (model.plain, model.sharded):
+            for block in net.blocks:
+                if compile_ is not as_it_is:
+                    block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+        fully_shard(model.sharded)
+        return model
+
+    return compare(wrap, rank)
+
+
+def arguments(rank: int) -> Any:  # noqa: ARG001
+    """A weight that a compiled function is given, by nobody knows whom."""
+    amp_fx.weight_cache.clear()
+    weight = nn.Parameter(torch.ones(8, 16))
+    function = compiled(nn.functional.linear)
+    for _ in range(2):
+        function(torch.ones(4, 16), weight)
+    return amp_fx.weight_cache.stats().entries
+
+
+def deepspeed(rank: int) -> Any:  # noqa: ARG001
+    """A parameter that DeepSpeed partitions has a number of its own."""
+    amp_fx.weight_cache.clear()
+    model = nn.Linear(16, 8)
+    for number, weight in enumerate(model.parameters()):
+        weight.ds_id = number  # type: ignore[attr-defined]
+    ours = compiled(model)
+    for _ in range(2):
+        ours(torch.ones(4, 16))
+    return amp_fx.weight_cache.stats().entries
+
+
+def tensor_parallel(rank: int) -> Any:
+    """DTensor weights: of each a copy of this process's part is kept."""
+    found = compare(lambda c: c(scaler_cases.tensor_parallel(make_net())), rank)
+    amp_fx.weight_cache.clear()
+    model = scaler_cases.tensor_parallel(make_net())
+    ours = compiled(model)
+    x = torch.ones(4, 16)
+    writes: dict[str, Any] = {
+        "in place": lambda p: p.mul_(1.5),
+        "data": lambda p: p.data.mul_(1.5),
+        "list": lambda p: torch._foreach_mul_([p], 1.5),
+        "part": lambda p: p.to_local().mul_(1.5),
+        "none": lambda p: p,
+        "asked for": amp_fx.weight_cache.invalidate,
+    }
+    weights = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
+    for name, write in writes.items():
+        with torch.no_grad():
+            ours(x)
+            before = amp_fx.weight_cache.stats().refreshes
+            for weight in weights:
+                write(weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                same = torch.equal(ours(x), model(x).float())
+        found[name] = same, amp_fx.weight_cache.stats().refreshes - before
+    return found
+
+
+def stand_in(rank: int) -> Any:  # noqa: ARG001
+    """What an accelerator's list ops say of a DTensor reaches the copy of its part."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    part = weight._local_tensor
+    found = []
+    for watch in (engine(), python_watch):
+        watch.watch(part)
+        copy = watch.Copy(part.bfloat16(), part, False)
+        look = watch.Look((0,), (), True, False)
+        look.remember((copy,))
+        look.refresh((part,), True, False)
+        watch.stands_for(weight, part)
+        before = copy.is_fresh(part)
+        watch.mark([weight])
+        found.append((before, copy.is_fresh(part)))
+        watch.unwatch(part)
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def frozen(rank: int) -> Any:  # noqa: ARG001
+    """Inference with inductor, which freezes weights: of a plain layer, and of a sharded one."""
+    found = {}
+    for name in ("plain", "sharded"):
+        amp_fx.weight_cache.clear()
+        torch._dynamo.reset()
+        model = nn.Sequential(Layer())
+        model[0].compile(backend="amp_fx")
+        if name == "sharded":
+            fully_shard(model)
+        with torch.no_grad():
+            for _ in range(2):
+                model(torch.ones(4, 16))
+        stats = amp_fx.weight_cache.stats()
+        found[name] = len(stats.values), stats.entries
+    return found

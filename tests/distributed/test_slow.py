@@ -1,0 +1,59 @@
+"""What takes minutes or more than two processes: ``make slow ARGS=tests/distributed``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.distributed.spawn import ROOT, TIMEOUT, run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+def difference(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def test_inductor_is_as_near_to_eager_as_without(tmp_path: Path) -> None:
+    for rank in run_ranks("tests.distributed.inductor_ranks", tmp_path, 2):
+        for wrapper, losses in rank["inductor"].items():
+            ours = difference(losses["ours"], losses["eager"])
+            native = difference(losses["native"], losses["eager"])
+            assert ours <= 1.1 * native, wrapper
+
+
+def test_four_ranks_keep_nothing_and_have_the_same_bits(tmp_path: Path) -> None:
+    for rank in run_ranks("tests.distributed.four_ranks", tmp_path, 4):
+        for case in ("hybrid", "both"):
+            assert rank[case]["ours"] == rank[case]["eager"]
+            assert rank[case]["kept"] == 0
+
+
+def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"step raised .*[Cc]onnection"):
+        run_ranks("tests.distributed.dying_rank", tmp_path, 2)
+
+
+def test_the_demo_runs_as_shown(tmp_path: Path) -> None:
+    [command] = re.findall(
+        r"^torchrun (.*amp_fx\.demo\.distributed)", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command.split(), "--updates", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all bits") == 3
