@@ -22,7 +22,16 @@ ORDER = (
     ("weights",),
     ("passes",),
     (
-        *("backend", "pipeline", "added_passes", "options", "inner", "inductor_repair", "fallback"),
+        *(
+            "ahead",
+            "backend",
+            "pipeline",
+            "added_passes",
+            "options",
+            "inner",
+            "inductor_repair",
+            "fallback",
+        ),
         *("freezing", "stats", "transforms", "weight_cache"),
     ),
     ("front", "grad_scaler"),
