@@ -12,6 +12,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.added_passes import cache_options, in_cache_keys, passes_of_users, with_added
+from amp_fx.ahead import as_saved, is_ahead_of_time, plain_inputs
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
 from amp_fx.freezing import Frozen, compile_freezing, frozen_weights, is_wanted
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from amp_fx.ahead import SavedGraph
     from amp_fx.passes.base import Observer, Pass, PassReport
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.weights.cast_plan import Plan
@@ -101,15 +103,18 @@ def amp_fx(
         guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)
     example_inputs = [*example_inputs, *attributes]
+    is_ahead = is_ahead_of_time()
     found = rewrite(
         gm,
-        example_inputs,
+        plain_inputs(example_inputs) if is_ahead else example_inputs,
         parsed,
         _Reporting(),
-        aliases_reads=parsed.compiler != "eager" and has_aliases(),
+        aliases_reads=parsed.compiler != "eager" and has_aliases() and not is_ahead,
     )
     rewritten = found.gm
     parsed = parsed.with_inductor(cache_options(found.passes))
+    if is_ahead:
+        return _compile_ahead(found, example_inputs, parsed)
     compiled = _compile_frozen(gm, found, example_inputs, parsed)
     if compiled is None:
         compiled = _compile(found, example_inputs, parsed)
@@ -315,6 +320,22 @@ def _compile(found: Rewritten, example_inputs: Sequence[Any], options: Options) 
         keep_passed_inputs(gm, plan)
         example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
         return _compile_with_plan(gm, example_inputs, plan, options, found.passes)
+
+
+def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:
+    """Compiles a rewritten graph so that it can be saved, with casts of weights kept."""
+    gm = found.gm
+    has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
+    options = dataclasses.replace(options, fallback=False)
+    with no_autocast(), in_cache_keys(found.passes):
+        plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+        if plan is not None:
+            added = example_copies(gm, example_inputs)
+            keep_passed_inputs(gm, plan)
+            example_inputs = [*(example_inputs[i] for i in plan.passed), *added]
+        compiled = compile_inner(gm, example_inputs, options)
+    is_off = bool(AutocastState.ambient().enabled)
+    return as_saved(compiled, plan, is_off=is_off, has_regions=has_regions)
 
 
 def _compile_frozen(

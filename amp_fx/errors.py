@@ -78,6 +78,10 @@ class DrawError(AmpFxError, ValueError):
     """A picture cannot be drawn or written: a wrong ending, level, focus or folder."""
 
 
+class AheadOfTimeError(AmpFxError, RuntimeError):
+    """A graph cannot be compiled ahead of time; says what keeps it from being saved."""
+
+
 class GraphInvariantError(AmpFxError):
     """A graph broke a rule that every pass must keep; names the node and the rule."""
 

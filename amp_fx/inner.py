@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -21,6 +20,7 @@ from amp_fx.stats import record
 from amp_fx.weights.managed import is_distributed
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Sequence
 
     from amp_fx.after_autograd import AfterAutograd
@@ -153,26 +153,31 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
 
 
 def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Lets AOTAutograd's on-disk cache take graphs with islands in them.
+    """Lets AOTAutograd's on-disk cache take graphs with islands in them, but for some.
 
-    It passes over ``_enter_autocast`` because the ambient state is not in its key; ours
-    spell out device and dtype as constant arguments, which are. Those that carry a policy
-    mean another one in another process, and keep the graph out of the cache.
+    Before torch 2.15 it passes over ``_enter_autocast`` because the ambient state is not in its
+    key; ours spell out device and dtype as constant arguments, which are. Those that carry a
+    policy mean another one in another process, and keep the graph out of the cache, which would
+    take it since 2.15.
 
-    Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``.
+    Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``, and on
+    ``torch._functorch.config.enable_autograd_cache`` and ``enable_remote_autograd_cache``.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
 
     graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
     regions = [g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs]
+    patch: contextlib.AbstractContextManager[None]
     if any(node.args[0] in CARRIERS for nodes in regions for node in nodes):
-        return contextlib.nullcontext()
+        patch = functorch_config.patch(
+            enable_autograd_cache=False, enable_remote_autograd_cache=False
+        )
+        return patch
     marked = dict(config.unsafe_marked_cacheable_functions)
     for name in ("_enter_autocast", "_exit_autocast"):
         marked[f"torch.amp.autocast_mode.{name}"] = "amp_fx"
-    patch: contextlib.AbstractContextManager[None] = config.patch(
-        unsafe_marked_cacheable_functions=marked
-    )
+    patch = config.patch(unsafe_marked_cacheable_functions=marked)
     return patch
 
 

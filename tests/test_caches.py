@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,18 +33,21 @@ def plain(x):
     return linear(x)
 
 def island(x):
-    return torch.func.vmap(linear)(x)
+    return torch.func.vmap(lambda row: row @ linear.weight)(x)
 
 found = {}
 x = torch.randn(3, 4)
 for name in json.loads(sys.argv[1]):
-    program, dtype = name.split()
+    program, dtype, *ops = name.split()
     torch._dynamo.reset()
     counters.clear()
-    options = {"dtype": dtype, "fallback": False}
+    options = {"dtype": dtype, "fallback": False, "output_dtype": "autocast"}
+    if ops:
+        import amp_fx
+        options["policy"] = amp_fx.preset("torch").with_ops(dict.fromkeys(["matmul", "mv"], *ops))
     result = torch.compile(globals()[program], backend="amp_fx", options=options)(x)
     result.sum().backward()
-    found[name] = [
+    found[name] = str(result.dtype) if ops else [
         counters["aot_autograd"]["autograd_cache_hit"],
         counters["aot_autograd"]["autograd_cache_miss"],
         counters["aot_autograd"]["autograd_cache_bypass"],
@@ -56,14 +59,24 @@ print(json.dumps(found))
 HIT, MISS = [1, 0, 0, 0], [0, 1, 0, 0]
 
 
-def run(folder: Path, *names: str) -> dict[str, list[int]]:
-    """Runs programs in a process of their own: what the caches said to each."""
+def run(folder: Path, *names: str) -> dict[str, Any]:
+    """Runs programs in a process of their own: what the caches said to each.
+
+    Of those with a policy it is the dtype of their output.
+    """
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    counts: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    counts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return counts
+
+
+def test_a_policy_in_an_island_does_not_hit_that_of_another_process(tmp_path: Path) -> None:
+    """Both policies have the same number, each in its process."""
+    for ops, dtype in (("fp32", "torch.float32"), ("lower_precision_fp", "torch.bfloat16")):
+        name = f"island bfloat16 {ops}"
+        assert run(tmp_path, name) == {name: dtype}
 
 
 def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:

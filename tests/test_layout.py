@@ -23,6 +23,7 @@ ORDER = (
     ("passes",),
     (
         *(
+            "ahead",
             "backend",
             "pipeline",
             "added_passes",

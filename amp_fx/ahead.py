@@ -1,0 +1,127 @@
+"""Graphs that Dynamo compiles ahead of time: what can be saved, and loaded in another process.
+
+``torch.compile(model, backend="amp_fx", fullgraph=True).forward.aot_compile(...)`` wants a
+compiled graph that can be written to a file. Inductor's can; here stands what amp_fx puts around
+it: the plan of the casts that are kept, and the state that calls run in. What cannot be
+written is left out: frozen weights, and the variant for a first call.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.aot_compile_types import (
+    BundledAOTAutogradSerializableCallable,
+    SerializableCallable,
+)
+
+from amp_fx.errors import AheadOfTimeError
+from amp_fx.regions.state import left_on_error, no_autocast
+from amp_fx.weights.cast_plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class SavedGraph(SerializableCallable):
+    """A compiled graph that can be saved.
+
+    Args:
+        compiled: What inductor made; it takes what the plan passes, and the copies.
+        plan: The arguments of the ``Plan`` of its kept casts; None if it keeps none.
+        is_off: Whether autocast is off in each call: casts are in the graph.
+        has_regions: Whether an exception may leave it in the midst of a region.
+    """
+
+    def __init__(
+        self, compiled: Any, plan: dict[str, Any] | None, *, is_off: bool, has_regions: bool
+    ) -> None:
+        self.compiled = compiled
+        self.plan = plan
+        self.is_off = is_off
+        self.has_regions = has_regions
+        self._run: Callable[..., Any] = compiled if plan is None else _planned(plan).wrap(compiled)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+        """The graph as bytes."""
+        saved = BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(fn.compiled)
+        return pickle.dumps((saved, fn.plan, fn.is_off, fn.has_regions))
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> Any:
+        """The graph that was saved."""
+        saved, plan, is_off, has_regions = pickle.loads(data)
+        compiled = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(saved)
+        return cls(compiled, plan, is_off=is_off, has_regions=has_regions)
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the graph."""
+        with ExitStack() as stack:
+            if self.is_off:
+                stack.enter_context(no_autocast())
+            if self.has_regions:
+                stack.enter_context(left_on_error())
+            return self._run(*args)
+
+
+def _planned(settings: dict[str, Any]) -> Plan:
+    return Plan(**settings)
+
+
+def is_ahead_of_time() -> bool:
+    """Whether the backend is asked for a graph that can be saved.
+
+    Relies on ``torch._dynamo.aot_compile`` setting these for as long as it calls the backend.
+    """
+    from torch._functorch import config
+
+    return bool(
+        getattr(config, "force_autograd_cache", False)
+        and getattr(config, "bypass_autograd_cache_key", False)
+    )
+
+
+def as_saved(compiled: Any, plan: Plan | None, *, is_off: bool, has_regions: bool) -> SavedGraph:
+    """A compiled graph that can be saved.
+
+    Raises:
+        AheadOfTimeError: It is none of inductor's, or AOTAutograd cannot write it.
+    """
+    if getattr(compiled, "serialize", None) is None:
+        raise AheadOfTimeError(
+            "this graph cannot be compiled ahead of time: torch saves what inductor compiles "
+            "(options={'compiler': 'inductor'}), without regions that carry a policy and run an "
+            "op as the program has it"
+        )
+    bundled = BundledAOTAutogradSerializableCallable(compiled)
+    return SavedGraph(bundled, _settings(plan), is_off=is_off, has_regions=has_regions)
+
+
+def _settings(plan: Plan | None) -> dict[str, Any] | None:
+    """What makes an equal plan in another process."""
+    if plan is None:
+        return None
+    names = ("slots", "owner", "passed", "is_pure", "verify", "on_accelerator")
+    return {name: getattr(plan, name) for name in names}
+
+
+def plain_inputs(inputs: Any) -> list[Any]:
+    """Inputs with fake parameters as plain ones on ``meta``: ahead of time, all are fake."""
+    fake = torch._subclasses.FakeTensor
+    return [_plain(value) if isinstance(value, fake) else value for value in inputs]
+
+
+def _plain(fake: torch.Tensor) -> torch.Tensor:
+    if fake.layout is not torch.strided:
+        return fake
+    plain = torch.empty(0, dtype=fake.dtype, device="meta")
+    plain.set_(fake.untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
+    return torch.nn.Parameter(plain, fake.requires_grad) if _is_parameter(fake) else plain
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
