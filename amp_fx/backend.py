@@ -328,7 +328,7 @@ def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Opt
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
     options = dataclasses.replace(options, fallback=False)
     with no_autocast(), in_cache_keys(found.passes):
-        plan = plan_kept_casts(gm, verify=options.verify, root=found.root)
+        plan = plan_kept_casts(gm, example_inputs, verify=options.verify, root=found.root)
         if plan is not None:
             added = example_copies(gm, example_inputs)
             keep_passed_inputs(gm, plan)

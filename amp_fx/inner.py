@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -20,7 +21,6 @@ from amp_fx.stats import record
 from amp_fx.weights.managed import is_distributed
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Sequence
 
     from amp_fx.after_autograd import AfterAutograd
