@@ -72,6 +72,7 @@ def run(folder: Path, *names: str) -> dict[str, Any]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_policy_in_an_island_does_not_hit_that_of_another_process(tmp_path: Path) -> None:
     """Both policies have the same number, each in its process."""
     for ops, dtype in (("fp32", "torch.float32"), ("lower_precision_fp", "torch.bfloat16")):

@@ -113,7 +113,7 @@ def test_rounding_points_are_those_of_low_products(name: str, dtype: torch.dtype
     unrounded: list[Any] = [p.grad for p in exact.parameters()]
     for ours, theirs in zip(actual, expected, strict=True):
         assert distance(ours, theirs) < 2e-4
-    assert any(distance(g, e) > 1e-3 for g, e in zip(expected[1:], unrounded, strict=True))
+    assert any(distance(g, e) > 5e-4 for g, e in zip(expected[1:], unrounded, strict=True))
 
 
 @pytest.fixture

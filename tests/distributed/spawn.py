@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = (sys.executable, "-X", "faulthandler")
 TIMEOUT = 700  # seconds; a rank that waits for another for ever fails the tests
 
 
@@ -27,7 +28,16 @@ def run_ranks(module: str, folder: Path, num_ranks: int) -> list[dict[str, Any]]
     with contextlib.ExitStack() as stack:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", module, str(rank), str(num_ranks), str(folder)],
+                [
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    "-m",
+                    module,
+                    str(rank),
+                    str(num_ranks),
+                    str(folder),
+                ],
                 cwd=ROOT,
                 env=env,
                 stdout=stack.enter_context(output.open("w")),

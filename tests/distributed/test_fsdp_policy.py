@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,10 @@ import amp_fx
 from amp_fx.errors import ShardingError, ShardingWarning
 from tests.distributed.fsdp_cases import CAN_TELL_APART
 from tests.distributed.nets import NUM_CASTS, Net
+from tests.distributed.spawn import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Ranks = list[dict[str, Any]]
 
@@ -71,11 +75,12 @@ def test_sharded_models_are_told_from_others(ranks: Ranks) -> None:
         assert ("before fully_shard" if CAN_TELL_APART else "2.15") in rank["sharded_already"][1]
 
 
-def test_graphs_that_gather_weights_gather_them_low(ranks: Ranks) -> None:
+@pytest.mark.slow  # a rank was seen to end without a word in it, once, on a busy machine
+def test_graphs_that_gather_weights_gather_them_low(tmp_path: Path) -> None:
     """Every weight but those of norms is gathered low, once; what is added up stays float32."""
     shapes = {name: weight.numel() for name, weight in Net().named_parameters()}
     saved = sum(2 * numel // 2 for name, numel in shapes.items() if "norm" not in name)
-    for rank in ranks:
+    for rank in run_ranks("tests.distributed.gather_ranks", tmp_path, 2):
         (low, with_pass), (high, without) = (rank["gathered_in_graph"][on] for on in (True, False))
         assert low["ours"] == high["ours"] == low["eager"]
         assert with_pass["gathers_narrowed"] == NUM_CASTS

@@ -36,7 +36,6 @@ CASES = (
     sharded_cases.stand_in,
     scaler_cases.scaler,
     fsdp_cases.gathered_low,
-    fsdp_cases.gathered_in_graph,
     fsdp_cases.sharded_already,
 )
 
