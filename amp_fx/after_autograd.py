@@ -14,8 +14,9 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from amp_fx import wide_products
+from amp_fx.dtypes import is_low
 from amp_fx.product_costs import pays
-from amp_fx.wide_products import widen_products
+from amp_fx.wide_products import CAST, widen_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +28,6 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types with a kernel of ``aten.mm.dtype``."""
 
-_CAST = torch.ops.prims.convert_element_type.default
-_LOW = (torch.bfloat16, torch.float16)
 _VIEWS = (
     aten.permute.default,
     aten.reshape.default,
@@ -68,7 +67,7 @@ class AfterAutograd(CustomGraphPass):
             self.following(graph)
 
     def widen_products(self, graph: fx.Graph) -> int:
-        """Widens the products that are to be wide; which are told by how many there were."""
+        """Widens the products that are to be wide, and counts them."""
         if self.products == "low":
             return 0
         return widen_products(graph, pays if self.products == "auto" else _always)
@@ -115,7 +114,7 @@ def widen_weight_grads(graph: fx.Graph) -> int:
 
 def _returned_casts(graph: fx.Graph) -> Iterator[fx.Node]:
     """Casts to float32 whose results, or sums of them, are returned and nothing else."""
-    for node in graph.find_nodes(op="call_function", target=_CAST):
+    for node in graph.find_nodes(op="call_function", target=CAST):
         if node.args[1] == torch.float32 and _is_returned(node):
             yield node
 
@@ -136,7 +135,7 @@ def _product(cast: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.target is not aten.mm.default or len(node.users) != 1:
         return None
     value = node.meta["val"]
-    is_known = value.device.type in DEVICES and value.dtype in _LOW
+    is_known = value.device.type in DEVICES and is_low(value.dtype)
     return (cast, node) if is_known else None
 
 

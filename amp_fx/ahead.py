@@ -12,7 +12,6 @@ import pickle
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
     SerializableCallable,
@@ -43,7 +42,7 @@ class SavedGraph(SerializableCallable):
         self.plan = plan
         self.is_off = is_off
         self.has_regions = has_regions
-        self._run: Callable[..., Any] = compiled if plan is None else _planned(plan).wrap(compiled)
+        self._run: Callable[..., Any] = compiled if plan is None else Plan(**plan).wrap(compiled)
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
@@ -66,10 +65,6 @@ class SavedGraph(SerializableCallable):
             if self.has_regions:
                 stack.enter_context(left_on_error())
             return self._run(*args)
-
-
-def _planned(settings: dict[str, Any]) -> Plan:
-    return Plan(**settings)
 
 
 def is_ahead_of_time() -> bool:
@@ -107,21 +102,3 @@ def _settings(plan: Plan | None) -> dict[str, Any] | None:
         return None
     names = ("slots", "owner", "passed", "is_pure", "verify", "on_accelerator")
     return {name: getattr(plan, name) for name in names}
-
-
-def plain_inputs(inputs: Any) -> list[Any]:
-    """Inputs with fake parameters as plain ones on ``meta``: ahead of time, all are fake."""
-    fake = torch._subclasses.FakeTensor
-    return [_plain(value) if isinstance(value, fake) else value for value in inputs]
-
-
-def _plain(fake: torch.Tensor) -> torch.Tensor:
-    if fake.layout is not torch.strided:
-        return fake
-    plain = torch.empty(0, dtype=fake.dtype, device="meta")
-    plain.set_(fake.untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
-    return torch.nn.Parameter(plain, fake.requires_grad) if _is_parameter(fake) else plain
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)

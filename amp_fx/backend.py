@@ -12,14 +12,14 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.added_passes import cache_options, in_cache_keys, passes_of_users, with_added
-from amp_fx.ahead import as_saved, is_ahead_of_time, plain_inputs
+from amp_fx.ahead import as_saved, is_ahead_of_time
 from amp_fx.errors import PassError
 from amp_fx.fallback import as_native_region, warn_eager, warn_fallback
-from amp_fx.freezing import Frozen, compile_freezing, frozen_weights, is_wanted
+from amp_fx.freezing import Frozen, compile_freezing, weights_to_freeze
 from amp_fx.graphs.attributes import with_attributes_as_inputs
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
+from amp_fx.graphs.values import plain_inputs, recorded_value, remember_captured, tensors_in
 from amp_fx.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.options import (
     Options,
@@ -56,7 +56,6 @@ from amp_fx.weights.kept_inputs import (
 )
 from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
-from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -342,9 +341,8 @@ def _compile_frozen(
     captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
 ) -> Compiled | None:
     """Compiles a rewritten graph with frozen weights; None where that is not to be done."""
-    if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
-        return None
-    weights = frozen_weights(captured, found.gm, example_inputs, _not_frozen(found, options))
+    modules = found.frame.modules()
+    weights = weights_to_freeze(captured, found.gm, example_inputs, modules, options)
     if not weights:
         return None
     try:
@@ -363,11 +361,6 @@ def _compile_frozen(
         log.debug("not frozen", exc_info=True)
         return None
     return Frozen(frozen, _compiled_later(found, example_inputs, options))
-
-
-def _not_frozen(found: Rewritten, options: Options) -> set[int]:
-    """Weights that were stored low to save memory, unless freezing was asked for."""
-    return set() if options.freezing else stored_tensors(found.frame.modules())
 
 
 def _compiled_later(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> Compiled:

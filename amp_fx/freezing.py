@@ -15,7 +15,13 @@ import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from amp_fx.graphs.values import is_written, value_of
-from amp_fx.inner import after_autograd, compile_graph, compile_with_inductor, inductor_config
+from amp_fx.inner import (
+    after_autograd,
+    compile_graph,
+    compile_with_inductor,
+    inductor_config,
+    uses_inductor,
+)
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
@@ -23,10 +29,11 @@ from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
 from amp_fx.weights.kept_copies import making_copies
 from amp_fx.weights.kept_inputs import is_pure, keepable_weights
+from amp_fx.weights.stored_low import stored_tensors
 from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import fx
 
@@ -186,11 +193,36 @@ def _check_alike(
             raise CannotFreezeError("AOTAutograd moved the inputs")
 
 
-def frozen_weights(
+def weights_to_freeze(
     captured: fx.GraphModule,
     rewritten: fx.GraphModule,
     example_inputs: Sequence[Any],
-    left_out: Collection[int] = (),
+    modules: Iterable[Any],
+    options: Options,
+    *,
+    plain: Sequence[Any] | None = None,
+) -> dict[int, str]:
+    """The inputs that are to be frozen, with their names; none where the graph is not to be.
+
+    Weights that were stored low to save memory are not, unless freezing is asked for.
+
+    Args:
+        captured: The graph that Dynamo captured.
+        rewritten: What became of it.
+        example_inputs: What Dynamo gave.
+        modules: Those that the graph is of.
+        options: The options of the backend.
+        plain: What stands for fake inputs, where nothing is to be frozen in earnest.
+    """
+    if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
+        return {}
+    stored = set() if options.freezing else stored_tensors(modules)
+    found = frozen_weights(captured, rewritten, example_inputs if plain is None else plain)
+    return {i: name for i, name in found.items() if id(example_inputs[i]) not in stored}
+
+
+def frozen_weights(
+    captured: fx.GraphModule, rewritten: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> dict[int, str]:
     """The inputs that can be frozen, with their names: weights that the graph does not write.
 
@@ -198,7 +230,6 @@ def frozen_weights(
         captured: The graph that Dynamo captured.
         rewritten: What became of it.
         example_inputs: What Dynamo gave.
-        left_out: Identities of inputs that are not to be.
     """
     placeholders = rewritten.graph.find_nodes(op="placeholder")[: len(example_inputs)]
     written = {node.name for node in placeholders if is_written(node)}
@@ -208,7 +239,6 @@ def frozen_weights(
         i = position[name]
         others = [example_inputs[position[other]] for other in sharing if other != name]
         is_alone = not any(_are_one(example_inputs[i], other) for other in others)
-        is_alone = is_alone and id(example_inputs[i]) not in left_out
         is_seen = is_watchable(example_inputs[i]) or example_inputs[i].is_meta  # a stand-in
         is_kept = is_alone and written.isdisjoint(sharing) and is_seen
         if is_kept and not is_dynamic(value_of(placeholders[i])):

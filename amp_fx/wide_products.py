@@ -67,9 +67,10 @@ def widen_products(graph: fx.Graph, pays: Callable[[str, torch.dtype, int], bool
     Returns:
         How many were widened.
     """
-    _lower_rounded()
     casts: dict[fx.Node, fx.Node] = {}
     found = [node for node in graph.nodes if _is_widened(node, pays)]
+    if found:
+        _lower_rounded()
     for node in found:
         for source in node.all_input_nodes:
             if _is_low_value(source.meta["val"]) and source not in casts:

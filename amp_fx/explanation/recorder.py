@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.freezing import frozen_weights, is_wanted, values_when_frozen
+from amp_fx.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import KEPT_INPUT
-from amp_fx.inner import uses_inductor
+from amp_fx.graphs.values import plain_inputs
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.weights.kept_inputs import example_copies
 
@@ -150,10 +149,15 @@ class GraphRecorder:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     ) -> None:
         """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
-        if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
-            return
-        plain = as_plain_inputs(example_inputs)
-        weights = tuple(frozen_weights(self.seen.captured, gm, plain))
+        found_weights = weights_to_freeze(
+            self.seen.captured,
+            gm,
+            example_inputs,
+            self.seen.frame.modules(),
+            options,
+            plain=plain_inputs(example_inputs),
+        )
+        weights = tuple(found_weights)
         if not weights:
             return
         try:
@@ -162,22 +166,6 @@ class GraphRecorder:
             log.debug("not frozen", exc_info=True)
             return
         self.seen.kept_values, self.seen.weights = found, weights
-
-
-def as_plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Inputs with fake tensors replaced by empty ones that share their storages.
-
-    Fake weights stand for plain ones: nobody can keep the casts of the former in earnest.
-    """
-    return [_plain(x) if isinstance(x, FakeTensor) else x for x in example_inputs]
-
-
-def _plain(fake: FakeTensor) -> torch.Tensor:
-    if fake.layout is not torch.strided:
-        return fake
-    plain = torch.empty(0, dtype=fake.dtype, device="meta")
-    plain.set_(fake.untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
-    return torch.nn.Parameter(plain) if isinstance(fake, torch.nn.Parameter) else plain
 
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:

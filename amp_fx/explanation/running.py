@@ -15,7 +15,8 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 
 from amp_fx.backend import called_in, rewrite, start_state
-from amp_fx.explanation.recorder import GraphRecorder, SeenGraph, as_plain_inputs
+from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
+from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
 from amp_fx.regions.state import no_autocast
 
@@ -82,7 +83,7 @@ def run_stand_in(
             wants_backward=wants_backward,
             options=None if stand_in.imagined else compiled_with,
         )
-        found = rewrite(gm, as_plain_inputs(example_inputs), parsed, recorder)
+        found = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
             run = called_in(watch, recorder.finish(found, example_inputs))
             return called_in(no_autocast, run)

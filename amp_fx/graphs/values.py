@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
@@ -24,7 +25,7 @@ from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, VALUE, VERSION
 from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -245,3 +246,20 @@ def dtypes_differ(left: Any, right: Any) -> bool:
     if len(ours) != len(theirs):
         return bool(ours) and bool(theirs)
     return any(a.dtype != b.dtype for a, b in zip(ours, theirs, strict=True))
+
+
+def plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Inputs with fake tensors replaced by empty ones on ``meta`` that share their storages.
+
+    Fake weights stand for plain ones: nobody can keep the casts of the former in earnest.
+    """
+    return [_plain(x) if isinstance(x, FakeTensor) else x for x in example_inputs]
+
+
+def _plain(fake: FakeTensor) -> torch.Tensor:
+    if fake.layout is not torch.strided:
+        return fake
+    plain = torch.empty(0, dtype=fake.dtype, device="meta")
+    plain.set_(fake.untyped_storage(), fake.storage_offset(), fake.size(), fake.stride())
+    is_parameter = isinstance(fake, torch.nn.Parameter)
+    return torch.nn.Parameter(plain, fake.requires_grad) if is_parameter else plain

@@ -6,12 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from amp_fx.explanation.rows import folded_path, without_numbers
-from amp_fx.explanation.table import SHORT, STYLES, human, printed
+from amp_fx.explanation.table import SHORT, STYLES, human, printed, printed_html
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,11 +92,7 @@ class StorageReport:
         )
 
     def _repr_html_(self) -> str:
-        import io
-
-        console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-        console.print(_render(self))
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return printed_html(_render(self))
 
 
 def _render(report: StorageReport) -> RenderableType:

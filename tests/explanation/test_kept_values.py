@@ -102,6 +102,21 @@ def test_nothing_is_kept_of_a_device_that_is_not_frozen() -> None:
         assert not explain(torch.randn(4, 16)).graphs[0].kept_values
 
 
+@pytest.mark.parametrize("options", [{}, {"freezing": True}])
+def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
+    options: Mapping[str, Any],
+) -> None:
+    model, x = mlp().eval(), torch.randn(4, 16)
+    amp_fx.store_low(model, dtype="bfloat16")(x)
+    compiled = amp_fx.compile(model, dtype=BFLOAT16, options=options)
+    weight_cache.clear()
+    with torch.no_grad():
+        values = explained(compiled, x, options).graphs[0].kept_values
+        compiled(x)
+    assert bool(values) == bool(options)
+    assert len(values) == len(weight_cache.stats().values)
+
+
 def test_the_table_says_what_is_kept_in_place_of_copies() -> None:
     with torch.no_grad():
         text = str(explained(nn.Linear(16, 32), torch.randn(4, 16), {}))

@@ -270,24 +270,21 @@ def _text(settings: Settings, size: Size, seed: int) -> Iterator[tuple[torch.Ten
 
 
 def _pictures(settings: Settings, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    rng = torch.Generator().manual_seed(seed)
-    num, size = (
-        settings.pick(tiny=2, cpu=16, accelerator=128),
-        settings.pick(tiny=8, cpu=32, accelerator=64),
-    )
-    while True:
-        pictures, kinds = shapes(num, size, rng)
-        noise = NOISE * torch.randn(pictures.shape, generator=rng)
-        yield (pictures + noise).to(settings.device), kinds.to(settings.device)
+    num = settings.pick(tiny=2, cpu=16, accelerator=128)
+    for pictures, noise, kinds in _shapes(settings, num, seed):
+        yield pictures + noise, kinds
 
 
 def _noisy(settings: Settings, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    rng = torch.Generator().manual_seed(seed)
-    num, size = (
-        settings.pick(tiny=2, cpu=8, accelerator=64),
-        settings.pick(tiny=8, cpu=32, accelerator=64),
-    )
+    num = settings.pick(tiny=2, cpu=8, accelerator=64)
+    for pictures, noise, _ in _shapes(settings, num, seed):
+        yield pictures, noise
+
+
+def _shapes(settings: Settings, num: int, seed: int) -> Iterator[list[torch.Tensor]]:
+    """Pictures, noise for them, and what they show."""
+    rng, size = torch.Generator().manual_seed(seed), settings.pick(tiny=8, cpu=32, accelerator=64)
     while True:
-        pictures, _ = shapes(num, size, rng)
+        pictures, kinds = shapes(num, size, rng)
         noise = NOISE * torch.randn(pictures.shape, generator=rng)
-        yield pictures.to(settings.device), noise.to(settings.device)
+        yield [each.to(settings.device) for each in (pictures, noise, kinds)]
