@@ -9,18 +9,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.errors import ExportError
 from tests.exporting.oracle import NotExportableError, check
 from tests.parity import oracle
-from tests.parity.cases import CASES
-from tests.parity.models import (  # noqa: F401, each registers its cases
-    graph_breaks,
-    losses,
-    mutation,
-    opaque,
-    recurrent,
-    regions,
-    shapes,
-    transformers,
-    weights,
-)
+from tests.parity.families import CASES
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,18 +14,7 @@ from torch import nn
 from amp_fx.dtypes import dtype_name
 from tests.gpu.place import DEVICE, MARKS
 from tests.parity import oracle
-from tests.parity.cases import CASES
-from tests.parity.models import (  # noqa: F401, each registers its cases
-    graph_breaks,
-    losses,
-    mutation,
-    opaque,
-    recurrent,
-    regions,
-    shapes,
-    transformers,
-    weights,
-)
+from tests.parity.families import CASES
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 from tests.parity.test_models import INDUCTOR_CASES, errors
 

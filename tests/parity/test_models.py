@@ -13,18 +13,8 @@ from torch import Tensor, nn
 
 from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
-from tests.parity.cases import CASES, leaf
-from tests.parity.models import (  # noqa: F401, each registers its cases
-    graph_breaks,
-    losses,
-    mutation,
-    opaque,
-    recurrent,
-    regions,
-    shapes,
-    transformers,
-    weights,
-)
+from tests.parity.cases import leaf
+from tests.parity.families import CASES
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 pytestmark = pytest.mark.filterwarnings("ignore")
