@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from amp_fx import wide_products
 from amp_fx.dtypes import is_low
+from amp_fx.processor import kernels_in_use
 from amp_fx.product_costs import pays
 from amp_fx.wide_products import CAST, widen_products
 
@@ -75,10 +76,12 @@ class AfterAutograd(CustomGraphPass):
     def uuid(self) -> Any:
         """What stands for it in the keys of inductor's caches; None for nothing can.
 
-        Measured tables are no part of it: another machine's change no rounding, only speed.
+        With ``products="auto"`` it says which kernels the measured table is of: caches that
+        machines share, or one with other settings, would give low products to one without units.
         """
         files = (__file__, wide_products.__file__)
-        own = (get_hash_for_files(files), self.has_wide_grads, self.products)
+        measured_on = kernels_in_use() if self.products == "auto" else ()
+        own = (get_hash_for_files(files), self.has_wide_grads, self.products, measured_on)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_fx.processor import kernels_in_use
 from amp_fx.wide_products import ATTENTION, BATCHED, CONVOLUTION, PRODUCT
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _key(kind: str, least_size: int) -> str:
 def _path(dtype: torch.dtype, num_threads: int) -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    machine = (platform.processor(), torch.backends.cpu.get_cpu_capability(), os.cpu_count())
+    machine = (*kernels_in_use(), os.cpu_count())
     text = f"{torch.__version__} {machine} {num_threads} {dtype} {MARGIN} {SIZES}"
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Path(cache_dir()) / "amp_fx" / f"products-{key}.json"

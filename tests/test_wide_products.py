@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx import product_costs, weight_cache
+from amp_fx.after_autograd import AfterAutograd
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.wide_products import KINDS
 
@@ -180,6 +181,23 @@ def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.Mo
     product_costs.table.cache_clear()
     assert product_costs.table(BFLOAT16, 1).keys() == found.keys()
     product_costs.table.cache_clear()
+
+
+def test_what_holds_for_one_processor_is_not_taken_for_another(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held to AVX2, oneDNN uses no bfloat16 units: another machine, as far as it goes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(product_costs, "_measured", lambda _: {"product 1": 1.0})
+    keys = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
+    product_costs.table(BFLOAT16, 1)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    product_costs.table.cache_clear()
+    product_costs.table(BFLOAT16, 1)
+    product_costs.table.cache_clear()
+    assert len(list((tmp_path / "amp_fx").iterdir())) == 2
+    others = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
+    assert [left == right for left, right in zip(keys, others, strict=True)] == [False, True, True]
 
 
 def test_inference_keeps_weights_wide_and_fresh() -> None:

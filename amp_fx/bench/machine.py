@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 
 import torch
+
+from amp_fx.processor import processor_name
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:
@@ -29,17 +30,6 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "amp_fx": importlib.metadata.version("amp_fx"),
     }
-
-
-def processor_name() -> str:
-    """The processor's name, as Linux or the platform tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _num_cores() -> int:

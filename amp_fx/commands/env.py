@@ -19,6 +19,7 @@ from amp_fx.explanation.table import piped_width
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
+from amp_fx.processor import bfloat16_units
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _dot_version() -> str:
 def devices() -> Iterator[tuple[str, str]]:
     """The devices here, and autocast's dtype on each."""
     capability = torch.backends.cpu.get_cpu_capability()
-    units = _bfloat16_units()
+    found = ", ".join(bfloat16_units())
+    units = f"bfloat16 units: {found}" if found else "no bfloat16 units"
     yield "cpu", f"{capability}, {units}, autocast to {dtype_name(default_dtype('cpu'))}"
     for name in autocast_device_types():
         if name in ("cpu", "privateuseone"):
@@ -117,18 +119,8 @@ def devices() -> Iterator[tuple[str, str]]:
         if module is None or not module.is_available():
             yield name, "not here; can be explained (device_type)"
             continue
-        found = [module.get_device_name(i) for i in range(module.device_count())]
-        yield name, f"{', '.join(found)}, autocast to {dtype_name(default_dtype(name))}"
-
-
-def _bfloat16_units() -> str:
-    """Which units for products in bfloat16 the CPU has, where torch can tell.
-
-    Relies on ``torch.cpu._is_avx512_bf16_supported`` and ``_is_amx_tile_supported``.
-    """
-    asked = {"avx512_bf16": "_is_avx512_bf16_supported", "amx": "_is_amx_tile_supported"}
-    found = [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
-    return f"bfloat16 units: {', '.join(found)}" if found else "no bfloat16 units"
+        names = [module.get_device_name(i) for i in range(module.device_count())]
+        yield name, f"{', '.join(names)}, autocast to {dtype_name(default_dtype(name))}"
 
 
 def drift() -> Iterator[tuple[str, str]]:
