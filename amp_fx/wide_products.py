@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import is_low
+from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -153,11 +154,15 @@ def _round(node: fx.Node) -> None:
 
 @functools.cache
 def _lower_rounded() -> None:
-    """Has inductor round.
+    """Has inductor round within its kernels; before torch 2.13 the op is called as it is.
+
+    There the C++ backend takes every rounding back that it meets in a kernel.
 
     Relies on ``ops.to_dtype`` of ``torch._inductor``, which with ``use_compute_types=False`` gives
     the low value itself, and on ``register_lowering``.
     """
+    if torch_version() < (2, 13):
+        return
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 

@@ -14,6 +14,7 @@ from amp_fx import product_costs, weight_cache
 from amp_fx.after_autograd import AfterAutograd
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.wide_products import KINDS
+from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,6 +201,7 @@ def test_what_holds_for_one_processor_is_not_taken_for_another(
     assert [left == right for left, right in zip(keys, others, strict=True)] == [False, True, True]
 
 
+@needs.FROZEN_GRAPHS
 def test_inference_keeps_weights_wide_and_fresh() -> None:
     """Rounded already, in float32: no call widens them again."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.distributed.nets import NUM_CASTS, NUM_UPDATES
 
 Ranks = list[dict[str, Any]]
@@ -95,6 +96,7 @@ def test_arguments_and_partitioned_parameters_are_not_kept(ranks: Ranks) -> None
         assert rank["deepspeed"] == 0
 
 
+@needs.FROZEN_GRAPHS
 def test_sharded_weights_are_not_frozen(ranks: Ranks) -> None:
     for rank in ranks:
         assert min(rank["frozen"]["plain"]) > 0

@@ -11,14 +11,14 @@ from torch.nn.utils import parametrizations
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.inner import has_cpp_compiler
+from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from amp_fx.explanation.explanation import Explanation
 
-pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+pytestmark = needs.FROZEN_GRAPHS
 
 BFLOAT16 = torch.bfloat16
 

@@ -215,6 +215,7 @@ def test_a_loop_with_a_condition() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")
 def test_flex_attention() -> None:
     q, k, v = torch.randn(3, 1, 2, 16, 16).unbind()
 
