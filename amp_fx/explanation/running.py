@@ -81,7 +81,8 @@ def run_stand_in(
         recorder = GraphRecorder(
             seen[-1],
             wants_backward=wants_backward,
-            options=None if stand_in.imagined else compiled_with,
+            options=compiled_with,
+            is_imagined=stand_in.imagined,
         )
         found = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
