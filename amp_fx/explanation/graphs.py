@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.lowered import saved_for_backward, sent_by
+from amp_fx.explanation.lowered import kernels_of, saved_for_backward, sent_by
 from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of
 from amp_fx.explanation.reasons import clean_reason, region_names
@@ -86,6 +86,7 @@ def _read_forward(
         kept_values=tuple(_kept_values(seen, after)),
         passes=tuple(seen.passes),
         collectives=sent_by(lowered, is_backward=False),
+        kernels=kernels_of(lowered, is_backward=False),
     )
 
 
@@ -132,6 +133,7 @@ def _read_backward(
         modules=tuple(module_types(gm, reader.frame).items()),
         saved=saved_for_backward(lowered, seen.frame),
         collectives=sent_by(lowered, is_backward=True),
+        kernels=kernels_of(lowered, is_backward=True),
     )
 
 

@@ -14,8 +14,9 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.explanation.kernels import scheduled_kernels
 from amp_fx.explanation.places import op_name, place_of
-from amp_fx.explanation.records import CollectiveRecord, SavedRecord
+from amp_fx.explanation.records import CollectiveRecord, KernelRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.traffic import num_bytes
@@ -27,6 +28,7 @@ from amp_fx.weights.kept_inputs import example_copies
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from amp_fx.explanation.kernels import Kernel
     from amp_fx.graphs.collectives import Collective
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
@@ -42,15 +44,22 @@ class LoweredGraph:
         gm: The graph.
         is_backward: Whether it is a backward.
         collectives: What it sends, each as it was and as ``narrow_gathers`` left it.
+        kernels: The kernels that inductor would make of it, if they were asked for.
     """
 
     gm: fx.GraphModule
     is_backward: bool
     collectives: tuple[tuple[Collective, Collective], ...]
+    kernels: tuple[Kernel, ...] = ()
 
 
 def lowered_graphs(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, *, is_grad_enabled: bool
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    *,
+    is_grad_enabled: bool,
+    wants_kernels: bool,
 ) -> tuple[LoweredGraph, ...]:
     """The graphs that inductor would get of a rewritten one; no code is generated.
 
@@ -62,16 +71,18 @@ def lowered_graphs(
         inputs: Its inputs, without the kept copies of weights.
         options: What it would be compiled with.
         is_grad_enabled: Whether gradients are recorded where it is called.
+        wants_kernels: Whether inductor is to schedule them, too.
 
     Returns:
         The forward, and the backward if there is one; nothing where inductor cannot take it.
     """
     found: list[LoweredGraph] = []
 
-    def keep(graph: fx.GraphModule, _: Any, **kwargs: Any) -> Any:
+    def keep(graph: fx.GraphModule, given: Any, **kwargs: Any) -> Any:
         sent = _sent(graph, narrows=options.narrow_gathers)
-        own = fx.GraphModule(graph, copy.copy(graph.graph))
-        found.append(LoweredGraph(own, bool(kwargs.get("is_backward")), sent))
+        own = fx.GraphModule(graph, copy.copy(graph.graph))  # inductor edits the graph it gets
+        kernels = scheduled_kernels(graph, given, **kwargs) if wants_kernels else ()
+        found.append(LoweredGraph(own, bool(kwargs.get("is_backward")), sent, kernels))
         return _Uncalled()
 
     try:
@@ -125,9 +136,7 @@ def _sent(gm: fx.GraphModule, *, narrows: bool) -> tuple[tuple[Collective, Colle
     return tuple(zip(before, collectives_in(gm.graph), strict=True))
 
 
-def sent_by(
-    lowered: Iterable[LoweredGraph], *, is_backward: bool
-) -> tuple[CollectiveRecord, ...]:
+def sent_by(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[CollectiveRecord, ...]:
     """The collectives of the forward or the backward of a graph."""
     pairs = [p for g in lowered if g.is_backward == is_backward for p in g.collectives]
     return tuple(
@@ -143,6 +152,12 @@ def sent_by(
         )
         for before, after in pairs
     )
+
+
+def kernels_of(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[KernelRecord, ...]:
+    """The kernels of the forward or the backward of a graph."""
+    kernels = [k for g in lowered if g.is_backward == is_backward for k in g.kernels]
+    return tuple(KernelRecord(kernel.kind, kernel.name, kernel.num_bytes) for kernel in kernels)
 
 
 def saved_for_backward(

@@ -99,15 +99,23 @@ class GraphRecorder:
         wants_backward: Whether the backward graph is derived as well.
         options: What the graph would be compiled with.
         is_imagined: Whether the CPU stands for a device.
+        wants_kernels: Whether inductor is asked for its kernels.
     """
 
     def __init__(
-        self, seen: SeenGraph, *, wants_backward: bool, options: Options, is_imagined: bool
+        self,
+        seen: SeenGraph,
+        *,
+        wants_backward: bool,
+        options: Options,
+        is_imagined: bool,
+        wants_kernels: bool,
     ) -> None:
         self.seen = seen
         self.wants_backward = wants_backward
         self.options = options
         self.is_imagined = is_imagined
+        self.wants_kernels = wants_kernels
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
         """Finds casts that came or went, and their bytes; passes edit bodies too."""
@@ -151,13 +159,14 @@ class GraphRecorder:
         added = example_copies(gm, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, [*example_inputs, *added])
-        if self.wants_backward or has_collectives(gm):
+        if self.wants_backward or self.wants_kernels or has_collectives(gm):
             self.seen.lower = functools.partial(
                 lowered_graphs,
                 copy_graph_module(gm),
                 tuple(example_inputs),
                 self.options,
                 is_grad_enabled=torch.is_grad_enabled(),
+                wants_kernels=self.wants_kernels,
             )
         if not self.is_imagined:
             self._note_kept_values(gm, example_inputs, self.options)

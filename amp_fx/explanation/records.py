@@ -194,6 +194,22 @@ class SavedRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelRecord:
+    """A kernel that inductor would launch.
+
+    Attributes:
+        kind: ``"generated"`` by inductor; of those, ``"cast"`` one that does nothing but cast and
+            ``"layout"`` one that only copies into another layout; ``"extern"`` a library's.
+        name: The ops that it came from.
+        num_bytes: What it reads and writes.
+    """
+
+    kind: str
+    name: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CollectiveRecord:
     """A collective in a graph, and what it sends.
 
@@ -316,6 +332,8 @@ class GraphRecord:
         saved: Of a backward: what inductor's partition of the graph saves in the forward for it,
             inputs of the graph (weights, their kept copies, arguments) not counted.
         collectives: What the graph that inductor gets sends over the wire.
+        kernels: What inductor would launch, as its scheduler fuses the graph; empty if that was not
+            asked for (``fused``).
     """
 
     index: int
@@ -335,3 +353,4 @@ class GraphRecord:
     passes: tuple[PassRecord, ...] = ()
     saved: tuple[SavedRecord, ...] = ()
     collectives: tuple[CollectiveRecord, ...] = ()
+    kernels: tuple[KernelRecord, ...] = ()

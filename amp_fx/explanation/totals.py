@@ -38,6 +38,9 @@ class Totals:
         bytes_read: Bytes that ops and the casts left read, each run by itself as in eager code
             (``NodeRecord.bytes_read``).
         bytes_written: Bytes that they write.
+        fused_bytes: Bytes that inductor's kernels read and write (``GraphRecord.kernels``); 0 if
+            that was not asked for.
+        num_kernels: How many kernels these are.
         num_uncounted: Ops whose bytes could not be counted.
         saved_bytes: Of backwards: what forwards save for them (``GraphRecord.saved``).
         bytes_sent: What one rank hands to the collectives of the graphs.
@@ -67,6 +70,8 @@ class Totals:
     weight_casts: int
     bytes_read: int
     bytes_written: int
+    fused_bytes: int
+    num_kernels: int
     num_uncounted: int
     saved_bytes: int
     bytes_sent: int
@@ -117,6 +122,8 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
         weight_casts=sum(bool(cast.weight) for cast in (*kept, *left)),
         bytes_read=sum(node.bytes_read for node in moving),
         bytes_written=sum(node.bytes_written for node in moving),
+        fused_bytes=sum(kernel.num_bytes for graph in graphs for kernel in graph.kernels),
+        num_kernels=sum(len(graph.kernels) for graph in graphs),
         num_uncounted=sum(not node.is_counted for node in moving),
         saved_bytes=sum(saved.num_bytes for graph in graphs for saved in graph.saved),
         bytes_sent=sum(each.num_bytes for each in sent),

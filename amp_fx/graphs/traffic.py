@@ -49,7 +49,13 @@ PARTIAL_WRITES = frozenset(
 
 OVERWRITES = frozenset(
     (
-        *("aten::bernoulli_", "aten::copy_", "aten::exponential_", "aten::fill_", "aten::index_copy_"),
+        *(
+            "aten::bernoulli_",
+            "aten::copy_",
+            "aten::exponential_",
+            "aten::fill_",
+            "aten::index_copy_",
+        ),
         *("aten::index_put_", "aten::_index_put_impl_", "aten::normal_", "aten::random_"),
         *("aten::scatter_", "aten::uniform_", "aten::zero_"),
         *("aten::_foreach_copy_", "aten::_foreach_zero_"),
@@ -64,9 +70,7 @@ ALLOCATIONS = frozenset(
 """Ops that only take memory."""
 
 
-NORMS = frozenset(
-    ("aten::native_batch_norm", "aten::native_group_norm", "aten::native_layer_norm")
-)
+NORMS = frozenset(("aten::native_batch_norm", "aten::native_group_norm", "aten::native_layer_norm"))
 """Ops whose statistics are at least as wide as their weights; fake kernels make them low."""
 
 
@@ -86,7 +90,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self,
         func: OpOverload,
-        types: Any,  # noqa: ARG002
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
