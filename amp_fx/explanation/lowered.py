@@ -106,7 +106,7 @@ class _Uncalled:
 
     _boxed_call = True
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def __call__(self, _: list[Any]) -> Any:
         """Is not called."""
         raise AssertionError("an explained graph is not run")
 

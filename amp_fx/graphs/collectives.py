@@ -2,10 +2,10 @@
 
 Two sums of bytes are told apart: what a rank hands over, and what it sends to others where the
 ranks make a ring, as libraries do with large tensors: the factors are those by which nccl-tests
-makes its bus bandwidth (``doc/PERFORMANCE.md`` there). An ``all_gather`` of ``s`` bytes from each of
-``n`` ranks sends ``(n - 1) * s``, a ``reduce_scatter`` of ``s`` bytes ``(n - 1) / n * s``, an
-``all_reduce`` both of these one after the other, a ``broadcast`` all of ``s`` but for the last
-rank. An ``all_to_all`` sends what is not for the rank itself.
+makes its bus bandwidth (``doc/PERFORMANCE.md`` there). An ``all_gather`` of ``s`` bytes from each
+of ``n`` ranks sends ``(n - 1) * s``, a ``reduce_scatter`` of ``s`` bytes ``(n - 1) / n * s``, an
+``all_reduce`` twice that, as it is a ``reduce_scatter`` and an ``all_gather``; a ``broadcast``
+passes all of ``s`` on. An ``all_to_all`` sends what is not for the rank itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Collective:
         dtype: Of the tensors that it is given; None if there are none.
         group_size: How many ranks take part; 0 where that is not known.
         num_bytes: What this rank hands over.
-        wire_bytes: What this rank sends to others in a ring; all of it where the group is not known.
+        wire_bytes: What this rank sends to others in a ring; all of it where the group is unknown.
     """
 
     node: fx.Node
@@ -158,7 +158,8 @@ def _group(name: Any) -> Any:
         return None
     if isinstance(name, torch.distributed.ProcessGroup):
         return name
+    registry: Any = torch.distributed.distributed_c10d
     try:
-        return torch.distributed.distributed_c10d._resolve_process_group(name)
+        return registry._resolve_process_group(name)
     except Exception:  # noqa: BLE001 - it raises what its registry raises
         return None

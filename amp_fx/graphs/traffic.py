@@ -63,12 +63,14 @@ OVERWRITES = frozenset(
 )
 """In-place ops that do not read what they write to."""
 
-ALLOCATIONS = frozenset(
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty")
-) | {"aten::new_empty_strided"}
-"""Ops that only take memory."""
-
+FREE = frozenset(
+    (
+        *("aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided"),
+        *("aten::new_empty", "aten::new_empty_strided"),
+        *("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"),
+    )
+)
+"""Ops that only take memory, or wait."""
 
 NORMS = frozenset(("aten::native_batch_norm", "aten::native_group_norm", "aten::native_layer_norm"))
 """Ops whose statistics are at least as wide as their weights; fake kernels make them low."""
@@ -117,7 +119,7 @@ def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -
         result: What it gave.
     """
     name = func._schema.name
-    if func.is_view or name in ALLOCATIONS or torch.Tag.inplace_view in func.tags:
+    if func.is_view or name in FREE or torch.Tag.inplace_view in func.tags:
         return Moved()
     given, written = _by_use(func, args, kwargs)
     known = {storage_id(tensor) for tensor in (*given, *written)}

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from amp_fx.explanation.kernels import kernel_of
+from amp_fx.graphs.collectives import collectives_in
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ class Graph:
 
     Attributes:
         saved_bytes: Of a backward: of what the forward saves for it and is no input of the program.
+        wire_bytes: What one rank sends to others.
         kernels: Its kernels, in order.
         sources: Of its generated kernels, by name.
     """
 
     saved_bytes: int = 0
+    wire_bytes: int = 0
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -55,7 +58,8 @@ class Counter:
         """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
         is_backward = bool(kwargs.get("is_backward"))
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
-        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0))
+        sent = sum(each.wire_bytes for each in collectives_in(gm.graph))
+        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0, sent))
         _real_compile()(gm, example_inputs, **kwargs)
 
         def run(inputs: list[Any]) -> Any:
