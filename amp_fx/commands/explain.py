@@ -126,8 +126,8 @@ def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimize
     name, _, kernels = text.partition(":")
     classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in classes:
-        near = difflib.get_close_matches(name.lower(), classes, n=1)
-        meant = f"; near: {classes[near[0]].__name__}" if near else ""
+        near = difflib.get_close_matches(name.lower(), classes, n=3)
+        meant = f"; near names: {', '.join(classes[n].__name__ for n in near)}" if near else ""
         raise OptionError(f"--optimizer {text}: torch.optim has none of this name{meant}")
     if kernels not in ("", "fused", "foreach"):
         raise OptionError(f"--optimizer {text}: behind the colon stands fused or foreach")

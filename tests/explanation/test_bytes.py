@@ -68,7 +68,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def eager(model: Callable[..., Any], args: Sequence[Any]) -> Ledger:
-    with torch.autocast("cpu", torch.bfloat16), Ledger() as ledger:
+    ledger = Ledger()
+    with torch.autocast("cpu", torch.bfloat16), ledger:
         model(*args)
     return ledger
 
@@ -140,7 +141,7 @@ def test_checkpoints_count_their_bodies() -> None:
 def test_what_is_saved_is_what_the_compiled_forward_saves() -> None:
     """AOTAutograd hands it to the hooks of saved tensors, inputs of the graph among it."""
     model, x = mlp(), torch.randn(8, 16)
-    options = {"weight_cache": False, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"weight_cache": False, "dtype": torch.bfloat16}
     inputs = {t.untyped_storage()._cdata for t in (x, *model.parameters())}
     saved: dict[int, int] = {}
 
@@ -171,7 +172,7 @@ def test_fused_bytes_of_one_product_are_those_by_hand() -> None:
     assert totals.num_kernels == 3
 
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW fused": (torch.optim.AdamW, {"fused": True}),
     "AdamW foreach": (torch.optim.AdamW, {"foreach": True}),
     "AdamW one by one": (torch.optim.AdamW, {"foreach": False}),

@@ -145,6 +145,7 @@ class Gathering(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch.distributed import _functional_collectives, group
 
+        assert group.WORLD is not None
         whole = _functional_collectives.all_gather_tensor_autograd(self.part, 0, group.WORLD)
         return nn.functional.linear(x, whole)
 

@@ -256,16 +256,20 @@ class SequenceParallel(nn.Module):
         """The residual stream of this rank behind the block."""
         from torch.distributed import _functional_collectives, group
 
-        inner = functional.gelu(self.up(_gathered(self.norm(x))))
+        assert group.WORLD is not None
+        inner = self.down(functional.gelu(self.up(_gathered(self.norm(x)))))
         scatter = _functional_collectives.reduce_scatter_tensor_autograd
-        return x + scatter(self.down(inner), "sum", 0, group.WORLD)
+        out: torch.Tensor = x + scatter(inner, "sum", 0, group.WORLD)
+        return out
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
     """The parts of all ranks, along the first dimension."""
     from torch.distributed import _functional_collectives, group
 
-    return _functional_collectives.all_gather_tensor_autograd(part, 0, group.WORLD)
+    assert group.WORLD is not None
+    whole: torch.Tensor = _functional_collectives.all_gather_tensor_autograd(part, 0, group.WORLD)
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)
