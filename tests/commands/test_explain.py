@@ -43,7 +43,7 @@ def test_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        ("AdamV", "AdamW"),
+        ("AdamV", "Adam"),
         ("AdamW:quick", "foreach"),
         ("Adadelta:fused", "fused"),
         ("SparseAdam:foreach", "foreach"),
