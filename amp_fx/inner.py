@@ -49,7 +49,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
     """The settings of inductor that graphs are compiled with."""
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     settings = dict(wrapper.config)
-    if options.has_wide_weight_grads or options.products != "low":
+    if options.has_wide_weight_grads or options.products != "low" or options.raise_casts:
         from torch._inductor import config
 
         name = "post_grad_custom_pre_pass"
@@ -69,6 +69,7 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,
         products=options.products,
+        raises_casts=options.raise_casts,
         following=following,
     )
 

@@ -86,7 +86,7 @@ def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None
     waiting = [gather]
     while waiting:
         for user in waiting.pop().users:
-            if _narrows(user):
+            if narrows(user):
                 casts[user] = None
             elif not _carries(user):
                 return None
@@ -114,7 +114,7 @@ def _carries(node: fx.Node) -> bool:
     return is_known and "dtype" not in str(getattr(node.target, "_overloadname", ""))
 
 
-def _narrows(node: fx.Node) -> bool:
+def narrows(node: fx.Node) -> bool:
     """Whether a node is a plain cast to a dtype of fewer bytes."""
     value, source = VALUE.get(node), None
     if op_name(node) == "prims::convert_element_type" or _is_plain_copy(node):
@@ -143,18 +143,21 @@ def _narrow(
     for given in gather.all_input_nodes:
         if given not in narrowed and isinstance(VALUE.get(given), torch.Tensor):
             with graph.inserting_before(gather):
-                narrowed[given] = _cast(graph, given, dtype, like=casts[0])
+                narrowed[given] = narrowing_cast(graph, given, dtype, like=casts[0])
     for given, cast in narrowed.items():
         gather.replace_input_with(given, cast)
     changed = {gather, *carriers}
     for node in [node for node in graph.nodes if node in changed]:
-        _evaluate(node)
+        evaluate(node)
     for cast in casts:
         cast.replace_all_uses_with(cast.all_input_nodes[0])
         graph.erase_node(cast)
 
 
-def _cast(graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+def narrowing_cast(
+    graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node
+) -> fx.Node:
+    """A cast of a node at the graph's insertion point; what it was widened from, if that is it."""
     if _is_widened_from(given, dtype):
         return given.all_input_nodes[0]
     if op_name(like) == "prims::convert_element_type":
@@ -165,7 +168,7 @@ def _cast(graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node)
     cast.meta.update(
         {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack")}
     )
-    _evaluate(cast)
+    evaluate(cast)
     return cast
 
 
@@ -176,7 +179,7 @@ def _is_widened_from(node: fx.Node, dtype: torch.dtype) -> bool:
     return isinstance(source, torch.Tensor) and source.dtype == dtype
 
 
-def _evaluate(node: fx.Node) -> None:
+def evaluate(node: fx.Node) -> None:
     """Gives a node the value that it has with its arguments as they are now."""
     args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
     with _fake_mode(args), torch.no_grad():
