@@ -1,4 +1,4 @@
-"""Rewrites of the graphs that AOTAutograd makes: the options ``weight_grads`` and ``products``.
+"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``products``, ``raise_casts``.
 
 Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
 rounded, written, read and written again. ``aten.mm.dtype`` gives the sums of the product in float32
@@ -15,6 +15,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from amp_fx import wide_products
 from amp_fx.dtypes import is_low
+from amp_fx.passes import narrow_gathers
+from amp_fx.passes import raise_casts as raising
+from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.processor import kernels_in_use
 from amp_fx.product_costs import pays
 from amp_fx.wide_products import CAST, widen_products
@@ -28,6 +31,8 @@ aten = torch.ops.aten
 
 DEVICES = ("cuda",)
 """Device types with a kernel of ``aten.mm.dtype``."""
+
+_RAISING = (narrow_gathers.__file__, raising.__file__)
 
 _VIEWS = (
     aten.permute.default,
@@ -49,14 +54,21 @@ class AfterAutograd(CustomGraphPass):
         has_wide_grads: Whether gradients that leave a backward in float32 are products with
             float32 results.
         products: ``Options.products``.
+        raises_casts: ``Options.raise_casts``.
         following: A pass of the user's own, which runs after this one.
     """
 
     def __init__(
-        self, *, has_wide_grads: bool = False, products: str = "low", following: Any = None
+        self,
+        *,
+        has_wide_grads: bool = False,
+        products: str = "low",
+        raises_casts: bool = False,
+        following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
         self.products = products
+        self.raises_casts = raises_casts
         self.following = following
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -64,6 +76,8 @@ class AfterAutograd(CustomGraphPass):
         if self.has_wide_grads and is_backward(graph):
             widen_weight_grads(graph)
         self.widen_products(graph)
+        if self.raises_casts and raise_casts(graph):
+            graph.lint()
         if self.following is not None:
             self.following(graph)
 
@@ -79,9 +93,10 @@ class AfterAutograd(CustomGraphPass):
         With ``products="auto"`` it says which kernels the measured table is of: caches that
         machines share, or one with other settings, would give low products to one without units.
         """
-        files = (__file__, wide_products.__file__)
+        files = (__file__, wide_products.__file__, *_RAISING)
         measured_on = kernels_in_use() if self.products == "auto" else ()
-        own = (get_hash_for_files(files), self.has_wide_grads, self.products, measured_on)
+        settings = (self.has_wide_grads, self.products, self.raises_casts, measured_on)
+        own = (get_hash_for_files(files), *settings)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None

@@ -49,7 +49,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
     """The settings of inductor that graphs are compiled with."""
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     settings = dict(wrapper.config)
-    if options.has_wide_weight_grads or options.products != "low":
+    if options.has_wide_weight_grads or options.products != "low" or options.raise_casts:
         from torch._inductor import config
 
         name = "post_grad_custom_pre_pass"
@@ -69,6 +69,7 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,
         products=options.products,
+        raises_casts=options.raise_casts,
         following=following,
     )
 
@@ -92,13 +93,23 @@ def compile_with_inductor(
         options: The options of the backend.
         compile_inside: Compiles a graph of AOTAutograd, as ``compile_graph`` does.
     """
+    if is_distributed():
+        compile_inside = _narrowing(compile_inside, options)
+    return through_inductor(gm, example_inputs, options, compile_inside)
+
+
+def through_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_inside: Callable[..., Any],
+) -> Compiled:
+    """The same, with collectives left as they are."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     # Inductor's own freezing would take kept copies for constant, and weights.
     with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False), _in_keys(options):
-        if is_distributed():
-            compile_inside = _narrowing(compile_inside, options)
         return compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,

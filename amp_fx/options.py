@@ -66,6 +66,9 @@ class Options:
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
             it is gathered (``amp_fx.passes.narrow_gathers``).
+        raise_casts: Whether narrowing casts stand in front of views in the graphs that inductor
+            gets (``amp_fx.passes.raise_casts``). No value changes; kernels fuse otherwise, and
+            what inductor keeps in float32 inside of one may be rounded elsewhere.
         bare_region: Whether a graph under no enabled autocast region is a region of its own.
             ``amp_fx.compile`` brings its region along and turns this off.
         fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
@@ -92,6 +95,7 @@ class Options:
     products: str = "auto"
     range_guard: bool = True
     narrow_gathers: bool = True
+    raise_casts: bool = False
     bare_region: bool = True
     fallback: bool = True
     passes: tuple[Pass, ...] = ()
@@ -253,6 +257,7 @@ _CONVERT = {
     "products": _to_choice,
     "range_guard": _to_bool,
     "narrow_gathers": _to_bool,
+    "raise_casts": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
     "passes": _to_passes,

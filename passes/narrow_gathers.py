@@ -32,6 +32,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from amp_fx.graphs.collectives import collectives_in, op_name
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
 
@@ -45,16 +46,6 @@ MOVING = frozenset(
     )
 )
 """Collectives that move elements. ``permute_tensor`` is an ``all_to_all_single``."""
-
-ADDING = frozenset(
-    (
-        "_c10d_functional::all_reduce",
-        "_c10d_functional::all_reduce_coalesced",
-        "_c10d_functional::reduce_scatter_tensor",
-        "_c10d_functional::reduce_scatter_tensor_coalesced",
-    )
-)
-"""Those that compute."""
 
 _VIEWS = (
     *("_reshape_alias", "_unsafe_view", "alias", "cat", "clone", "detach", "expand", "permute"),
@@ -75,7 +66,7 @@ class NarrowGathers:
         """Counts ``gathers_narrowed``."""
         counts: Counter[str] = Counter()
         # The last first: what one gather reads may be what another has gathered.
-        for gather in reversed([n for n in gm.graph.nodes if _name(n) in MOVING]):
+        for gather in reversed([n for n in gm.graph.nodes if op_name(n) in MOVING]):
             region = _read_through(gather)
             if region is not None:
                 _narrow(gm.graph, gather, *region)
@@ -84,20 +75,8 @@ class NarrowGathers:
 
 
 def wire_bytes(graph: fx.Graph) -> int:
-    """Bytes that one process hands to the collectives of a graph, where shapes are known."""
-    collectives = [node for node in graph.nodes if _name(node) in MOVING | ADDING]
-    values = [VALUE.get(given) for node in collectives for given in node.all_input_nodes]
-    return sum(_num_bytes(value) for value in values if isinstance(value, torch.Tensor))
-
-
-def _num_bytes(value: torch.Tensor) -> int:
-    numel = value.numel()
-    return numel * value.element_size() if isinstance(numel, int) else 0
-
-
-def _name(node: fx.Node) -> str:
-    """``aten::view``, whatever the overload."""
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+    """Bytes that one process hands to the collectives of a graph."""
+    return sum(each.num_bytes for each in collectives_in(graph))
 
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
@@ -107,7 +86,7 @@ def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None
     waiting = [gather]
     while waiting:
         for user in waiting.pop().users:
-            if _narrows(user):
+            if narrows(user):
                 casts[user] = None
             elif not _carries(user):
                 return None
@@ -131,14 +110,14 @@ def _is_tensor(node: fx.Node) -> bool:
 def _carries(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    is_known = _name(node) in CARRYING
+    is_known = op_name(node) in CARRYING
     return is_known and "dtype" not in str(getattr(node.target, "_overloadname", ""))
 
 
-def _narrows(node: fx.Node) -> bool:
+def narrows(node: fx.Node) -> bool:
     """Whether a node is a plain cast to a dtype of fewer bytes."""
     value, source = VALUE.get(node), None
-    if _name(node) == "prims::convert_element_type" or _is_plain_copy(node):
+    if op_name(node) == "prims::convert_element_type" or _is_plain_copy(node):
         source = VALUE.get(node.all_input_nodes[0])
     if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
@@ -147,7 +126,7 @@ def _narrows(node: fx.Node) -> bool:
 
 
 def _is_plain_copy(node: fx.Node) -> bool:
-    if _name(node) != "aten::_to_copy" or VALUE.get(node) is None:
+    if op_name(node) != "aten::_to_copy" or VALUE.get(node) is None:
         return False
     value, source = VALUE.of(node), VALUE.of(node.all_input_nodes[0])
     given = {key for key, argument in node.kwargs.items() if argument is not None}
@@ -164,21 +143,24 @@ def _narrow(
     for given in gather.all_input_nodes:
         if given not in narrowed and isinstance(VALUE.get(given), torch.Tensor):
             with graph.inserting_before(gather):
-                narrowed[given] = _cast(graph, given, dtype, like=casts[0])
+                narrowed[given] = narrowing_cast(graph, given, dtype, like=casts[0])
     for given, cast in narrowed.items():
         gather.replace_input_with(given, cast)
     changed = {gather, *carriers}
     for node in [node for node in graph.nodes if node in changed]:
-        _evaluate(node)
+        evaluate(node)
     for cast in casts:
         cast.replace_all_uses_with(cast.all_input_nodes[0])
         graph.erase_node(cast)
 
 
-def _cast(graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+def narrowing_cast(
+    graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node
+) -> fx.Node:
+    """A cast of a node at the graph's insertion point; what it was widened from, if that is it."""
     if _is_widened_from(given, dtype):
         return given.all_input_nodes[0]
-    if _name(like) == "prims::convert_element_type":
+    if op_name(like) == "prims::convert_element_type":
         convert: Any = like.target
         cast = graph.call_function(convert, (given, dtype))
     else:
@@ -186,18 +168,18 @@ def _cast(graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node)
     cast.meta.update(
         {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack")}
     )
-    _evaluate(cast)
+    evaluate(cast)
     return cast
 
 
 def _is_widened_from(node: fx.Node, dtype: torch.dtype) -> bool:
-    if _name(node) != "prims::convert_element_type" and not _is_plain_copy(node):
+    if op_name(node) != "prims::convert_element_type" and not _is_plain_copy(node):
         return False
     source = VALUE.get(node.all_input_nodes[0])
     return isinstance(source, torch.Tensor) and source.dtype == dtype
 
 
-def _evaluate(node: fx.Node) -> None:
+def evaluate(node: fx.Node) -> None:
     """Gives a node the value that it has with its arguments as they are now."""
     args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
     with _fake_mode(args), torch.no_grad():

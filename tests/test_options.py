@@ -40,6 +40,7 @@ def test_every_field_can_be_given() -> None:
         "products": "wide",
         "range_guard": False,
         "narrow_gathers": False,
+        "raise_casts": True,
         "bare_region": False,
         "fallback": False,
         "passes": (NoPass(),),

@@ -55,6 +55,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", help="device type to explain for; it need not be there")
     parser.add_argument("--meta", action="store_true", help="make the model without its memory")
     parser.add_argument("--backward", action="store_true", help="explain the backward as well")
+    parser.add_argument("--fused", action="store_true", help="count inductor's kernels as well")
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="count a step of it too: a class of torch.optim, with its defaults; AdamW:fused or "
+        "AdamW:foreach choose its kernels",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--html", metavar="PATH", help="write a page with the picture and the table"
@@ -90,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         device_type=args.device,
         backward=args.backward,
+        fused=args.fused,
+        optimizer=None if args.optimizer is None else make_optimizer(args.optimizer, model),
     )
     try:
         explanation = explainer(*inputs)
@@ -105,6 +114,37 @@ def run(args: argparse.Namespace) -> int:
         draw(explanation, path, level=args.level, focus=args.focus, dpi=args.dpi)
         sys.stderr.write(f"wrote {path}\n")
     return 0
+
+
+def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimizer:
+    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``.
+
+    Raises:
+        OptionError: There is no such optimizer, it has no such kernels, or the model has no
+            parameters.
+    """
+    name, _, kernels = text.partition(":")
+    classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+    if name.lower() not in classes:
+        near = difflib.get_close_matches(name.lower(), classes, n=3)
+        meant = f"; near names: {', '.join(classes[n].__name__ for n in near)}" if near else ""
+        raise OptionError(f"--optimizer {text}: torch.optim has none of this name{meant}")
+    if kernels not in ("", "fused", "foreach"):
+        raise OptionError(f"--optimizer {text}: behind the colon stands fused or foreach")
+    parameters = [p for p in getattr(model, "parameters", tuple)() if p.requires_grad]
+    if not parameters:
+        raise OptionError(f"--optimizer {text}: the model has no parameters to update")
+    try:
+        made = classes[name.lower()](parameters, **({kernels: True} if kernels else {}))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"--optimizer {text}: {error}") from error
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
+def _is_optimizer(kind: Any) -> bool:
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    return is_class and kind is not torch.optim.Optimizer
 
 
 _WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")

@@ -7,27 +7,34 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.explanation.rows import bare_op, folded_path, treatment, without_numbers
+from amp_fx.explanation.totals import MOVING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rich.table import Table
+
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import NodeRecord
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """One op that is treated otherwise.
+    """One op that is treated otherwise, or moves other bytes.
 
     Attributes:
         module: Its module.
         op: What it calls, as captured.
         dtypes: The dtypes that it runs in, here and there; ``""`` where it is missing.
         treatments: Its policies, here and there.
+        bytes_moved: What it reads and writes, here and there (``NodeRecord.bytes_moved``).
     """
 
     module: str
     op: str
     dtypes: tuple[str, str]
     treatments: tuple[str, str]
+    bytes_moved: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,22 +44,29 @@ class Diff:
     Attributes:
         names: What each explanation is: policy, device and dtype.
         totals: By the field of ``totals.Totals`` that differs, both values.
-        nodes: The ops that are treated otherwise.
+        nodes: The ops that are treated otherwise, or move other bytes.
+        backward_totals: As ``totals``, of the backward graphs.
+        modules: Bytes that ops and casts in a module read and write in the forward, here and
+            there, by the path of those where they differ; ``""`` is the root.
     """
 
     names: tuple[str, str]
     totals: dict[str, tuple[Any, Any]]
     nodes: tuple[NodeDifference, ...]
+    backward_totals: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    modules: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether anything differs."""
-        return bool(self.totals or self.nodes)
+        return bool(self.totals or self.nodes or self.backward_totals or self.modules)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries and lists; the fields are the keys."""
         return {
             "names": list(self.names),
-            "totals": {key: list(values) for key, values in self.totals.items()},
+            "totals": _lists(self.totals),
+            "backward_totals": _lists(self.backward_totals),
+            "modules": _lists(self.modules),
             "nodes": [
                 {key: list(v) if isinstance(v, tuple) else v for key, v in vars(node).items()}
                 for node in self.nodes
@@ -76,15 +90,40 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
     keys = list(dict.fromkeys([*left, *right]))
     pairs = [(key, *pair) for key in keys for pair in _pair(left.get(key), right.get(key))]
     nodes = [_difference(key, a, b) for key, a, b in pairs]
-    totals = {
-        field.name: (getattr(ours.totals, field.name), getattr(other.totals, field.name))
-        for field in dataclasses.fields(ours.totals)
-    }
     return Diff(
         names=(_describe(ours), _describe(other)),
-        totals={key: values for key, values in totals.items() if values[0] != values[1]},
-        nodes=tuple(n for n in nodes if n.dtypes[0] != n.dtypes[1] or len(set(n.treatments)) > 1),
+        totals=_differing(vars(ours.totals), vars(other.totals)),
+        nodes=tuple(node for node in nodes if _is_other(node)),
+        backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
+        modules=_differing(_by_module(ours), _by_module(other), missing=0),
     )
+
+
+def _lists(pairs: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
+    return {key: list(values) for key, values in pairs.items()}
+
+
+def _differing(
+    ours: Mapping[str, Any], other: Mapping[str, Any], *, missing: Any = None
+) -> dict[str, tuple[Any, Any]]:
+    """By the key, what differs, in order."""
+    keys = dict.fromkeys([*ours, *other])
+    pairs = {key: (ours.get(key, missing), other.get(key, missing)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _is_other(node: NodeDifference) -> bool:
+    pairs: Iterable[tuple[Any, Any]] = (node.dtypes, node.treatments, node.bytes_moved)
+    return any(ours != other for ours, other in pairs)
+
+
+def _by_module(explanation: Explanation) -> dict[str, int]:
+    """What ops and casts read and write, by the module that they stand in."""
+    found: dict[str, int] = {}
+    for node in explanation.nodes:
+        if node.kind in MOVING:
+            found[node.module] = found.get(node.module, 0) + node.bytes_moved
+    return found
 
 
 def _describe(explanation: Explanation) -> str:
@@ -112,18 +151,59 @@ def _difference(
     both = (ours, other)
     dtypes = tuple(node.dtype if node else "" for node in both)
     treatments = tuple(treatment(node) if node else "" for node in both)
-    return NodeDifference(key[0], key[1], (dtypes[0], dtypes[1]), (treatments[0], treatments[1]))
+    moved = tuple(node.bytes_moved if node else 0 for node in both)
+    return NodeDifference(
+        key[0], key[1], (dtypes[0], dtypes[1]), (treatments[0], treatments[1]), (moved[0], moved[1])
+    )
 
 
 def _table(diff: Diff) -> Any:
-    from rich import box
     from rich.console import Group
+
+    parts = [_totals_table("", diff.totals, diff.names)] if diff.totals else []
+    if diff.backward_totals:
+        parts.append(_totals_table("backward", diff.backward_totals, diff.names))
+    if diff.modules:
+        parts.append(_modules_table(diff))
+    if diff.nodes:
+        parts.append(_nodes_table(diff))
+    return Group(*parts) if parts else "no difference"
+
+
+def _new_table(*columns: str) -> Table:
+    from rich import box
     from rich.table import Table
 
-    totals = Table("", *diff.names, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, (a, b) in diff.totals.items():
-        totals.add_row(name, _shown(a), _shown(b))
-    nodes = Table("module", "op", "x", *diff.names, box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _totals_table(title: str, totals: Mapping[str, Any], names: tuple[str, str]) -> Table:
+    table = _new_table(title, *names)
+    for name, (a, b) in totals.items():
+        table.add_row(name, _shown(a), _shown(b))
+    return table
+
+
+def _modules_table(diff: Diff) -> Table:
+    """Bytes by module, like modules as one row each, and what they become of 1."""
+    from amp_fx.explanation.table import human
+
+    table = _new_table("bytes in module", "x", *diff.names, "ratio")
+    groups: dict[str, list[str]] = {}
+    for path in diff.modules:
+        groups.setdefault(without_numbers(path), []).append(path)
+    for paths in groups.values():
+        ours, other = (sum(diff.modules[path][side] for path in paths) for side in (0, 1))
+        times = str(len(paths)) if len(paths) > 1 else ""
+        ratio = f"{other / ours:.2f}" if ours else ""
+        table.add_row(folded_path(paths) or "-", times, human(ours), human(other), ratio)
+    return table
+
+
+def _nodes_table(diff: Diff) -> Table:
+    from amp_fx.explanation.table import human
+
+    table = _new_table("module", "op", "x", *diff.names, "bytes")
     groups: dict[tuple[Any, ...], list[NodeDifference]] = {}
     for node in diff.nodes:
         key = (without_numbers(node.module), node.op, node.dtypes, node.treatments)
@@ -133,8 +213,10 @@ def _table(diff: Diff) -> Any:
             " ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)
         ]
         times = str(len(found)) if len(found) > 1 else ""
-        nodes.add_row(folded_path(n.module for n in found) or "-", op, times, *cells)
-    return Group(totals, nodes) if diff else "no difference"
+        ours, other = (sum(node.bytes_moved[side] for node in found) for side in (0, 1))
+        change = human(ours) if ours == other else f"{human(ours)} to {human(other)}"
+        table.add_row(folded_path(n.module for n in found) or "-", op, times, *cells, change)
+    return table
 
 
 def _shown(value: Any) -> str:

@@ -24,6 +24,7 @@ from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionEr
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.exported import explain_program
 from amp_fx.explanation.graphs import first_lines, read_graphs
+from amp_fx.explanation.optimizer_step import explain_step
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
 from amp_fx.front.settings import RegionSettings, as_dtype
@@ -64,6 +65,8 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    fused: bool = False,
 ) -> Callable[..., Explanation]: ...
 
 
@@ -75,6 +78,8 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    fused: bool = False,
 ) -> Callable[..., Explanation] | Explanation:
     """Tells what amp_fx does to a model, without compiling or changing it.
 
@@ -97,20 +102,33 @@ def explain(
         backward: Whether the backward graphs are derived and explained as well.
         options: More options of the backend, such as ``{"weight_cache": False}``
             (``amp_fx.options.Options``).
+        optimizer: One whose step is to be counted (``Explanation.step``): a copy of it takes one,
+            on fake tensors. None counts none.
+        fused: Whether inductor schedules the graphs too, and its kernels' bytes are counted
+            (``GraphRecord.kernels``); no code is generated. Of a device that is not there, kernels
+            are those of the CPU, which fuse nearly alike.
 
     Returns:
         A function that takes the model's arguments and gives an ``Explanation``; for an exported
         program, which has its arguments, the ``Explanation`` itself.
 
     Raises:
-        OptionError: An option is unknown or has a value that is not allowed.
+        OptionError: An option is unknown or has a value that is not allowed, or what shall be an
+            optimizer is none.
         PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
         CompileTargetError: The model is neither a module nor a function.
-        ExplainError: When called: the model cannot be traced with these arguments.
+        ExplainError: When called: the model cannot be traced with these arguments, or the
+            optimizer cannot take a step on fake tensors.
     """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"optimizer={optimizer!r}: not an optimizer of torch.optim's kind")
     if isinstance(model, ExportedProgram):
-        if backward or device_type is not None or options is not None:
-            raise OptionError("of an exported program, backward, device_type and options are fixed")
+        fixed = (backward or None, fused or None, device_type, options, optimizer)
+        if any(given is not None for given in fixed):
+            raise OptionError(
+                "of an exported program, backward, fused, device_type and options are fixed, "
+                "and there is no optimizer"
+            )
         return explain_program(model, dtype=dtype, policy=policy)
     if isinstance(model, type) or not callable(model):
         raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
@@ -125,6 +143,8 @@ def explain(
         settings=settings,
         backward=backward,
         options=_checked(options),
+        optimizer=optimizer,
+        fused=fused,
     )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
@@ -144,6 +164,8 @@ class Request:
     settings: RegionSettings | None = None
     backward: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    fused: bool = False
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -193,7 +215,16 @@ def _explain(
         shared=shared_weights(stand_in.program, capture.outputs),
     )
     capture.release()
-    return explanation
+    if request.optimizer is None:
+        return explanation
+    step = explain_step(
+        request.optimizer,
+        model,
+        explanation.casts,
+        device=stand_in.device_type,
+        is_imagined=stand_in.imagined,
+    )
+    return dataclasses.replace(explanation, step=step)
 
 
 def label(policy: Policy) -> str:
@@ -239,7 +270,14 @@ def capture_call(
         )
         region = functools.partial(settings.region, None, (), {})
     try:
-        return run_stand_in(stand_in, options, region, wants_backward=request.backward, watch=watch)
+        return run_stand_in(
+            stand_in,
+            options,
+            region,
+            wants_backward=request.backward,
+            wants_kernels=request.fused,
+            watch=watch,
+        )
     except (*NEEDS_NUMBERS, AmpFxError):
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from amp_fx.explanation.totals import Totals, sum_up
 
 if TYPE_CHECKING:
     from amp_fx.explanation.diff import Diff
-    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
+    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, StepRecord
 
 SCHEMA = 1
 """Version of ``Explanation.to_dict``; raised when a key changes its meaning or goes."""
@@ -35,6 +35,7 @@ class Explanation:
             no code around the graph that Dynamo skipped.
         shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
             ones, views of each other, and those that the model hands out.
+        step: What a step of the optimizer moves, if one was given.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Explanation:
     other_breaks: tuple[str, ...] = ()
     is_whole: bool = True
     shared: tuple[str, ...] = ()
+    step: StepRecord | None = None
 
     @property
     def forward(self) -> tuple[GraphRecord, ...]:
@@ -115,7 +117,8 @@ class Explanation:
         Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), ``model``, ``policy``,
         ``dtype``, ``device_type``, ``is_imagined``, ``is_whole``, ``shared``, ``totals`` and
         ``backward_totals`` (the fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the
-        fields of ``records.GraphRecord``, and so on inside). Equal models and options give equal
+        fields of ``records.GraphRecord``, and so on inside) and ``step`` (those of
+        ``records.StepRecord``, or None). Equal models and options give equal
         dictionaries. New keys may come without a new schema.
         """
         return {
@@ -132,6 +135,7 @@ class Explanation:
             "backward_totals": dataclasses.asdict(self.backward_totals),
             "breaks": list(self.breaks),
             "graphs": [_lists(dataclasses.asdict(graph)) for graph in self.graphs],
+            "step": dataclasses.asdict(self.step) if self.step is not None else None,
         }
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.flops import FlopMeter
+from amp_fx.explanation.lowered import kernels_of, saved_for_backward, sent_by
 from amp_fx.explanation.places import input_path, module_types
-from amp_fx.explanation.reading import GraphReader, kind_of, num_bytes
+from amp_fx.explanation.reading import GraphReader, kind_of
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import (
     CastRecord,
@@ -19,7 +19,9 @@ from amp_fx.explanation.records import (
     KeptValueRecord,
     WeightRecord,
 )
+from amp_fx.explanation.work import WorkMeter
 from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
@@ -28,10 +30,11 @@ from amp_fx.weights.low_reads import low_reads
 from amp_fx.weights.recipes import ops_of, sources_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import fx
 
+    from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.explanation.recorder import SeenCast, SeenGraph
     from amp_fx.explanation.records import NodeRecord
 
@@ -45,16 +48,19 @@ def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRec
     """
     found: list[GraphRecord] = []
     for index, graph in enumerate(seen):
-        found.append(_read_forward(index, graph, device))
+        lowered = graph.lower() if graph.lower is not None else ()
+        found.append(_read_forward(index, graph, lowered, device))
         if graph.backward is not None:
-            found.append(_read_backward(index, graph, device))
+            found.append(_read_backward(index, graph, lowered, device))
     return tuple(found)
 
 
-def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
+def _read_forward(
+    index: int, seen: SeenGraph, lowered: Sequence[LoweredGraph], device: str | None
+) -> GraphRecord:
     assert seen.rewritten is not None
     remember_captured(seen.captured.graph)
-    meter = FlopMeter(detect_fake_mode(seen.captured.graph))
+    meter = WorkMeter(detect_fake_mode(seen.captured.graph))
     before = GraphReader(seen.captured, seen.state, seen.frame, device=device)
     after = GraphReader(
         seen.rewritten, seen.state, seen.frame, device=device, meter=meter, fallback=seen.fallback
@@ -78,6 +84,9 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
         kept_values=tuple(_kept_values(seen, after)),
+        passes=tuple(seen.passes),
+        collectives=sent_by(lowered, is_backward=False),
+        kernels=kernels_of(lowered, is_backward=False),
     )
 
 
@@ -106,11 +115,13 @@ def _regions(seen: SeenGraph, device: str | None) -> tuple[str, ...]:
     return tuple(n.replace("cpu ", f"{device} ") for n in names) if device else names
 
 
-def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
+def _read_backward(
+    index: int, seen: SeenGraph, lowered: Sequence[LoweredGraph], device: str | None
+) -> GraphRecord:
     assert seen.backward is not None
     gm = seen.backward
     remember_captured(gm.graph)
-    meter = FlopMeter(detect_fake_mode(gm.graph))
+    meter = WorkMeter(detect_fake_mode(gm.graph))
     reader = GraphReader(gm, seen.state, seen.frame, device=device, meter=meter)
     nodes = reader.read()
     return GraphRecord(
@@ -120,6 +131,9 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
         nodes=nodes,
         casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         modules=tuple(module_types(gm, reader.frame).items()),
+        saved=saved_for_backward(lowered, seen.frame),
+        collectives=sent_by(lowered, is_backward=True),
+        kernels=kernels_of(lowered, is_backward=True),
     )
 
 

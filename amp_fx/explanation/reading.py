@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -12,15 +12,17 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.places import Place, input_path, op_name, place_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
+from amp_fx.explanation.work import NOTHING
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.explanation.flops import FlopMeter
+    from amp_fx.explanation.work import WorkMeter
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
 
@@ -36,7 +38,7 @@ class GraphReader:
         state: The autocast state where it begins.
         frame: Where it was captured.
         device: What the CPU stands for, where a device is imagined.
-        meter: Counts operations; None leaves them at 0.
+        meter: Counts operations and bytes; None leaves them at 0.
         fallback: Why the graph runs under native autocast, or ``""``.
     """
 
@@ -47,7 +49,7 @@ class GraphReader:
         frame: CompileFrame,
         *,
         device: str | None = None,
-        meter: FlopMeter | None = None,
+        meter: WorkMeter | None = None,
         fallback: str = "",
     ) -> None:
         self.gm = gm
@@ -95,6 +97,7 @@ class GraphReader:
         kind = kind_of(node)
         place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
+        work = self.meter.measure(node) if self.meter is not None else NOTHING
         return NodeRecord(
             name=prefix + node.name,
             kind=kind,
@@ -110,7 +113,10 @@ class GraphReader:
             decisions=self._decisions(node),
             origin=origin,
             reason=reason.replace("cpu ", f"{self.device} ") if self.device else reason,
-            flops=self.meter.count(node) if self.meter is not None else 0,
+            flops=work.flops,
+            bytes_read=work.moved.read,
+            bytes_written=work.moved.written,
+            is_counted=work.is_counted,
         )
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
@@ -179,18 +185,3 @@ def run_dtype(node: fx.Node) -> str:
         if floats:
             return dtype_name(functools.reduce(torch.promote_types, floats))
     return dtype_name((results or inputs)[0]) if results or inputs else ""
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Memory of a tensor's elements; symbolic sizes are taken as in the call at hand."""
-    total = tensor.dtype.itemsize
-    for size in tensor.shape:
-        total *= _hint(size)
-    return total
-
-
-def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint if size.node.has_hint() else None
-    return 1 if hint is None else int(hint)

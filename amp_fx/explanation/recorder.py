@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import warnings
 from collections import Counter
@@ -11,18 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx.explanation.lowered import lowered_graphs
+from amp_fx.explanation.records import PassRecord
 from amp_fx.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.graphs.casts import Cast, inserted_cast
+from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import KEPT_INPUT
-from amp_fx.graphs.values import plain_inputs
+from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.values import plain_inputs, recorded_value, tensors_in
 from amp_fx.regions.module_stack import NO_FRAME
+from amp_fx.weights.kept_cast import kept_cast
 from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from amp_fx.backend import Rewritten
+    from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
@@ -66,6 +73,8 @@ class SeenGraph:
         backward: The graph that AOTAutograd derives from it, if asked for.
         kept_values: What is kept where the graph is frozen: fake tensors by their recipes.
         weights: Positions of the inputs that they are made of.
+        passes: What each pass did to the bytes of casts.
+        lower: Gives the graphs that inductor would get, if they were asked for or send anything.
     """
 
     captured: fx.GraphModule
@@ -78,6 +87,8 @@ class SeenGraph:
     backward: fx.GraphModule | None = None
     kept_values: Mapping[Recipe, torch.Tensor] = dataclasses.field(default_factory=dict)
     weights: tuple[int, ...] = ()
+    passes: list[PassRecord] = dataclasses.field(default_factory=list)
+    lower: Callable[[], tuple[LoweredGraph, ...]] | None = None
 
 
 class GraphRecorder:
@@ -86,16 +97,35 @@ class GraphRecorder:
     Args:
         seen: What is filled in.
         wants_backward: Whether the backward graph is derived as well.
-        options: What the graph would be compiled with; None if the CPU stands for a device.
+        options: What the graph would be compiled with.
+        is_imagined: Whether the CPU stands for a device.
+        wants_kernels: Whether inductor is asked for its kernels.
     """
 
-    def __init__(self, seen: SeenGraph, *, wants_backward: bool, options: Options | None) -> None:
+    def __init__(
+        self,
+        seen: SeenGraph,
+        *,
+        wants_backward: bool,
+        options: Options,
+        is_imagined: bool,
+        wants_kernels: bool,
+    ) -> None:
         self.seen = seen
         self.wants_backward = wants_backward
         self.options = options
+        self.is_imagined = is_imagined
+        self.wants_kernels = wants_kernels
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """Finds casts that came or went; passes edit bodies too."""
+        """Finds casts that came or went, and their bytes; passes edit bodies too."""
+        self._find_casts(report, gm)
+        bytes_cast = sum(map(_bytes_per_call, self.seen.casts))
+        before = self.seen.passes[-1].bytes_cast if self.seen.passes else 0
+        counts = tuple(sorted(report.counts.items()))
+        self.seen.passes.append(PassRecord(report.name, counts, bytes_cast - before, bytes_cast))
+
+    def _find_casts(self, report: PassReport, gm: fx.GraphModule) -> None:
         self.seen.counts.update(report.counts)
         for seen in self.seen.casts.values():
             if seen.node._erased and not seen.removed_by:
@@ -111,6 +141,7 @@ class GraphRecorder:
         """Forgets what passes did before one failed: the graph stays as captured."""
         self.seen.fallback = str(error)
         self.seen.casts.clear()
+        self.seen.passes.clear()
         self.seen.counts.clear()
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
@@ -128,7 +159,16 @@ class GraphRecorder:
         added = example_copies(gm, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, [*example_inputs, *added])
-        if self.options is not None:
+        if self.wants_backward or self.wants_kernels or has_collectives(gm):
+            self.seen.lower = functools.partial(
+                lowered_graphs,
+                copy_graph_module(gm),
+                tuple(example_inputs),
+                self.options,
+                is_grad_enabled=torch.is_grad_enabled(),
+                wants_kernels=self.wants_kernels,
+            )
+        if not self.is_imagined:
             self._note_kept_values(gm, example_inputs, self.options)
         slots = [
             KEPT_INPUT.of(node)
@@ -166,6 +206,14 @@ class GraphRecorder:
             log.debug("not frozen", exc_info=True)
             return
         self.seen.kept_values, self.seen.weights = found, weights
+
+
+def _bytes_per_call(cast: fx.Node) -> int:
+    """What a cast reads and writes on every call: nothing if it went, or is kept."""
+    if cast._erased or cast.target is kept_cast:
+        return 0
+    values = tensors_in([recorded_value(node) for node in (cast.all_input_nodes[0], cast)])
+    return sum(map(num_bytes, values))
 
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:

@@ -59,6 +59,7 @@ def run_stand_in(
     region: Callable[[], contextlib.AbstractContextManager[Any]],
     *,
     wants_backward: bool,
+    wants_kernels: bool = False,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
     """Captures the graphs of one call.
@@ -68,6 +69,7 @@ def run_stand_in(
         options: Options of the backend.
         region: Makes the region that the call runs in.
         wants_backward: Whether backward graphs are derived too.
+        wants_kernels: Whether inductor is asked for its kernels.
         watch: Entered around each run of a rewritten graph.
     """
     seen: list[SeenGraph] = []
@@ -81,7 +83,9 @@ def run_stand_in(
         recorder = GraphRecorder(
             seen[-1],
             wants_backward=wants_backward,
-            options=None if stand_in.imagined else compiled_with,
+            options=compiled_with,
+            is_imagined=stand_in.imagined,
+            wants_kernels=wants_kernels,
         )
         found = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -15,10 +16,12 @@ from rich.text import Text
 from amp_fx.explanation.rows import bare_op, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import RenderableType
 
     from amp_fx.explanation.explanation import Explanation
-    from amp_fx.explanation.records import GraphRecord
+    from amp_fx.explanation.records import CollectiveRecord, GraphRecord, StepRecord
     from amp_fx.explanation.totals import Totals
 
 SHORT = {
@@ -84,10 +87,15 @@ def printed_html(shown: RenderableType) -> str:
 def render(explanation: Explanation) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
+    parts += _of_passes(explanation)
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
+    if explanation.step is not None:
+        parts.append(_of_step(explanation.step))
     for graph in explanation.forward:
         parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
+    if any(graph.collectives for graph in explanation.graphs):
+        parts += [Text(""), collectives_table(explanation.graphs)]
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -106,7 +114,12 @@ def _summary(totals: Totals, stage: str) -> Text:
         f"{stage}: {_count(totals.num_graphs, 'graph')}, {_count(totals.num_ops, 'op')}"
         + (f" ({ops})" if ops else ""),
         f"  FLOPs  {human(sum(totals.flops.values()), '')}: {share or 'none'}",
+        f"  bytes  {human(totals.bytes_read)} read, {human(totals.bytes_written)} written, op by op"
+        + (f" ({_count(totals.num_uncounted, 'op')} not counted)" if totals.num_uncounted else ""),
     ]
+    if totals.num_kernels:
+        kernels = _count(totals.num_kernels, "kernel")
+        lines.append(f"  fused  {human(totals.fused_bytes)} read and written by {kernels}")
     if stage == "forward":
         lines.append(
             f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
@@ -116,7 +129,36 @@ def _summary(totals: Totals, stage: str) -> Text:
         lines += _kept(totals)
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
+        lines.append(f"  saved  {human(totals.saved_bytes)} by the forward")
+    if totals.bytes_sent_before:
+        less = f" ({human(totals.wire_bytes_before)} before narrow_gathers)"
+        is_less = totals.wire_bytes < totals.wire_bytes_before
+        lines.append(f"  wire   {human(totals.wire_bytes)} sent{less if is_less else ''}")
     return Text("\n".join(lines))
+
+
+def _of_passes(explanation: Explanation) -> list[Text]:
+    """What passes did to the bytes of casts, summed over the forward graphs."""
+    changed: Counter[str] = Counter()
+    for graph in explanation.forward:
+        for each in graph.passes:
+            changed[each.name] += each.bytes_changed
+    told = [f"{name} {_signed(number)}" for name, number in changed.items() if number]
+    return [Text(f"  passes {', '.join(told)}")] if told else []
+
+
+def _signed(number: int) -> str:
+    return f"{'-' if number < 0 else '+'}{human(abs(number))}"
+
+
+def _of_step(step: StepRecord) -> Text:
+    kind = f", {step.kind}" if step.kind else ""
+    refresh = f", {human(step.refresh_bytes)} of them for kept casts" if step.refresh_bytes else ""
+    moved = step.bytes_read + step.bytes_written + step.refresh_bytes
+    return Text(
+        f"step: {step.optimizer}{kind}, {human(step.num_parameters, '')} parameters\n"
+        f"  bytes  {human(moved)}, {step.bytes_per_parameter:.1f} per parameter{refresh}"
+    )
 
 
 def _kept(totals: Totals) -> list[str]:
@@ -150,11 +192,33 @@ def _graph_table(graph: GraphRecord) -> Table:
     table.add_column("in", no_wrap=True)
     table.add_column("policy", overflow="fold")
     table.add_column("casts", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
     for row in rows_of(graph):
         dtype = Text(SHORT.get(row.dtype, row.dtype), style=STYLES.get(row.dtype, ""))
         times = str(len(row.nodes)) if len(row.nodes) > 1 else ""
         casts = _casts(row.num_casts, row.num_kept)
-        table.add_row(row.module or "-", bare_op(row.op), times, dtype, row.treatment, casts)
+        moved = sum(node.bytes_moved for node in row.nodes)
+        size = human(moved) if moved else ""
+        table.add_row(row.module or "-", bare_op(row.op), times, dtype, row.treatment, casts, size)
+    return table
+
+
+def collectives_table(graphs: Iterable[GraphRecord]) -> Table:
+    """What graphs send, alike collectives as one row each."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("in", "sends by", "x", "ranks", "dtype", "sent", "before"):
+        table.add_column(name, no_wrap=True)
+    rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}
+    for graph in graphs:
+        for each in graph.collectives:
+            key = (graph.stage, each.op, str(each.group_size or "?"), each.dtype)
+            rows.setdefault(key, []).append(each)
+    for (stage, op, ranks, dtype), found in rows.items():
+        sent = sum(each.wire_bytes for each in found)
+        before = sum(each.wire_bytes_before for each in found)
+        sizes = human(sent), human(before) if before != sent else ""
+        times = str(len(found)) if len(found) > 1 else ""
+        table.add_row(stage, op, times, ranks, SHORT.get(dtype, dtype), *sizes)
     return table
 
 

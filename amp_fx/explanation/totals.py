@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from amp_fx.explanation.records import CastRecord, GraphRecord
 
+MOVING = ("op", "island", "cast")
+"""Kinds of nodes that run on every call."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
@@ -32,6 +35,18 @@ class Totals:
             the graph, casts among them.
         value_bytes: Memory that they take, in place of the kept copies.
         weight_casts: Casts of weights among those put in and not removed.
+        bytes_read: Bytes that ops and the casts left read, each run by itself as in eager code
+            (``NodeRecord.bytes_read``).
+        bytes_written: Bytes that they write.
+        fused_bytes: Bytes that inductor's kernels read and write (``GraphRecord.kernels``); 0 if
+            that was not asked for.
+        num_kernels: How many kernels these are.
+        num_uncounted: Ops whose bytes could not be counted.
+        saved_bytes: Of backwards: what forwards save for them (``GraphRecord.saved``).
+        bytes_sent: What one rank hands to the collectives of the graphs.
+        bytes_sent_before: The same before ``narrow_gathers``.
+        wire_bytes: What one rank sends to others of it, in rings.
+        wire_bytes_before: The same before ``narrow_gathers``.
         flops: Floating-point operations by the dtype that they run in.
         flop_share: The same as parts of 1.
         num_islands: Nodes left under native autocast.
@@ -53,11 +68,26 @@ class Totals:
     values_kept: int
     value_bytes: int
     weight_casts: int
+    bytes_read: int
+    bytes_written: int
+    fused_bytes: int
+    num_kernels: int
+    num_uncounted: int
+    saved_bytes: int
+    bytes_sent: int
+    bytes_sent_before: int
+    wire_bytes: int
+    wire_bytes_before: int
     flops: dict[str, int]
     flop_share: dict[str, float]
     num_islands: int
     num_fallbacks: int
     num_breaks: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that ops and casts read and write."""
+        return self.bytes_read + self.bytes_written
 
 
 def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
@@ -70,6 +100,8 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
     for node in ops:
         if node.flops:
             flops[node.dtype] += node.flops
+    moving = [n for graph in graphs for n in graph.nodes if n.kind in MOVING]
+    sent = [each for graph in graphs for each in graph.collectives]
     copies = {(cast.weight, cast.to_dtype): cast.bytes_written for cast in kept}
     values = [value for graph in graphs for value in graph.kept_values]
     all_flops = sum(flops.values())
@@ -88,6 +120,16 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
         values_kept=len(values),
         value_bytes=sum(value.num_bytes for value in values),
         weight_casts=sum(bool(cast.weight) for cast in (*kept, *left)),
+        bytes_read=sum(node.bytes_read for node in moving),
+        bytes_written=sum(node.bytes_written for node in moving),
+        fused_bytes=sum(kernel.num_bytes for graph in graphs for kernel in graph.kernels),
+        num_kernels=sum(len(graph.kernels) for graph in graphs),
+        num_uncounted=sum(not node.is_counted for node in moving),
+        saved_bytes=sum(saved.num_bytes for graph in graphs for saved in graph.saved),
+        bytes_sent=sum(each.num_bytes for each in sent),
+        bytes_sent_before=sum(each.num_bytes_before for each in sent),
+        wire_bytes=sum(each.wire_bytes for each in sent),
+        wire_bytes_before=sum(each.wire_bytes_before for each in sent),
         flops=dict(flops.most_common()),
         flop_share={dtype: count / all_flops for dtype, count in flops.most_common()},
         num_islands=sum(len(graph.islands) for graph in graphs),

@@ -70,7 +70,7 @@ def evaluate_island(
     if not tensors_in(args, kwargs):
         set_value(node, captured)
         return
-    with _native_autocast(node, fake_mode):
+    with native_autocast(node, fake_mode):
         set_value(node, adopt_captured(captured, call_target(node, args, kwargs)))
 
 
@@ -87,7 +87,7 @@ def evaluate_together(
     def lookup(node: fx.Node) -> Any:
         return values.get(node, value_of(node))
 
-    with _native_autocast(nodes[0], fake_mode), functorch_levels_restored():
+    with native_autocast(nodes[0], fake_mode), functorch_levels_restored():
         for node in nodes:
             args, kwargs = map_arg((node.args, node.kwargs), lookup)
             values[node] = call_target(node, args, kwargs)
@@ -109,7 +109,8 @@ def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
 
 
 @contextlib.contextmanager
-def _native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Where an island is evaluated: on fake tensors, with the autocast state of its place."""
     site = SITE.of(node)
     prepare_state(site.state)
     with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():

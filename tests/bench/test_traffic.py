@@ -79,6 +79,17 @@ def test_what_is_saved_for_the_backward() -> None:
     assert ours.saved_bytes == 2 * 32 * 64
 
 
+def test_what_ranks_send_is_that_by_hand() -> None:
+    """One of two ranks sends its halves of two weights in each of two blocks."""
+    elements = 2 * 2 * (4 * 32 * 32) // 2
+    sent = {}
+    for contender in (NATIVE, AMP_FX, LIMIT):
+        found = count_on_cpu(contender, trains=False, case=TINY["gathered"])
+        sent[contender] = totals(found["first"], found["refreshed"], "cpu").wire_bytes
+    assert sent == {NATIVE: 4 * elements, AMP_FX: 2 * elements, LIMIT: 2 * elements}
+    assert not torch.distributed.is_initialized()
+
+
 class Transposed(nn.Module):
     """Something that is copied into another layout, and not cast."""
 

@@ -31,6 +31,32 @@ def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     assert (found["device_type"], found["dtype"], found["schema"]) == ("cuda", "bfloat16", 1)
 
 
+def test_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--input-shape", "8,16", "--optimizer", "adamw:fused"]
+    assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "step: AdamW, fused" in shown
+    assert "per parameter, " in shown
+    assert "for kept casts" in shown
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("AdamV", "Adam"),
+        ("AdamW:quick", "foreach"),
+        ("Adadelta:fused", "fused"),
+        ("SparseAdam:foreach", "foreach"),
+    ],
+)
+def test_an_optimizer_that_is_none(
+    optimizer: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--input-shape", "8,16", "--optimizer", optimizer]
+    assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs the dot program")
 def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, picture = tmp_path / "a.html", tmp_path / "a.svg"

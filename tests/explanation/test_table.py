@@ -24,7 +24,8 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert rows
     assert all(row[0].startswith("blocks.0-2") for row in rows)
     [attention] = [row for row in rows if row[1] == "scaled_dot_product_attention"]
-    assert attention[2:] == ["3", "bf16", "lower_precision_fp"]
+    assert attention[2:5] == ["3", "bf16", "lower_precision_fp"]
+    assert attention[6] == "kB"
 
 
 def test_in_a_notebook_it_is_html() -> None:

@@ -262,10 +262,12 @@ HEADER = (
     "lean",
     "limit",
 )
+WIRE = ("sent MiB: native", "amp_fx", "lean", "limit")
+"""More columns, where programs of several ranks are among the models."""
 
 
-def cells(row: Row) -> list[str]:
-    """A row as ``HEADER`` names it; ``-`` for what has no figures."""
+def cells(row: Row, *, sends: bool = False) -> list[str]:
+    """A row as ``HEADER`` and, if ``sends``, ``WIRE`` name it; ``-`` for what has no figures."""
 
     def shown(name: str, field: str) -> str:
         if name not in row.totals:
@@ -274,19 +276,28 @@ def cells(row: Row) -> list[str]:
         return str(value) if field == "num_launches" else _mib(value)
 
     saved = [shown(name, "saved_bytes") for name in (NATIVE, AMP_FX, LEAN, LIMIT)]
+    sent = [shown(name, "wire_bytes") for name in (NATIVE, AMP_FX, LEAN, LIMIT)]
     return [
         row.about,
         *(shown(name, "num_bytes") for name in COLUMNS),
         *(shown(name, "num_launches") for name in COLUMNS),
         *(saved if row.mode == MODES[0] else [""] * len(saved)),
+        *((sent if _sends(row) else [""] * len(sent)) if sends else []),
     ]
+
+
+def _sends(row: Row) -> bool:
+    return any(found.wire_bytes for found in row.totals.values())
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """All tables, as Markdown."""
     parts = []
     for title, group in _groups(rows):
-        lines = [HEADER, ["---", *["---:"] * (len(HEADER) - 1)], *(cells(row) for row in group)]
+        sends = any(map(_sends, group))
+        header = (*HEADER, *(WIRE if sends else ()))
+        marks = ["---", *["---:"] * (len(header) - 1)]
+        lines = [header, marks, *(cells(row, sends=sends) for row in group)]
         parts += [title, "", *("| " + " | ".join(line) + " |" for line in lines), ""]
     return "\n".join(parts)
 

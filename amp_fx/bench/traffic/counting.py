@@ -10,29 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx.explanation.kernels import kernel_of
+from amp_fx.graphs.collectives import collectives_in
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-GENERATED, EXTERN = "generated", "extern"
-CAST, LAYOUT = "cast", "layout"
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One launch.
-
-    Attributes:
-        kind: ``"generated"`` by inductor; of those, ``"cast"`` one that does nothing but cast and
-            ``"layout"`` one that only copies into another layout; ``"extern"`` a library's.
-        name: The ops that it came from.
-        num_bytes: What it reads and writes.
-    """
-
-    kind: str
-    name: str
-    num_bytes: int
+    from amp_fx.explanation.kernels import Kernel
 
 
 @dataclasses.dataclass
@@ -41,11 +26,13 @@ class Graph:
 
     Attributes:
         saved_bytes: Of a backward: of what the forward saves for it and is no input of the program.
+        wire_bytes: What one rank sends to others.
         kernels: Its kernels, in order.
         sources: Of its generated kernels, by name.
     """
 
     saved_bytes: int = 0
+    wire_bytes: int = 0
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +58,8 @@ class Counter:
         """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
         is_backward = bool(kwargs.get("is_backward"))
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
-        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0))
+        sent = sum(each.wire_bytes for each in collectives_in(gm.graph))
+        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0, sent))
         _real_compile()(gm, example_inputs, **kwargs)
 
         def run(inputs: list[Any]) -> Any:
@@ -103,7 +91,7 @@ class Counter:
         graphs = self.graphs
 
         def counted(this: Any) -> None:
-            graphs[-1].kernels += [k for n in this.nodes if (k := _kernel_of(n)) is not None]
+            graphs[-1].kernels += [k for n in this.nodes if (k := kernel_of(n)) is not None]
             codegen(this)
 
         def noted(_: Any, name: str, source: str, *__: Any, **___: Any) -> _Unbuilt:
@@ -162,40 +150,3 @@ def _saved_bytes(gm: fx.GraphModule) -> int:
 def tensor_bytes(value: Any) -> int:
     """The size of a tensor; 0 for anything else."""
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def _kernel_of(node: Any) -> Kernel | None:
-    """What one node of the scheduler becomes; None for what runs nothing."""
-    from torch._inductor.ir import MultiOutput
-    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-
-    if isinstance(node, NopKernelSchedulerNode):
-        return None
-    num_bytes = int(node.get_read_write_buffers_sizes())
-    if isinstance(node, ExternKernelSchedulerNode):
-        if isinstance(node.node, MultiOutput):
-            return None
-        name = getattr(node.node, "python_kernel_name", None) or type(node.node).__name__
-        return Kernel(EXTERN, str(name), num_bytes)
-    return Kernel(_kind_of(node), _origins_of(node), num_bytes)
-
-
-def _origins_of(node: Any) -> str:
-    origins = {o for part in node.get_nodes() if part.node for o in part.node.get_origins()}
-    targets = {o.target for o in origins if o.op == "call_function"}
-    return "+".join(sorted({getattr(target, "__name__", str(target)) for target in targets}))
-
-
-_MOVES = frozenset({"load", "store", "to_dtype", "get_index", "index_expr", "output"})
-"""What the loop of a kernel does that computes nothing."""
-
-
-def _kind_of(node: Any) -> str:
-    """Whether a generated kernel computes, only casts, or only copies."""
-    from torch._inductor.virtualized import V
-
-    bodies = [getattr(part, "_body", None) for part in node.get_nodes()]
-    if any(body is None or not body.op_counts.keys() <= _MOVES for body in bodies):
-        return GENERATED
-    touched = node.read_writes.reads | node.read_writes.writes
-    return LAYOUT if len({V.graph.get_dtype(dep.name) for dep in touched}) == 1 else CAST

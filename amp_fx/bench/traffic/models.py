@@ -216,6 +216,62 @@ class Head(nn.Module):
         return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
+class Gathered(nn.Module):
+    """Linear layers with a norm in front, whose weights every rank has a part of, as under FSDP.
+
+    The graph gathers them by itself, as SimpleFSDP does.
+
+    Args:
+        width: Of its input.
+        num_ranks: How many ranks there are.
+    """
+
+    def __init__(self, width: int, num_ranks: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Parameter(torch.empty(4 * width // num_ranks, width))
+        self.down = nn.Parameter(torch.empty(width // num_ranks, 4 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream behind the block."""
+        inner = functional.gelu(functional.linear(self.norm(x), _gathered(self.up)))
+        return x + functional.linear(inner, _gathered(self.down))
+
+
+class SequenceParallel(nn.Module):
+    """The same layers under tensor parallel, with the rows of the residual stream split.
+
+    Args:
+        width: Of its input.
+        num_ranks: How many ranks there are.
+    """
+
+    def __init__(self, width: int, num_ranks: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width // num_ranks)
+        self.down = nn.Linear(4 * width // num_ranks, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream of this rank behind the block."""
+        from torch.distributed import _functional_collectives, group
+
+        assert group.WORLD is not None
+        inner = self.down(functional.gelu(self.up(_gathered(self.norm(x)))))
+        scatter = _functional_collectives.reduce_scatter_tensor_autograd
+        out: torch.Tensor = x + scatter(inner, "sum", 0, group.WORLD)
+        return out
+
+
+def _gathered(part: torch.Tensor) -> torch.Tensor:
+    """The parts of all ranks, along the first dimension."""
+    from torch.distributed import _functional_collectives, group
+
+    assert group.WORLD is not None
+    whole: torch.Tensor = _functional_collectives.all_gather_tensor_autograd(part, 0, group.WORLD)
+    return whole
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model and the size of its input.
@@ -225,12 +281,14 @@ class Case:
         build: Makes the model, on the default device.
         shape: Of its input, float32.
         num_words: If it takes targets too, of how many classes.
+        num_ranks: If it talks to other processes, how many there are, itself counted.
     """
 
     about: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     num_words: int = 0
+    num_ranks: int = 0
 
 
 def _two(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -250,6 +308,18 @@ CASES = {
     ),
     "resnet": Case("ResNet c128, 128x28x28", _two(lambda: Residual(128)), (128, 128, 28, 28)),
     "unet": Case("U-Net c320, 8x64x64", _two(lambda: UNetBlock(320)), (8, 320, 64, 64)),
+    "gathered": Case(
+        "weights gathered, d2048, 4x1024, 8 ranks",
+        _two(lambda: Gathered(2048, 8)),
+        (4096, 2048),
+        num_ranks=8,
+    ),
+    "sequence": Case(
+        "sequence parallel, d2048, 8x1024, 8 ranks",
+        _two(lambda: SequenceParallel(2048, 8)),
+        (1024, 2048),
+        num_ranks=8,
+    ),
 }
 
 TINY = {
@@ -261,5 +331,14 @@ TINY = {
     "head": Case("cross entropy head, 128", lambda: Head(32, 128), (2, 16, 32), num_words=128),
     "resnet": Case("ResNet c32, 2x8x8", _two(lambda: Residual(32)), (2, 32, 8, 8)),
     "unet": Case("U-Net c32, 2x8x8", _two(lambda: UNetBlock(32)), (2, 32, 8, 8)),
+    "gathered": Case(
+        "weights gathered, d32, 2 ranks", _two(lambda: Gathered(32, 2)), (16, 32), num_ranks=2
+    ),
+    "sequence": Case(
+        "sequence parallel, d32, 2 ranks",
+        _two(lambda: SequenceParallel(32, 2)),
+        (16, 32),
+        num_ranks=2,
+    ),
 }
 """The same models, to try the harness."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.bench.traffic.counting import CAST, EXTERN, LAYOUT
+from amp_fx.explanation.kernels import CAST, EXTERN, LAYOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -26,6 +26,7 @@ class Totals:
         num_layouts: How many of the former only copy into another layout.
         num_refreshes: How many of the former are those of a refresh.
         saved_bytes: What the forward saves for the backward, but for inputs of the program.
+        wire_bytes: What one rank sends to others in rings (``amp_fx.graphs.collectives``).
     """
 
     num_bytes: int
@@ -35,6 +36,7 @@ class Totals:
     num_layouts: int
     num_refreshes: int
     saved_bytes: int
+    wire_bytes: int = 0
 
 
 def totals(
@@ -62,6 +64,7 @@ def totals(
         num_layouts=kinds.count(LAYOUT),
         num_refreshes=num_refreshes,
         saved_bytes=sum(graph["saved_bytes"] for graph in graphs),
+        wire_bytes=sum(graph["wire_bytes"] for graph in graphs),
     )
 
 

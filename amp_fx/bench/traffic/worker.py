@@ -74,6 +74,7 @@ def count(
         _fake_weights_(model)
         args = _inputs(case, stored, trains)
     with (
+        _ranks(case.num_ranks),
         mode,
         counter.listening(),
         kept.casting(),
@@ -97,6 +98,25 @@ def count(
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": kept.refreshed[0] if kept.refreshed else [],
     }
+
+
+@contextlib.contextmanager
+def _ranks(num_ranks: int) -> Iterator[None]:
+    """Has this process take itself for the first of several, of which the others are not there.
+
+    Relies on torch's backend ``"fake"`` for its own tests, whose collectives do nothing.
+    """
+    if not num_ranks:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=num_ranks, store=store)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _fake_weights_(model: torch.nn.Module) -> None:

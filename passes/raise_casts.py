@@ -1,0 +1,77 @@
+"""Raises narrowing casts over views, so that what makes a value can write it low.
+
+Before:
+    %wide = aten.mul.Tensor(%gradient, %scale)
+    %rows = aten.reshape(%wide, [8, 320, 64, 64])
+    %low  = prims.convert_element_type(%rows, torch.bfloat16)
+After:
+    %wide = aten.mul.Tensor(%gradient, %scale)
+    %low  = prims.convert_element_type(%wide, torch.bfloat16)
+    %rows = aten.reshape(%low, [8, 320, 64, 64])
+
+Each element stays what it is. Inductor does not always fuse over a view; where it does not, the
+wide value would be written and read once more. This pass runs on the graphs that AOTAutograd makes.
+Left alone on purpose: views that anything else reads, and those that take a part of a tensor, as
+casting all of it would be more work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+from amp_fx.graphs.collectives import op_name
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.narrow_gathers import evaluate, narrowing_cast, narrows
+
+if TYPE_CHECKING:
+    from torch import fx
+
+VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_reshape_alias", "_unsafe_view", "alias", "clone", "detach", "expand", "permute"),
+        *("reshape", "squeeze", "t", "transpose", "unsqueeze", "view"),
+    )
+)
+"""What gives all elements of one tensor, each as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RaiseCasts:
+    """Moves narrowing casts in front of views that nothing else reads."""
+
+    name: ClassVar[str] = "raise_casts"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``casts_raised``, by views."""
+        return PassResult(Counter(casts_raised=raise_casts(gm.graph)))
+
+
+def raise_casts(graph: fx.Graph) -> int:
+    """Raises the casts of a graph whose nodes have values; counts the views that they passed."""
+    return sum(_raise(graph, node) for node in list(graph.nodes) if narrows(node))
+
+
+def _raise(graph: fx.Graph, cast: fx.Node) -> int:
+    num_views = 0
+    while _is_view(view := cast.all_input_nodes[0]) and len(view.users) == 1:
+        source = view.all_input_nodes[0]
+        with graph.inserting_before(view):
+            raised = narrowing_cast(graph, source, VALUE.of(cast).dtype, like=cast)
+        view.replace_input_with(source, raised)
+        evaluate(view)
+        cast.replace_all_uses_with(view)
+        graph.erase_node(cast)
+        num_views += 1
+        if not narrows(raised):
+            break  # it was widened from this dtype before
+        cast = raised
+    return num_views
+
+
+def _is_view(node: fx.Node) -> bool:
+    changes_dtype = "dtype" in str(getattr(node.target, "_overloadname", ""))
+    return op_name(node) in VIEWS and not changes_dtype and len(node.all_input_nodes) == 1
