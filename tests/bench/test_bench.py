@@ -67,13 +67,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", printed)
-        assert main(["gpt-decode", "gpt-train", *QUICK, "--json", str(path)]) == 0
+        assert main(["gpt-decode", "mlp-train", *QUICK, "--json", str(path)]) == 0
     return printed.getvalue(), json.loads(path.read_text())
 
 
 def test_json_has_every_contender(run: tuple[str, dict[str, Any]]) -> None:
     _, result = run
-    assert [c["case"] for c in result["comparisons"]] == ["gpt-decode"] + ["gpt-train"] * 3
+    assert [c["case"] for c in result["comparisons"]] == ["gpt-decode"] + ["mlp-train"] * 3
     for comparison in result["comparisons"]:
         assert [c["name"] for c in comparison["contenders"]] == WITHOUT_INDUCTOR
         assert comparison["failures"] == {}
