@@ -10,11 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+import amp_fx
+from amp_fx import errors
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES
 from tests.snippets import PAGES, ROOT, fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HAS_DOT = shutil.which("dot") is not None
 
@@ -131,6 +138,45 @@ EXAMPLES = {
     "serve_kv_cache": ["--width=16", "--layers=2", "--tokens=4"],
     "float16_scaler": ["--steps=4", "--width=8"],
 }
+
+
+def test_troubleshooting_names_each_class_of_error() -> None:
+    text = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert [name for name in classes if not re.search(rf"`(\w+\.)*{name}`", text)] == []
+
+
+def saying(call: Callable[[], Any]) -> str:
+    """The message of what a call raises."""
+    with pytest.raises(errors.AmpFxError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_troubleshooting_finds_a_message_by_its_words() -> None:
+    """Those that people meet first; a row quotes a message, with ... for what varies."""
+    text = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line[:2] == "| "]
+    quoted = [part.strip() for row in rows for part in row.split(";")]
+    patterns = [".*".join(map(re.escape, part.replace("`", "").split("..."))) for part in quoted]
+    linear = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(linear.parameters(), lr=0.1)
+    low = torch.nn.Linear(4, 4).half()
+    scaler = amp_fx.GradScaler("cpu")
+    scaler.scale(low(torch.ones(2, 4).half()).sum()).backward()
+    met = [
+        saying(lambda: amp_fx.compile(linear, backend="inductor")),
+        saying(lambda: amp_fx.compile(linear, options={"output_dtype": "original"})),
+        saying(lambda: amp_fx.compile(linear, options={"polcy": "torch"})),
+        saying(lambda: amp_fx.preset("torch").with_ops({"sofmax": "fp32"})),
+        saying(lambda: amp_fx.explain(torch.nn.LSTM(4, 4))(torch.ones(3, 2, 4))),
+        saying(lambda: amp_fx.accuracy(linear.bfloat16())(torch.ones(2, 4))),
+        saying(lambda: amp_fx.store_low(torch.nn.Linear(4, 4))(torch.ones(2, 4))),
+        saying(lambda: amp_fx.GradScaler("cpu").unscale_(sgd)),
+        saying(lambda: amp_fx.GradScaler("cpu").load_state_dict({})),
+        saying(lambda: scaler.unscale_(torch.optim.SGD(low.parameters(), lr=0.1))),
+    ]
+    assert [said for said in met if not any(re.search(p, said) for p in patterns if p)] == []
 
 
 def test_examples_hold_what_they_assert(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import networkx as nx  # type: ignore[import-untyped]
 from amp_fx.drawing.boxes import Box
 from amp_fx.drawing.colors import COLORS
 from amp_fx.drawing.folding import is_inside
+from amp_fx.drawing.opening import MOST_BOXES, choose_closed
 from amp_fx.explanation.table import SHORT
 
 if TYPE_CHECKING:
     from amp_fx.drawing.boxes import BoxGraph
-
-MOST_BOXES = 28
-"""How many boxes a picture may have before no more modules are opened."""
 
 
 def collapse_modules(
@@ -24,8 +22,7 @@ def collapse_modules(
 ) -> BoxGraph:
     """Merges the boxes of modules into one each; a module that is called twice gets two.
 
-    Modules are opened from the outside in, all of a depth together, as long as the picture
-    stays small; those without modules inside stay closed.
+    Which stay closed is ``choose_closed``'s choice.
 
     Args:
         graph: The boxes; it is not changed.
@@ -33,7 +30,8 @@ def collapse_modules(
         root: The module that the picture is of.
         most: How many boxes there may be before no more modules are opened.
     """
-    owner = _calls(graph, _choose_closed(graph, root, most))
+    modules = [box.module for _, box in graph.nodes(data="box") if box.kind not in FEEDERS]
+    owner = _calls(graph, choose_closed(modules, types, root, most))
     groups: dict[tuple[str, int], list[str]] = {}
     for name, call in owner.items():
         groups.setdefault(call, []).append(name)
@@ -113,39 +111,6 @@ FEEDERS = ("cast", "kept", "ghost")
 
 def _closed_around(module: str, closed: list[str]) -> str:
     return next((path for path in closed if is_inside(module, path)), "")
-
-
-def _choose_closed(graph: BoxGraph, root: str, most: int) -> list[str]:
-    modules = [box.module for _, box in graph.nodes(data="box") if box.kind not in FEEDERS]
-    closed = _children(modules, root)
-    num_boxes = _direct(modules, root) + len(closed)
-    while True:
-        openable = [path for path in closed if _children(modules, path)]
-        folded = [path for path in openable if "-" in path]
-        fitting = next(
-            (paths for paths in (openable, folded) if num_boxes + _more(modules, paths) <= most), []
-        )
-        if not fitting:
-            return closed
-        num_boxes += _more(modules, fitting)
-        closed = [path for path in closed if path not in fitting]
-        closed += [child for path in fitting for child in _children(modules, path)]
-
-
-def _more(modules: list[str], paths: list[str]) -> int:
-    """How many boxes more there are when some modules are opened."""
-    return sum(_direct(modules, path) + len(_children(modules, path)) - 1 for path in paths)
-
-
-def _children(modules: list[str], path: str) -> list[str]:
-    """The modules right inside of one, in order."""
-    prefix = f"{path}." if path else ""
-    inside = [m[len(prefix) :] for m in modules if m.startswith(prefix) and m != path and m]
-    return [prefix + name for name in dict.fromkeys(m.partition(".")[0] for m in inside)]
-
-
-def _direct(modules: list[str], path: str) -> int:
-    return sum(module == path for module in modules)
 
 
 def _module_box(path: str, boxes: list[Box], module_type: str) -> Box:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import graphviz  # type: ignore[import-untyped]
 
 from amp_fx.drawing.colors import ALARM, CAST, COLORS, FAINT, HEAT, INK, KEPT, OTHER
+from amp_fx.drawing.edges import split, streams_of
+from amp_fx.drawing.frames import frames_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amp_fx.drawing.boxes import Box, BoxGraph
+    from amp_fx.drawing.edges import Stream
 
 FONT = "Helvetica,Arial,sans-serif"
 
@@ -67,7 +70,7 @@ def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
         page: What the picture is of.
     """
     dot = graphviz.Digraph("amp_fx")
-    dot.attr("graph", rankdir="TB", nodesep="0.3", ranksep="0.4", fontname=FONT, fontsize="13")
+    dot.attr("graph", rankdir="TB", nodesep="0.3", ranksep="0.16", fontname=FONT, fontsize="13")
     dot.attr("graph", labelloc="t", bgcolor="white", tooltip=" ")
     dot.attr("node", fontname=FONT, fontsize="11", color=INK, fontcolor="#111111")
     dot.attr("node", margin="0.12,0.05", height="0.3")
@@ -88,80 +91,87 @@ def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
 
 def _draw_graph(dot: graphviz.Digraph, graph: BoxGraph, page: Page, prefix: str) -> None:
     names = {name: f"{prefix}{index}" for index, name in enumerate(graph)}
-    boxes = dict(graph.nodes(data="box"))
-    _draw_module(dot, boxes, "", names, page, prefix)
-    for source, target, data in graph.edges(data=True):
-        style = {"style": "dashed", "color": FAINT} if data["is_ghost"] else {}
-        label = _edge_label(data["labels"])
-        dot.edge(names[source], names[target], label=label, labeltooltip=label, **style)
-
-
-def _edge_label(labels: tuple[str, ...]) -> str:
-    shown = [graphviz.escape(label) for label in labels if label][:2]
-    more = [f"+{len(labels) - 2} more"] if len(labels) > 2 else []
-    return r"\n".join(f"  {line}" for line in [*shown, *more])
+    _draw_module(dot, dict(graph.nodes(data="box")), streams_of(graph), "", names, page, prefix)
 
 
 def _draw_module(
     dot: graphviz.Digraph,
     boxes: dict[str, Box],
+    streams: list[Stream],
     path: str,
     names: dict[str, str],
     page: Page,
     prefix: str,
 ) -> None:
-    """Draws the boxes of a module, and the modules in it as frames."""
-    inner: dict[str, dict[str, Box]] = {}
+    """Draws the boxes of a module, the modules in it as frames, and what goes between them.
+
+    A stream is drawn in the innermost frame that has all of its boxes, its label too.
+    """
+    frames = frames_in(boxes, streams, path)
     for name, box in boxes.items():
         if box.module == path:
             _draw_box(dot, names[name], box, page)
-            continue
-        inner.setdefault(_child(path, box.module), {})[name] = box
-    for outermost, found in inner.items():
-        child = _only_inside(outermost, found)
+    for child, found in frames.items():
         if len(found) == 1:
             [(name, box)] = found.items()
             _draw_box(dot, names[name], _named_after(box, path, page), page)
             continue
+        inside, streams = split(streams, found)
         with dot.subgraph(name=f"cluster_{prefix}{child}") as frame:
-            frame.attr(label=_module_label(child, path, page), tooltip=graphviz.escape(child))
-            folded = child in page.counts
-            frame.attr(style="rounded,filled" if folded else "rounded", color="#aaaaaa")
-            frame.attr(fillcolor="#f7f7f2", fontsize="11", fontcolor="#444444")
-            frame.attr(penwidth="2" if folded else "1", labeljust="l", margin="10")
-            _draw_module(frame, found, child, names, page, prefix)
+            _draw_title(frame, child, path, page, prefix)
+            _draw_module(frame, found, inside, child, names, page, prefix)
+    for stream in streams:
+        _draw_stream(dot, stream, names)
 
 
-def _child(path: str, module: str) -> str:
-    """The module right inside of one that leads to another."""
-    start = len(path) + 1 if path else 0
-    return module[:start] + module[start:].partition(".")[0]
+def _draw_stream(dot: graphviz.Digraph, stream: Stream, names: dict[str, str]) -> None:
+    """Arrows, with the label as a box without lines on their way.
+
+    Graphviz keeps boxes inside of their frame and out of all others; labels of edges it lets
+    lie across.
+    """
+    style = {"style": "dashed", "color": FAINT} if stream.is_ghost else {}
+    source, targets = names[stream.source], [names[target] for target in stream.targets]
+    if stream.labels:
+        label = f"{source}-{targets[0]}"
+        text = _lines(stream.labels)
+        dot.node(label, label=text, shape="plain", fontsize="9", fontcolor="#555555", tooltip=text)
+        dot.edge(source, label, arrowhead="none", **style)
+        source = label
+    for target in targets:
+        dot.edge(source, target, **style)
 
 
-def _only_inside(path: str, boxes: dict[str, Box]) -> str:
-    """A module, or the one in it that has all of its boxes: one frame does for both."""
-    inside = {box.module for box in boxes.values()}
-    while path not in inside and len(inner := {_child(path, m) for m in inside}) == 1:
-        [path] = inner
-    return path
+def _lines(labels: tuple[str, ...]) -> str:
+    shown = [graphviz.escape(label) for label in labels][:2]
+    more = [f"+{len(labels) - 2} more"] if len(labels) > 2 else []
+    return r"\n".join([*shown, *more])
 
 
 def _named_after(box: Box, path: str, page: Page) -> Box:
     """A box that is alone in its module: it says so itself, without a frame."""
     name = box.module[len(path) + 1 if path else 0 :]
+    if box.kind == "module":
+        return dataclasses.replace(box, title=f"{name}.{box.title}", module=path)
     kind = page.types.get(box.module, "")
     return dataclasses.replace(box, lines=(*box.lines, f"{name}  {kind}" if kind else name))
 
 
-def _module_label(child: str, path: str, page: Page) -> str:
+def _draw_title(frame: graphviz.Digraph, child: str, path: str, page: Page, prefix: str) -> None:
+    """The frame of a module, and its name as a box without lines in the first row.
+
+    The label of a frame would lie under the arrows that come in.
+    """
     name = child[len(path) + 1 if path else 0 :]
     kind = page.types.get(child, "")
     times = f"<B>  x{page.counts[child]}</B>" if child in page.counts else ""
     text = f"{html.escape(name)}{times}{f'  <I>{html.escape(kind)}</I>' if kind else ''}"
-    # Edges come in at the middle: room on the right keeps the name to the left of it.
-    room = 7 * (len(name) + len(kind) + 2)
-    cells = f'<TD ALIGN="LEFT">{text}</TD><TD WIDTH="{room}"></TD>'
-    return f'<<TABLE BORDER="0" CELLPADDING="0" CELLSPACING="0"><TR>{cells}</TR></TABLE>>'
+    tip = graphviz.escape(child)
+    style = {"shape": "plain", "fontcolor": "#444444", "tooltip": tip}
+    frame.node(f"title-{prefix}{child}", label=f"<{text}>", **style)
+    folded = child in page.counts
+    frame.attr(label="", tooltip=tip, style="rounded,filled" if folded else "rounded")
+    frame.attr(color="#aaaaaa", fillcolor="#f7f7f2", penwidth="2" if folded else "1", margin="10")
 
 
 def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
@@ -176,9 +186,15 @@ def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
         style |= {"style": f"{style['style']},dashed", "color": ALARM, "penwidth": "3"}
     lines = [f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in box.lines]
     above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # the lid
-    label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}</B>", *lines])
+    label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}{_times(box, page)}</B>", *lines])
     tooltip = graphviz.escape(box.tooltip).replace("\n", r"\n")
     dot.node(name, label=f"<{label}>", id=f"box-{name}", tooltip=tooltip, **style)
+
+
+def _times(box: Box, page: Page) -> str:
+    """How many modules a closed one stands for, where they are folded into it."""
+    path = f"{box.module}.{box.title}" if box.module else box.title
+    return f"  x{page.counts[path]}" if box.kind == "module" and path in page.counts else ""
 
 
 def _fill(box: Box) -> str:

@@ -13,9 +13,10 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from amp_fx.drawing.boxes import boxes_of
-from amp_fx.drawing.collapse import MOST_BOXES, collapse_modules, without_moves
+from amp_fx.drawing.collapse import collapse_modules, without_moves
 from amp_fx.drawing.dot import Page, to_dot
 from amp_fx.drawing.folding import fold_repeats
+from amp_fx.drawing.opening import MOST_BOXES
 from amp_fx.drawing.zoom import has_module, unknown_focus, zoom
 from amp_fx.errors import DrawError
 from amp_fx.explanation.explanation import Explanation

@@ -66,6 +66,9 @@ def compile(  # noqa: A001
 ) -> Any:
     """Compiles a module or a function in mixed precision, with a region around every call.
 
+    So outputs are low where autocast leaves them low; ``torch.compile(..., backend="amp_fx")``
+    gives those of the program, float32. ``output_dtype`` chooses.
+
     Args:
         model: A module or a function. Without it a decorator is returned.
         device_type: Of the region around every call; None takes an accelerator that the

@@ -80,7 +80,9 @@ def test_inputs_of_a_wrapped_forward_have_their_names() -> None:
     assert found == {"hidden", "bias"}
 
 
-@pytest.mark.skipif(torch_version() < (2, 13), reason="its fake embedding takes floats")
+@pytest.mark.skipif(
+    torch_version() < (2, 13), reason="before 2.13 fake embeddings take indices of any dtype"
+)
 def test_explain_says_how_to_give_integers() -> None:
     command = [sys.executable, "-m", "amp_fx", "explain", "tests.commands.test_front:embedding"]
     done = subprocess.run(

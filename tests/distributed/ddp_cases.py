@@ -199,7 +199,7 @@ class Half(nn.Module):
     def __init__(self, net: Net, rank: int) -> None:
         super().__init__()
         self.first = net.first if rank == 0 else nn.Identity()
-        self.blocks = net.blocks[: 2 * (rank + 1)] if rank == 0 else net.blocks[2:]
+        self.blocks = net.blocks[:1] if rank == 0 else net.blocks[1:]
         self.last = nn.Identity() if rank == 0 else net.last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import needs
-from tests.distributed.nets import NUM_CASTS, NUM_UPDATES
+from tests.distributed.nets import NUM_BLOCKS, NUM_CASTS, NUM_UPDATES
 
 Ranks = list[dict[str, Any]]
 
@@ -51,11 +51,11 @@ def test_parts_of_a_graph_keep_their_casts(ranks: Ranks) -> None:
 
 
 def test_stages_of_a_pipeline_keep_their_casts(ranks: Ranks) -> None:
-    for rank, num_layers in zip(ranks, (5, 3), strict=True):
+    for rank in ranks:
         found = rank["pipeline"]
         assert found["ours"] == found["eager"]
-        assert found["kept"] == 2 * num_layers
-        assert found["made"] == 3 * 2 * num_layers  # 3 updates, of 4 micro-batches each
+        assert found["kept"] == NUM_CASTS // 2  # of one block, and the first layer or the last
+        assert found["made"] == 3 * NUM_CASTS // 2  # 3 updates, of 4 micro-batches each
     assert ranks[1]["pipeline"]["ours"]  # the last stage has the losses
 
 
@@ -79,15 +79,15 @@ def test_nothing_is_kept_of_sharded_weights(ranks: Ranks, case: str) -> None:
 
 
 def test_weights_are_let_go_when_they_are_sharded(ranks: Ranks) -> None:
-    assert all(rank["watched_first"]["before"] == 12 for rank in ranks)
+    assert all(rank["watched_first"]["before"] == 4 * NUM_BLOCKS for rank in ranks)
 
 
 def test_code_that_plain_and_sharded_modules_share_keeps_the_plain_ones(ranks: Ranks) -> None:
     for rank in ranks:
         found = rank["shared_code"]
         assert found["ours"] == found["eager"]
-        assert found["kept"] == 12  # the three blocks of one model
-        assert found["made"] == 12 * NUM_UPDATES
+        assert found["kept"] == 4 * NUM_BLOCKS  # of one model
+        assert found["made"] == 4 * NUM_BLOCKS * NUM_UPDATES
 
 
 def test_arguments_and_partitioned_parameters_are_not_kept(ranks: Ranks) -> None:
@@ -104,11 +104,11 @@ def test_sharded_weights_are_not_frozen(ranks: Ranks) -> None:
 
 
 def test_writes_to_spread_weights_are_seen(ranks: Ranks) -> None:
-    """Three blocks of two layers each, whose weights (not biases) are written."""
+    """Blocks of two layers each, whose weights (not biases) are written."""
     for rank in ranks:
         found = rank["tensor_parallel"]
         for name in ("in place", "data", "list", "part", "asked for"):
-            assert found[name] == (True, 6), name
+            assert found[name] == (True, 2 * NUM_BLOCKS), name
         assert found["none"] == (True, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,10 +57,22 @@ class Area(NamedTuple):
             and other.bottom + slack < self.top
         )
 
+    def is_in(self, other: Area) -> bool:
+        return (
+            other.left <= self.left
+            and other.bottom <= self.bottom
+            and self.right <= other.right
+            and self.top <= other.top
+        )
 
-def areas(drawing: Drawing) -> list[Area]:
-    """Where Graphviz puts every box and every text on an edge."""
-    layout = json.loads(drawing._render("json"))
+
+def layout_of(drawing: Drawing) -> Any:
+    """What Graphviz puts where."""
+    return json.loads(drawing._render("json"))
+
+
+def areas(layout: Any) -> list[Area]:
+    """Where every box and every text on an edge is."""
     found = []
     for node in layout["objects"]:
         if "pos" in node:
@@ -73,14 +86,60 @@ def areas(drawing: Drawing) -> list[Area]:
     return found
 
 
+def frames(layout: Any) -> list[Area]:
+    """Where the frames are."""
+    clusters = [o for o in layout["objects"] if o["name"].startswith("cluster")]
+    return [Area(frame["name"], *map(float, frame["bb"].split(","))) for frame in clusters]
+
+
+def arrows(layout: Any) -> list[Area]:
+    """Pieces of the arrows, without their ends: points on the curves that Graphviz draws."""
+    found = []
+    for edge in layout.get("edges", ()):
+        for points in (drawn["points"] for drawn in edge["_draw_"] if drawn["op"] == "b"):
+            for start in range(0, len(points) - 1, 3):
+                for t in (i / 24 for i in range(25)):
+                    weights = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t * t * (1 - t), t**3
+                    pieces = list(zip(weights, points[start : start + 4], strict=True))
+                    x, y = (sum(w * p[axis] for w, p in pieces) for axis in (0, 1))
+                    found.append(Area("", x - 2, y - 2, x + 2, y + 2))
+    return found
+
+
 @needs_dot
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("level", ["op", "module"])
 def test_no_text_lies_on_anything(name: str, level: str, explained: dict[str, Explanation]) -> None:
-    found = areas(amp_fx.draw(explained[name], level=level))
+    layout = layout_of(amp_fx.draw(explained[name], level=level))
+    found = areas(layout)
     assert len(found) > 10
     clashes = [(a.name, b.name) for i, a in enumerate(found) for b in found[:i] if a.overlaps(b)]
     assert not clashes
+    crossed = [
+        (area.name, frame.name)
+        for frame in frames(layout)
+        for area in found
+        if area.overlaps(frame) and not area.is_in(frame)
+    ]
+    assert not crossed
+    names = [area for area in found if area.name.startswith("title")]
+    assert len(names) == len(frames(layout))
+    assert not [name.name for name in names for arrow in arrows(layout) if name.overlaps(arrow)]
+
+
+@needs_dot
+def test_lists_whose_members_take_turns_are_drawn_downwards(
+    explained: dict[str, Explanation],
+) -> None:
+    """``up.0``, ``merge.0``, ``up.1``, ``merge.1``: in two frames, arrows would go up."""
+    drawing = amp_fx.draw(explained["unet"], level="module")
+    layout = layout_of(drawing)
+    places = [o.get("pos", "0,0").partition(",")[2] for o in layout["objects"]]
+    edges = [(edge["tail"], edge["head"]) for edge in layout["edges"]]
+    assert all(float(places[tail]) > float(places[head]) for tail, head in edges)
+    assert {"up.0", "up.1"} <= set(re.findall(r"<B>([\w.]+)</B>", drawing.source))
+    framed = {frame.name.removeprefix("cluster_g0.") for frame in frames(layout)}
+    assert framed == {"down.0", "down.1", "middle", "merge.0", "merge.1"}
 
 
 def test_every_cast_is_drawn_at_the_level_of_ops(explained: dict[str, Explanation]) -> None:

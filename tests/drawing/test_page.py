@@ -165,6 +165,19 @@ def test_a_click_tells_the_reasons(browser: Any) -> None:
     assert len(find(browser, "tr.chosen")) == 3  # the box stands for three blocks
 
 
+def test_what_an_arrow_says_is_no_box(browser: Any) -> None:
+    press(browser, level="op")
+    click(browser, "#picture .node text", "scaled_dot_product_attention")
+    [details] = find(browser, "#details")
+    before = details.text
+    label = find(browser, "#picture .node:not([id^=box]) text")[-1]
+    assert re.match(r"\w+ \[", label.get_attribute("textContent"))
+    event = "arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    browser.execute_script(event, label)
+    assert details.text == before
+    assert len(find(browser, "#picture .node.chosen")) == 1
+
+
 def test_a_row_chooses_its_box(browser: Any) -> None:
     press(browser, level="module")
     click(browser, "tbody td", "embedding")

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 
 import amp_fx
 from amp_fx import weight_cache
+from amp_fx.inner import has_cpp_compiler
 from tests import needs
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from amp_fx.explanation.explanation import Explanation
 
-pytestmark = needs.FROZEN_GRAPHS
+pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
 
 BFLOAT16 = torch.bfloat16
 
@@ -70,6 +71,7 @@ def explained(model: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> 
     return found
 
 
+@needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_kept_is_explained(name: str) -> None:
     make, x, options = PROGRAMS[name]
@@ -102,6 +104,7 @@ def test_nothing_is_kept_of_a_device_that_is_not_frozen() -> None:
         assert not explain(torch.randn(4, 16)).graphs[0].kept_values
 
 
+@needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("options", [{}, {"freezing": True}])
 def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
     options: Mapping[str, Any],
@@ -117,6 +120,7 @@ def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
     assert len(values) == len(weight_cache.stats().values)
 
 
+@needs.FROZEN_GRAPHS
 def test_the_table_says_what_is_kept_in_place_of_copies() -> None:
     with torch.no_grad():
         text = str(explained(nn.Linear(16, 32), torch.randn(4, 16), {}))

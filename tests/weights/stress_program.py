@@ -3,6 +3,7 @@
 Run in a process of its own, as what it looks for may abort the process::
 
     python -X faulthandler -m tests.weights.stress_program data --seconds 5
+    python -X faulthandler -m tests.weights.stress_program "data --frozen" hogwild
 
 All numbers of the model are positive, so that every output rises with every element of every
 weight. A weight version is a scaling of whole weights by powers of two, from which the output
@@ -225,19 +226,11 @@ def inputs(seed: int, model: Tied) -> torch.Tensor:
     return tokens.to(model.embedding.weight.device)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("scenario", choices=["read", "data", "optimizer", "hogwild"])
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")
-    parser.add_argument("--no-cache", action="store_true")
-    parser.add_argument("--frozen", action="store_true", help="all that is made of weights is kept")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    sys.setswitchinterval(1e-4)
+def run_scenario(scenario: Any, arguments: Any) -> Run:
+    """Compiles a model, in both grad modes, and lets the threads of a scenario at it."""
+    torch._dynamo.reset()
     model = Tied().to(arguments.device)
-    options: Any = {"weight_cache": not arguments.no_cache, "freezing": arguments.frozen}
+    options: Any = {"weight_cache": not arguments.no_cache, "freezing": scenario.frozen}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
     for grad in (False, True, False, True):
         with torch.set_grad_enabled(grad):
@@ -247,15 +240,43 @@ def main() -> int:
     model.zero_grad()
     faulthandler.dump_traceback_later(arguments.seconds + 45, exit=True)  # a deadlock
     run = Run(arguments.seconds)
-    if arguments.scenario == "hogwild":
+    if scenario.name == "hogwild":
         hog_wild(run, compiled, model)
     else:
         scales = {"data": scale_data, "optimizer": scale_by_optimizer(model)}
-        scale = scales.get(arguments.scenario)
-        read_and_write(run, compiled, model, scale, grad=arguments.grad)
-    sys.stdout.write(json.dumps(run.counts) + "\n")
-    sys.stderr.write("\n".join(run.failures[:MAX_FAILURES]))
-    return int(bool(run.failures))
+        scale = scales.get(scenario.name)
+        read_and_write(run, compiled, model, scale, grad=scenario.grad)
+    faulthandler.cancel_dump_traceback_later()
+    return run
+
+
+def as_scenario(text: str) -> Any:
+    """What ``data --frozen`` says."""
+    parser = argparse.ArgumentParser("a scenario")
+    parser.add_argument("name", choices=["read", "data", "optimizer", "hogwild"])
+    parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")
+    parser.add_argument("--frozen", action="store_true", help="all that is made of weights is kept")
+    return parser.parse_args(text.split())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenarios", nargs="+", type=as_scenario)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--no-cache", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-4)
+    for scenario in arguments.scenarios:
+        sys.stderr.write(f"{scenario}\n")
+        sys.stderr.flush()
+        run = run_scenario(scenario, arguments)
+        sys.stdout.write(json.dumps(run.counts) + "\n")
+        if run.failures:
+            sys.stderr.write("\n".join(run.failures[:MAX_FAILURES]))
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
