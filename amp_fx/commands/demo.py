@@ -1,4 +1,4 @@
-"""``python -m amp_fx demo``: trains a small language model with and without amp_fx, and has it write."""
+"""``python -m amp_fx demo``: trains a language model with and without amp_fx, and has it write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", "Run", "Writing")
 
-NUM_GIVEN = 4
+NUM_GIVEN = 6
 """Tokens that the generated text begins with: those that the training text begins with."""
 
 FOLDED = ("casts_shared", "round_trips_removed")
@@ -79,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 def header(settings: Settings) -> str:
     """What is compared, and where."""
     facts = machine(settings.device)
-    size, cores = settings.size, f"{facts['threads']} of {facts['cores']} cores"
+    size, where = settings.size, facts.get("gpu", facts["processor"])
     return (
-        f"{facts.get('gpu', facts['processor'])}, {cores}, load {facts.get('load', 'unknown')}, "
-        f"torch {torch.__version__}\n"
+        f"{where}, threads: {facts['threads']}, cores: {facts['cores']}, "
+        f"load: {facts.get('load', 'unknown')}, torch {torch.__version__}\n"
         f"a GPT of {size.depth} layers of {size.width}, batches of {settings.batch} x "
         f"{size.context} tokens, {dtype_name(settings.dtype)}, {settings.compiler}"
     )
@@ -192,8 +192,8 @@ def written(comparison: Comparison, texts: Texts) -> RenderableType:
     row("... relative to float32", lambda text: f"{float32.step / text.step:.2f}")
     row("... relative to torch.autocast", lambda text: f"{autocast.step / text.step:.2f}")
     row("first token, which compiles", lambda text: f"{text.first_step:.1f} s")
-    row("tokens alike, to float32", lambda text: _alike(text, float32))
-    row("... to torch.autocast", lambda text: _alike(text, autocast))
+    row("tokens as in float32", lambda text: _alike(text, float32))
+    row("... as in torch.autocast", lambda text: _alike(text, autocast))
     tokens, decode = texts.amp_fx.tokens, comparison.vocabulary.decode
     given, following = decode(tokens[: texts.num_given]), decode(tokens[texts.num_given :])
     text = f"[bold]{escape(given)}[/bold]{escape(following)}"
@@ -201,7 +201,7 @@ def written(comparison: Comparison, texts: Texts) -> RenderableType:
 
 
 def _alike(text: Writing, other: Writing) -> str:
-    """How far two texts go together."""
+    """How far two texts agree, from the start."""
     return f"{text.num_alike(other)} of {len(text.tokens)}"
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class NextToken(nn.Module):
         """A step that shares the weights of ``model``."""
         super().__init__()
         self.model = model
+        self._blocks = cast("list[Block]", list(model.blocks))
 
     def forward(self, token: Tensor, position: Tensor, cache: Sequence[Tensor]) -> Tensor:
         """The likeliest next token, int64 ``(1, 1)``.
@@ -56,7 +57,7 @@ class NextToken(nn.Module):
         """
         model = self.model
         x = model.token(token) + model.position[position]
-        for block, block_cache in zip(model.blocks, cache, strict=True):
+        for block, block_cache in zip(self._blocks, cache, strict=True):
             mixed = _attend(block, block.attention_norm(x), position, block_cache)
             x = x + block.attention_out(mixed)
             x = x + block.mlp(x)

@@ -13,7 +13,7 @@ import functools
 import math
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from amp_fx.grad_scaler import GradScaler
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterator
+
+    from amp_fx.demo.models import Block
 
 SIZE = Size(width=512, depth=2, heads=8, context=128)
 """At which a step takes 50 to 200 ms on two cores, and the text is learned in a hundred."""
@@ -148,7 +150,7 @@ def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) ->
             if on_step is not None:
                 on_step(trainer.run)
     float32, amp_fx, autocast = (trainer.run for trainer in trainers)
-    trained = trainers[1].own.model
+    trained = cast("GPT", trainers[1].own.model)
     return Comparison(float32, amp_fx, autocast, stats.snapshot(), trained, vocabulary)
 
 
@@ -160,7 +162,8 @@ def initialize(model: GPT) -> None:
     are summed, and no biases (Radford et al., "Language Models are Unsupervised Multitask
     Learners", 2.3, and the published code).
     """
-    summed = [layer for block in model.blocks for layer in (block.attention_out, block.mlp[-1])]
+    blocks = cast("list[Block]", list(model.blocks))
+    summed = [layer for block in blocks for layer in (block.attention_out, block.mlp[-1])]
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             std = 0.02 / math.sqrt(len(summed)) if layer in summed else 0.02
