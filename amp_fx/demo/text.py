@@ -12,7 +12,7 @@ import torch
 NUM_BYTES = 256
 """How many different tokens byte-level text can have."""
 
-STATEMENTS = ("while", "if", "for", "break", "continue", "pass", "return")
+STATEMENTS = ("while", "if", "for")
 """Topics that are short enough to be learned in a minute."""
 
 _WORDS = re.compile(r" ?\w+| ?[^\w\s]+")
