@@ -52,10 +52,8 @@ def test_keys_name_policies_around_and_inside(monkeypatch: Any) -> None:
         found.append(gm)
 
     def keyed(gm: torch.fx.GraphModule, _: object) -> Any:
-        details = autograd_cache.AOTAutogradCacheDetails.__new__(
-            autograd_cache.AOTAutogradCacheDetails
-        )
-        details.__init__(gm, (), None, {})
+        kind: Any = autograd_cache.AOTAutogradCacheDetails
+        details = kind(gm, (), None, {})
         found.append(getattr(details, "amp_fx_policies", None))
         return gm.forward
 
