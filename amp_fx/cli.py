@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from amp_fx import __version__
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parsed)
     except AmpFxError as error:
+        if parsed.traceback:
+            traceback.print_exc()
         sys.stderr.write(f"amp_fx {parsed.command}: {error}\n")
         return 2
 
@@ -49,4 +52,7 @@ def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     )
     for name in commands:
         importlib.import_module(f"amp_fx.commands.{name}").add_parser(subparsers)
+        subparsers.choices[name].add_argument(
+            "--traceback", action="store_true", help="show where an error comes from"
+        )
     return parser

@@ -83,6 +83,36 @@ def test_a_policy_in_an_island_does_not_hit_that_of_another_process(tmp_path: Pa
         assert run(tmp_path, name) == {name: dtype}
 
 
+UNDER_A_POLICY = """
+import sys
+import torch
+import amp_fx
+
+policy = amp_fx.preset("torch").with_ops(dict.fromkeys(["matmul", "mm"], sys.argv[2]))
+region = amp_fx.autocast("cpu", torch.bfloat16, policy=policy)
+
+def product(x):
+    return x @ x
+
+with region if sys.argv[1] == "around" else torch.autocast("cpu", enabled=False):
+    compiled = torch.compile(product if sys.argv[1] == "around" else region(product))
+    print(compiled(torch.ones(4, 4)).dtype)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_native_code_under_a_policy_is_not_taken_for_that_of_another(
+    where: str, tmp_path: Path
+) -> None:
+    """Both policies have the same number, each in its process; no backend of amp_fx is there."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for rule, dtype in (("fp32", "torch.float32"), ("lower_precision_fp", "torch.bfloat16")):
+        command = [sys.executable, "-c", UNDER_A_POLICY, where, rule]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == dtype, done.stderr
+
+
 def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     first = run(tmp_path, "plain bfloat16", "island bfloat16")
     assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}

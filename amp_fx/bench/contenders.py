@@ -90,6 +90,7 @@ class Contender:
 
 CONTENDERS = (
     Contender("float32", "eager float32"),
+    Contender("float32-compiled", "torch.compile in float32", is_compiled=True),
     Contender("autocast", "eager torch.autocast", is_autocast=True),
     Contender(NATIVE, "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
     Contender(

@@ -1,17 +1,22 @@
-"""``python -m amp_fx demo``: trains a small language model with and without amp_fx."""
+"""``python -m amp_fx demo``: trains a language model with and without amp_fx, and has it write."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
 
+from amp_fx.bench.machine import machine
+from amp_fx.demo.generate import TEXTS, generate
+from amp_fx.demo.text import statements
 from amp_fx.demo.train import Settings, compare
-from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
+from amp_fx.dtypes import LOW_DTYPE_NAMES, dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -19,11 +24,17 @@ from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
 
+    from amp_fx.demo.generate import Texts, Writing
     from amp_fx.demo.train import Comparison, Run
+
+T = TypeVar("T", "Run", "Writing")
+
+NUM_GIVEN = 6
+"""Tokens that the generated text begins with: those that the training text begins with."""
 
 FOLDED = ("casts_shared", "round_trips_removed")
 """Which counts of the passes are casts that went away again."""
@@ -36,7 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "demo",
         help="train a small language model with and without amp_fx",
         description="Trains a small GPT on Python's help texts in float32, with amp_fx and under "
-        "torch.autocast, and compares losses and times.",
+        "torch.autocast, and compares losses and times. Then the model that amp_fx trained writes "
+        "a text three ways, token by token.",
     )
     parser.add_argument("--steps", default=str(default.steps), help="default: %(default)s")
     parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
@@ -56,8 +68,24 @@ def run(args: argparse.Namespace) -> int:
     if settings.compiler == "inductor" and not can_use_inductor(settings.device):
         console.print("no C++ compiler found, which inductor needs on CPU: using aot_eager")
         settings = dataclasses.replace(settings, compiler="aot_eager")
-    console.print(results(train(settings, console)))
+    console.print(header(settings))
+    comparison = train(settings, console)
+    console.print(results(comparison))
+    texts = write(comparison, settings, console)
+    console.print(written(comparison, texts))
     return 0
+
+
+def header(settings: Settings) -> str:
+    """What is compared, and where."""
+    facts = machine(settings.device)
+    size, where = settings.size, facts.get("gpu", facts["processor"])
+    return (
+        f"{where}, threads: {facts['threads']}, cores: {facts['cores']}, "
+        f"load: {facts.get('load', 'unknown')}, torch {torch.__version__}\n"
+        f"a GPT of {size.depth} layers of {size.width}, batches of {settings.batch} x "
+        f"{size.context} tokens, {dtype_name(settings.dtype)}, {settings.compiler}"
+    )
 
 
 def parse_settings(args: argparse.Namespace) -> Settings:
@@ -119,16 +147,26 @@ def train(settings: Settings, console: Console) -> Comparison:
         return compare(settings, show)
 
 
-def results(comparison: Comparison) -> RenderableType:
-    """The table at the end: a column per contender."""
-    float32, autocast, casts = comparison.float32, comparison.autocast, comparison.casts
-    table = Table()
-    table.add_column()
-    for run in comparison.runs:
-        table.add_column(run.name, justify="right")
+def write(comparison: Comparison, settings: Settings, console: Console) -> Texts:
+    """Has all contenders write a text with the model that amp_fx trained, with a bar for each."""
+    prompt = comparison.vocabulary.encode(statements())[:NUM_GIVEN].tolist()
+    with Progress(console=console) as progress:
+        tasks = {
+            run.name: progress.add_task(f"{run.name}, writing", total=1 + TEXTS)
+            for run in comparison.runs
+        }
 
-    def row(name: str, value: Callable[[Run], str]) -> None:
-        table.add_row(name, *map(value, comparison.runs))
+        def show(writing: Writing) -> None:
+            progress.update(tasks[writing.name], advance=1)
+
+        return generate(comparison.model, prompt, settings, show)
+
+
+def results(comparison: Comparison) -> RenderableType:
+    """The table after the training: a column per contender."""
+    float32, autocast, casts = comparison.float32, comparison.autocast, comparison.casts
+    table = Table(title="training", title_justify="left")
+    row = _rows(table, comparison.runs)
 
     def counted(name: str, num: int) -> None:
         row(name, lambda run: str(num) if run is comparison.amp_fx else "-")
@@ -143,3 +181,37 @@ def results(comparison: Comparison) -> RenderableType:
     counted("casts folded", sum(casts[name] for name in FOLDED))
     counted("casts of weights kept", casts["weight_casts_kept"])
     return table
+
+
+def written(comparison: Comparison, texts: Texts) -> RenderableType:
+    """The table after the writing, and what amp_fx wrote."""
+    float32, autocast = texts.float32, texts.autocast
+    table = Table(title="writing, token by token", title_justify="left")
+    row = _rows(table, texts.writings)
+    row("tokens per second, median", lambda text: f"{1 / text.step:.0f}")
+    row("... relative to float32", lambda text: f"{float32.step / text.step:.2f}")
+    row("... relative to torch.autocast", lambda text: f"{autocast.step / text.step:.2f}")
+    row("first token, which compiles", lambda text: f"{text.first_step:.1f} s")
+    row("tokens as in float32", lambda text: _alike(text, float32))
+    row("... as in torch.autocast", lambda text: _alike(text, autocast))
+    tokens, decode = texts.amp_fx.tokens, comparison.vocabulary.decode
+    given, following = decode(tokens[: texts.num_given]), decode(tokens[texts.num_given :])
+    text = f"[bold]{escape(given)}[/bold]{escape(following)}"
+    return Group(table, "what amp_fx wrote:", Padding(text, (0, 2)))
+
+
+def _alike(text: Writing, other: Writing) -> str:
+    """How far two texts agree, from the start."""
+    return f"{text.num_alike(other)} of {len(text.tokens)}"
+
+
+def _rows(table: Table, contenders: Sequence[T]) -> Callable[[str, Callable[[T], str]], None]:
+    """What adds a row to a table that has a column per contender."""
+    table.add_column()
+    for contender in contenders:
+        table.add_column(contender.name, justify="right")
+
+    def row(name: str, value: Callable[[T], str]) -> None:
+        table.add_row(name, *map(value, contenders))
+
+    return row

@@ -160,13 +160,13 @@ def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any
 
     Raises:
         ExplainError: There is no such module or name, or it is neither a model nor a
-            function; says which names are near.
+            function; says which names are near. Or what makes the model has raised.
     """
     found = _named(target)
     if isinstance(found, torch.nn.Module) or not _makes_model(found):
         return found, None
     with torch.device("meta" if is_meta else "cpu"):
-        made = found()
+        made = _call_factory(found, target)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         inputs = made[1]
         return made[0], inputs if isinstance(inputs, tuple) else (inputs,)
@@ -176,6 +176,16 @@ def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any
             f"{type(made).__name__}: give back a model, or a pair of a model and its inputs"
         )
     return made, None
+
+
+def _call_factory(factory: Callable[[], Any], target: str) -> Any:
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise ExplainError(
+            f"{target} was called without arguments, as a factory, and raised "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; --traceback shows where"
+        ) from error
 
 
 def _named(target: str) -> Any:

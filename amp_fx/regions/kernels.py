@@ -24,6 +24,7 @@ from amp_fx.native import load_kernels
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.decide import is_adjustable
 from amp_fx.policies.policy import preset
+from amp_fx.regions.cache_keys import put_policies_in_keys
 from amp_fx.regions.module_stack import current_stack
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.tables.kernels import OPAQUE_KERNELS
@@ -250,6 +251,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
 
 
 def _decide(resolver: Resolver, call: Call, device_type: str) -> Decision | None:
+    put_policies_in_keys()  # Dynamo may have been imported inside of the region
     stack = current_stack() if resolver.depends_on_module else ()
     return resolver.decide(call, device_type, stack)
 

@@ -14,6 +14,7 @@ import torch
 from amp_fx.dtypes import as_dtype
 from amp_fx.errors import RegionError
 from amp_fx.policies.policy import Policy, as_policy
+from amp_fx.regions.cache_keys import put_policies_in_keys
 from amp_fx.regions.policy_codes import CARRIERS, ambient_policy, codes_of, interned, pin
 from amp_fx.regions.state import autocast_device_types
 from amp_fx.tables.presets import torch_version
@@ -203,6 +204,7 @@ class _PolicyRegion:
         self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
 
     def __enter__(self) -> _PolicyRegion:
+        put_policies_in_keys()
         carriers = [
             torch.autocast(carrier, code, enabled=False)
             for carrier, code in zip(CARRIERS, self._codes, strict=True)
@@ -267,6 +269,7 @@ def _as_constants(policy: Any, device_type: str) -> _Constants:
 
     found = interned(as_policy(policy))
     prepare(found, device_type)
+    put_policies_in_keys()
     pin(found)
     return codes_of(found), found.low_dtype(device_type)
 
@@ -309,6 +312,7 @@ SKIPPED_MODULES = (
     "amp_fx.policies.decide",
     "amp_fx.policies.module_path",
     "amp_fx.policies.policy",
+    "amp_fx.regions.cache_keys",
     "amp_fx.regions.kernels",
     "amp_fx.regions.module_stack",
     "amp_fx.regions.policy_codes",

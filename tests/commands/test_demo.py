@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,18 @@ import amp_fx
 from amp_fx.cli import main
 from amp_fx.commands import demo
 from amp_fx.demo import train
+from amp_fx.demo.generate import TEXTS, Texts, Writing, generate
 from amp_fx.demo.models import GPT, Loss, Size
-from amp_fx.demo.text import NUM_BYTES, Batch, corpus, random_batch
-from amp_fx.demo.train import Comparison, Run, Settings
+from amp_fx.demo.text import NUM_BYTES, Vocabulary, corpus, random_batch, statements
+from amp_fx.demo.train import Comparison, Run, Settings, initialize, learning_rate
 
-TINY = Size(width=16, depth=1, heads=2, context=16)
+TINY = Settings(
+    steps=20,
+    size=Size(width=16, depth=1, heads=2, context=16),
+    batch=8,
+    learning_rate=0.02,
+    compiler="aot_eager",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,13 @@ def console() -> Console:
 @pytest.fixture(scope="module")
 def comparison(console: Console) -> Comparison:
     torch._dynamo.reset()
-    return demo.train(Settings(steps=20, compiler="aot_eager", size=TINY), console)
+    return demo.train(TINY, console)
+
+
+@pytest.fixture(scope="module")
+def texts(comparison: Comparison, console: Console) -> Texts:
+    settings = dataclasses.replace(TINY, compiler="eager")  # which gives eager autocast's bits
+    return demo.write(comparison, settings, console)
 
 
 def test_every_contender_learns(comparison: Comparison) -> None:
@@ -52,12 +67,12 @@ def test_float16_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     scales: dict[type, list[float]] = {amp_fx.GradScaler: [], torch.amp.GradScaler: []}
     step = train.Trainer.step
 
-    def spy(trainer: train.Trainer, batch: Batch) -> None:
-        step(trainer, batch)
+    def spy(trainer: train.Trainer, *arguments: Any) -> None:
+        step(trainer, *arguments)
         scales[type(trainer.scaler)].append(trainer.scaler.get_scale())
 
     monkeypatch.setattr(train.Trainer, "step", spy)
-    settings = Settings(steps=20, dtype=torch.float16, compiler="eager", size=TINY)
+    settings = dataclasses.replace(TINY, dtype=torch.float16, compiler="eager")
     result = demo.train(settings, Console(file=io.StringIO()))
     assert [run.final_loss < run.losses[0] - 0.5 for run in result.runs] == [True] * 3
     assert sorted(scales[amp_fx.GradScaler]) == [1.0] * 20 + [2.0**16] * 20  # 1.0: float32
@@ -87,10 +102,79 @@ def test_table_holds_what_was_measured(comparison: Comparison, console: Console)
     assert cells["casts inserted"] == ["-", str(casts["casts_inserted"]), "-"]
 
 
+def test_contenders_write_what_the_whole_model_says() -> None:
+    """Without a cache: each token is the likeliest after all before it."""
+    torch.manual_seed(0)
+    model = GPT(64, TINY.size)
+    for weight in model.parameters():  # so that what is likeliest depends on the whole context
+        torch.nn.init.normal_(weight)
+    texts = generate(model, [1, 2, 3], dataclasses.replace(TINY, compiler="eager"))
+    assert texts.float32.tokens == continued(model, texts.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert texts.autocast.tokens == continued(model, texts.autocast)
+    assert texts.amp_fx.tokens == texts.autocast.tokens
+    assert len(set(texts.amp_fx.tokens)) > 5
+
+
+@torch.no_grad()
+def continued(model: GPT, text: Writing) -> list[int]:
+    """The prompt, and what the model takes for the next token at each place of a text."""
+    likeliest: list[int] = model(torch.tensor([text.tokens])).argmax(-1)[0].tolist()
+    return text.tokens[:3] + likeliest[2:-1]
+
+
+def test_one_graph_without_breaks_for_each_contender() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = GPT(8, TINY.size)
+    initialize(model)
+    generate(model, [1, 2], TINY)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_texts_beside_each_other(comparison: Comparison, texts: Texts, console: Console) -> None:
+    console.print(demo.written(comparison, texts))
+    printed = console.export_text(clear=False)
+    rows = [line.split("│") for line in printed.splitlines()]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:5]] for row in rows if len(row) == 6}
+    rates = [f"{1 / text.step:.0f}" for text in texts.writings]
+    assert cells["tokens per second, median"] == rates
+    assert cells["... as in torch.autocast"][1:] == ["16 of 16", "16 of 16"]
+    words = comparison.vocabulary.decode(texts.amp_fx.tokens).split()
+    assert " ".join(words) in " ".join(printed.split())
+    assert all(len(text.times) == TEXTS * 15 for text in texts.writings)
+
+
+def test_texts_agree_up_to_the_first_difference() -> None:
+    one, other = Writing("one", tokens=[5, 6, 7, 8]), Writing("other", tokens=[5, 6, 1, 8])
+    assert (one.num_alike(one), one.num_alike(other)) == (4, 2)
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    settings = Settings(steps=100, learning_rate=1.0)
+    rates = [learning_rate(step, settings) for step in range(100)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert min(rates) > 0
+    assert 0.9 < max(rates) <= 1.0
+
+
+def test_tokens_are_words_of_the_text() -> None:
+    text = statements()
+    vocabulary = Vocabulary.of(text)
+    tokens = vocabulary.encode(text)
+    assert vocabulary.decode(tokens.tolist()) == text
+    assert len(tokens) > TINY.size.context
+    assert '"while"' in text
+    assert "***" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
         (("--steps", "1"), "from 2 up"),
+        (("--steps", "0"), "from 2 up"),
         (("--steps", "many"), "from 2 up"),
         (("--device", "nowhere"), "no such device"),
         (("--device", "meta"), "autocast knows"),
@@ -116,12 +200,19 @@ def test_without_a_cpp_compiler_it_goes_on(
     def train(settings: Settings, _: object) -> Comparison:
         asked_for.append(settings.compiler)
         run = Run("stub", losses=[1.0, 1.0], times=[1.0, 1.0])
-        return Comparison(run, run, run, Counter())
+        vocabulary = Vocabulary.of(statements())
+        return Comparison(run, run, run, Counter(), GPT(1, TINY.size), vocabulary)
 
+    def write(_: object, settings: Settings, __: object) -> Texts:
+        asked_for.append(settings.compiler)
+        writing = Writing("stub", tokens=[0, 0], times=[1.0])
+        return Texts(writing, writing, writing, 1)
+
+    monkeypatch.setattr(demo, "write", write)
     monkeypatch.setattr(demo, "has_cpp_compiler", lambda: False)
     monkeypatch.setattr(demo, "train", train)
     assert main(["demo"]) == 0
-    assert asked_for == ["aot_eager"]
+    assert asked_for == ["aot_eager", "aot_eager"]
     assert "no C++ compiler found" in capsys.readouterr().out
 
 
@@ -139,7 +230,7 @@ def test_targets_follow_tokens() -> None:
 
 def test_no_token_sees_what_follows_it() -> None:
     """A changed last token leaves the losses of all positions before it as they were."""
-    model = Loss(GPT(NUM_BYTES, TINY))
+    model = Loss(GPT(NUM_BYTES, TINY.size))
     tokens = torch.randint(NUM_BYTES, (1, 16))
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % NUM_BYTES

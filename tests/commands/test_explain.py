@@ -123,6 +123,28 @@ def test_errors_are_a_line_and_exit_code_2(
     assert len(error.strip().splitlines()) == 1
 
 
+def broken() -> torch.nn.Module:
+    return torch.nn.Linear(2, 3, device="nowhere")
+
+
+@pytest.mark.parametrize(
+    "command", [("explain",), ("export", "model.pt2"), ("accuracy",)], ids=lambda c: c[0]
+)
+@pytest.mark.parametrize("option", [(), ("--traceback",)])
+def test_a_factory_that_raises_is_an_error_line(
+    command: tuple[str, ...], option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = "tests.commands.test_explain:broken"
+    name, *more = command
+    assert main([name, target, *more, "--input-shape", "1,2", *option]) == 2
+    *trace, line = capsys.readouterr().err.splitlines()
+    assert target in line
+    assert "raised RuntimeError: " in line
+    assert "nowhere" in line
+    assert any("in broken" in each for each in trace) == bool(option)
+    assert bool(trace) == bool(option)
+
+
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--no-drift"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -1,0 +1,201 @@
+"""Generates text token by token with a cache of keys and values: the trained model at work.
+
+Every contender has a copy of the same weights and writes the same text greedily. They take turns
+text by text, as a server would call one of them: what a contender leaves in the processor's caches
+is there for its next token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from amp_fx.demo.train import wait_for
+from amp_fx.front.compile import compile as compile_low
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from amp_fx.demo.models import GPT, Block
+    from amp_fx.demo.train import Settings
+
+TEXTS = 5
+"""How many times each contender writes the text, besides the first time."""
+
+
+class NextToken(nn.Module):
+    """One step of generation with a trained model; of a fixed size, so that it is compiled once.
+
+    The prompt goes through it as well, one token at a time.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        """A step that shares the weights of ``model``."""
+        super().__init__()
+        self.model = model
+        self._blocks = cast("list[Block]", list(model.blocks))
+
+    def forward(self, token: Tensor, position: Tensor, cache: Sequence[Tensor]) -> Tensor:
+        """The likeliest next token, int64 ``(1, 1)``.
+
+        Args:
+            token: ``(1, 1)``.
+            position: Its place in the text, ``(1,)``.
+            cache: Keys and values of each block, ``(2, 1, heads, context, width/heads)``, in
+                which those of the token are written.
+        """
+        model = self.model
+        x = model.token(token) + model.position[position]
+        for block, block_cache in zip(self._blocks, cache, strict=True):
+            mixed = _attend(block, block.attention_norm(x), position, block_cache)
+            x = x + block.attention_out(mixed)
+            x = x + block.mlp(x)
+        return F.linear(model.norm(x), model.token.weight).argmax(-1)
+
+
+def _attend(block: Block, x: Tensor, position: Tensor, cache: Tensor) -> Tensor:
+    q, k, v = block.qkv(x).unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)
+    cache[0].index_copy_(2, position, k)
+    cache[1].index_copy_(2, position, v)
+    is_seen = (torch.arange(cache.shape[3], device=x.device) <= position)[None, None, None]
+    mixed = F.scaled_dot_product_attention(q, cache[0], cache[1], is_seen)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+@dataclasses.dataclass
+class Writing:
+    """One contender's text, and the seconds that each of its tokens took.
+
+    Attributes:
+        name: The contender.
+        tokens: The text, the prompt included.
+        first_step: Seconds of the first call, which compiles.
+        times: Of all calls but those for the first text.
+    """
+
+    name: str
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    first_step: float = 0.0
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """Median seconds per token."""
+        return statistics.median(self.times)
+
+    def num_alike(self, other: Writing) -> int:
+        """How many tokens the two texts begin with alike."""
+        pairs = zip(self.tokens, other.tokens, strict=True)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.tokens))
+
+
+@dataclasses.dataclass
+class Writer:
+    """A compiled step with what it needs: a cache, and the region that it runs in."""
+
+    writing: Writing
+    step: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+    region: Callable[[], contextlib.AbstractContextManager[Any]]
+    cache: list[Tensor]
+
+    @torch.no_grad()
+    def write(self, prompt: Sequence[int]) -> list[float]:
+        """Writes the whole text; returns the seconds of each call."""
+        context, device = self.cache[0].shape[3], self.cache[0].device
+        positions = [torch.tensor([i], device=device) for i in range(context)]
+        tokens, times = list(prompt), []
+        for i in range(context - 1):
+            token = torch.tensor([[tokens[i]]], device=device)
+            start = time.perf_counter()
+            with self.region():
+                following = self.step(token, positions[i], self.cache).item()
+            wait_for(device)
+            times.append(time.perf_counter() - start)
+            if i + 1 == len(tokens):
+                tokens.append(int(following))
+        self.writing.tokens = tokens
+        return times
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What the contenders wrote."""
+
+    float32: Writing
+    amp_fx: Writing
+    autocast: Writing
+    num_given: int
+
+    @property
+    def writings(self) -> tuple[Writing, Writing, Writing]:
+        """All of them, in the order in which they take turns."""
+        return (self.float32, self.amp_fx, self.autocast)
+
+
+def generate(
+    model: GPT,
+    prompt: Sequence[int],
+    settings: Settings,
+    on_text: Callable[[Writing], None] | None = None,
+) -> Texts:
+    """Has all contenders write a text as long as the model's context.
+
+    Args:
+        model: The trained model.
+        prompt: The tokens that the text begins with; one at least.
+        settings: Those of the training.
+        on_text: Called with a contender's writing after each of its texts.
+
+    Returns:
+        The texts, and how long their tokens took.
+    """
+    writers = _writers(model, settings)
+    for number in range(1 + TEXTS):
+        for writer in writers:
+            times = writer.write(prompt)
+            if number == 0:
+                writer.writing.first_step = times[0]
+            else:
+                writer.writing.times += times
+            if on_text is not None:
+                on_text(writer.writing)
+    float32, amp_fx, autocast = (writer.writing for writer in writers)
+    return Texts(float32, amp_fx, autocast, len(prompt))
+
+
+def _writers(model: GPT, settings: Settings) -> tuple[Writer, Writer, Writer]:
+    device_type, low, compiler = settings.device.type, settings.dtype, settings.compiler
+    size = settings.size
+    shape = (2, 1, size.heads, size.context, size.width // size.heads)
+
+    def writer(
+        name: str,
+        dtype: torch.dtype,
+        compile_step: Callable[[nn.Module], Any],
+        region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Writer:
+        step = compile_step(NextToken(copy.deepcopy(model)).eval())
+        cache = [torch.zeros(shape, dtype=dtype, device=settings.device) for _ in model.blocks]
+        return Writer(Writing(name), step, region, cache)
+
+    native = functools.partial(torch.compile, backend=compiler, fullgraph=True)
+    options = {"compiler": compiler}
+    ours = functools.partial(
+        compile_low, device_type=device_type, dtype=low, fullgraph=True, options=options
+    )
+    return (
+        writer("float32", torch.float32, native),
+        writer("amp_fx", low, ours),
+        writer("torch.autocast", low, native, functools.partial(torch.autocast, device_type, low)),
+    )
