@@ -198,7 +198,7 @@ def sparse_params() -> list[Tensor]:
 @pytest.mark.parametrize(
     ("make", "grad"),
     [
-        (low_params, lambda p: torch.ones_like(p)),
+        (low_params, torch.ones_like),
         (sparse_params, lambda p: torch.ones_like(p).to_sparse()),
     ],
     ids=["low", "sparse"],

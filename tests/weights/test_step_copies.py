@@ -231,6 +231,7 @@ def test_a_write_in_the_midst_of_a_step_is_seen(how: str) -> None:
 
     others.append(write)
     step(4)
+    assert_copies_are_the_weights(net)
     take_weights(twin, net)
     TRAIN.check(compiled, net, twin)
 
