@@ -1,4 +1,6 @@
-"""Unscale, check, clip and step as one compiled call that never waits for the device.
+"""Unscale, check, clip and step as one call, compiled, that never waits for the device.
+
+Adam, AdamW and SGD take the two passes of ``two_pass``. What follows is for all others.
 
 A skipped step cannot be a branch on the host. So the step always runs, and every tensor that it
 wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step's own kernels.
@@ -40,8 +42,9 @@ class CompiledStep:
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
     tensors in their state, which nothing on the device can put back, and for sparse gradients or
-    gradients on several devices. Optimizers that are fused run eagerly too, and do not wait. An
-    optimizer whose step reads values itself, as Adafactor's does, waits there.
+    gradients on several devices. Optimizers that are fused, and none that two passes are for, run
+    eagerly too, and do not wait. An optimizer whose step reads values itself, as Adafactor's does,
+    waits there.
 
     Where several processes have to agree, the call is two compiled ones, with the exchange of the
     flag and of the norm between them. DTensors are stepped part by part; optimizers that look at
@@ -49,6 +52,9 @@ class CompiledStep:
 
     Put back on overflow are the parameters and the tensors in the optimizer's `state` and
     `param_groups`; a step that writes others cannot be compiled this way.
+
+    Two passes write no gradients unless they are asked to; all others leave gradients unscaled and
+    clipped. Which optimizers take them: `GradScaler.compile_step`.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -319,7 +325,7 @@ class CompiledStep:
             overflowed = found_inf != 0
             if factor is not None:
                 # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                factor = torch.where(overflowed, 1.0, factor)
+                factor = factor.masked_fill(overflowed, 1.0)
                 for grad in grads:
                     grad.mul_(factor)
             old = [tensor.clone() for tensor in written]

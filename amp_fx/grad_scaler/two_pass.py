@@ -98,7 +98,7 @@ class TwoPassStep:
         rule = rule_of(self._optimizer)
         if rule is None:
             return None
-        work = _gathered(self._optimizer, rule)
+        work = gathered(self._optimizer, rule)
         return work if work is not None and _fits(work) else None
 
     def __call__(self, work: Work, inv_scale: Tensor | None = None) -> Found:
@@ -113,7 +113,7 @@ class TwoPassStep:
         assert rule is not None
         measure, update = self._functions(rule, work, has_scale=inv_scale is not None)
         numbers = self._numbers_of(rule, work)
-        counts = _stacked(work.counts, numbers)
+        counts = stacked(work.counts, numbers)
         with torch.no_grad():
             found_inf, norm, factor, scalars = measure(work.grads, inv_scale, counts, numbers)
             with self._copies.written(work.weights) as (weights, lows):
@@ -175,7 +175,7 @@ class TwoPassStep:
                 factor = clip_factor(norm, max_norm)
                 if found_inf is not None:
                     # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                    factor = torch.where(found_inf != 0, 1.0, factor)
+                    factor = factor.masked_fill(found_inf != 0, 1.0)
             return found_inf, norm, factor, scalars
 
         return measure
@@ -229,7 +229,7 @@ def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
     return norm
 
 
-def _gathered(optimizer: Any, rule: Rule) -> Work | None:
+def gathered(optimizer: Any, rule: Rule) -> Work | None:
     """All that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
@@ -270,7 +270,7 @@ def _fits(work: Work) -> bool:
     )
 
 
-def _stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
+def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
     """The step counters: float64, [weights], on the weights' device; one of them if none count."""
     if not counts:
         return numbers.new_zeros(())

@@ -179,10 +179,9 @@ def test_a_copy_that_a_backward_holds_is_left_alone() -> None:
     """Eager autocast holds a cast of its own there, too."""
     net = make_net()
     twin = twin_of(net)
-    compiled = compile_amp_fx(net)
+    compiled = compile_amp_fx(net, compiler="aot_eager")  # whose backward reads kept copies
     step = Step(net, has_scaler=False)
     take_weights(twin, net)
-    TRAIN.check(compiled, net, twin)
     x, expected_x = inputs(requires_grad=True), inputs(requires_grad=True)
     out, expected = compiled(x), autocast(twin, expected_x)
     step(1)
@@ -190,7 +189,7 @@ def test_a_copy_that_a_backward_holds_is_left_alone() -> None:
     (expected_grad,) = torch.autograd.grad(expected.sum(), expected_x)
     assert_same(grad, expected_grad)
     take_weights(twin, net)
-    TRAIN.check(compiled, net, twin)
+    assert_same(compiled(inputs()), autocast(twin, inputs()))
 
 
 @needs_hook
