@@ -115,7 +115,8 @@ class TwoPassStep:
         numbers = self._numbers_of(rule, work)
         counts = stacked(work.counts, numbers)
         with torch.no_grad():
-            found_inf, norm, factor, scalars = measure(work.grads, inv_scale, counts, numbers)
+            found = measure(work.grads, inv_scale, counts, numbers)
+            found_inf, norm, factor, scalars = self._kept(found)
             with self._copies.written(work.weights) as (weights, lows):
                 _mark(work, weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
@@ -123,6 +124,16 @@ class TwoPassStep:
             _count(work.counts, found_inf)
         mark_stepped(self._optimizer)
         return Found(found_inf, norm)
+
+    def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
+        """What the first pass gave, where no other CUDA graph takes its memory.
+
+        The second is one, with ``mode="reduce-overhead"``, and what was found outlives the step.
+        """
+        may_be_graph = not self._options.keys().isdisjoint(("mode", "options"))
+        if not may_be_graph:
+            return found
+        return [value if value is None else value.clone() for value in found]
 
     def _functions(self, rule: Rule, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
         key = rule, work.flags, work.weights[0].dtype, has_scale
