@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx import weight_cache
 from amp_fx.front.compile import compile  # noqa: A004
-from amp_fx.grad_scaler import GradScaler
+from amp_fx.grad_scaler import GradScaler, compile_step
 from amp_fx.policies.policy import Policy, preset
 from amp_fx.regions.custom_function import custom_bwd, custom_fwd
 from amp_fx.regions.devices import register_device
@@ -49,6 +49,7 @@ __all__ = [
     "accuracy",
     "autocast",
     "compile",
+    "compile_step",
     "custom_bwd",
     "custom_fwd",
     "draw",

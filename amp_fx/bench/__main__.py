@@ -1,6 +1,6 @@
 """``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today.
 
-``python -m amp_fx.bench bytes`` counts instead (``amp_fx.bench.traffic``).
+``python -m amp_fx.bench bytes`` and ``step`` count instead (``amp_fx.bench.traffic``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.traffic.command import main as traffic
+from amp_fx.bench.traffic.step import main as step
 from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.inner import has_cpp_compiler
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["bytes"]:
         return traffic(arguments[1:])
+    if arguments[:1] == ["step"]:
+        return step(arguments[1:])
     parsed = _parser().parse_args(arguments)
     try:
         cases = _parse_cases(parsed.cases)
@@ -96,8 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx.bench",
         description="Times amp_fx beside what users have today, in turns in one process.",
-        epilog="`python -m amp_fx.bench bytes` counts what generated kernels move instead: see its "
-        f"--help.\n\ncases:\n{cases}\n\ncontenders:\n{contenders}",
+        epilog="`python -m amp_fx.bench bytes` counts what generated kernels move instead, and "
+        "`step` what those of an optimizer's step do: see their --help.\n\n"
+        f"cases:\n{cases}\n\ncontenders:\n{contenders}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = Settings()

@@ -14,7 +14,10 @@ In the order in which a training step meets them:
 * ``agreement``: several processes skip steps together.
 * ``stepping``: the two ways in which `step` steps an optimizer.
 * ``predicated``: a step that undoes itself on the device when gradients overflowed.
-* ``compiled_step``: unscale, check, clip and step as one compiled call.
+* ``compiled_step``: unscale, check, clip and step as one call, compiled.
+* ``two_pass``: the same in two passes over memory, which write the kept copies of weights, too.
+* ``update_rules``: what Adam, AdamW and SGD do to one weight.
+* ``plain_step``: such steps without a scaler.
 * ``host_scale``: what the host knows of the scale without waiting for the device.
 * ``ledger``, ``reports``, ``names``: which steps were skipped, and because of which parameters.
 * ``torch_private``: the functions of torch that are not public, one wrapper each.
@@ -23,7 +26,16 @@ In the order in which a training step meets them:
 from __future__ import annotations
 
 from amp_fx.grad_scaler.compiled_step import CompiledStep
+from amp_fx.grad_scaler.plain_step import PlainStep, compile_step
 from amp_fx.grad_scaler.reports import Overflow, StepReport, UpdateRecord
 from amp_fx.grad_scaler.scaler import GradScaler
 
-__all__ = ["CompiledStep", "GradScaler", "Overflow", "StepReport", "UpdateRecord"]
+__all__ = [
+    "CompiledStep",
+    "GradScaler",
+    "Overflow",
+    "PlainStep",
+    "StepReport",
+    "UpdateRecord",
+    "compile_step",
+]

@@ -1,4 +1,6 @@
-"""Unscale, check, clip and step as one compiled call that never waits for the device.
+"""Unscale, check, clip and step as one call, compiled, that never waits for the device.
+
+Adam, AdamW and SGD take the two passes of ``two_pass``. What follows is for all others.
 
 A skipped step cannot be a branch on the host. So the step always runs, and every tensor that it
 wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step's own kernels.
@@ -22,6 +24,7 @@ from amp_fx.grad_scaler.local_parts import can_step_parts, stepping_parts
 from amp_fx.grad_scaler.outputs import widen
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
+from amp_fx.grad_scaler.two_pass import TwoPassStep
 from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
 if TYPE_CHECKING:
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
     from amp_fx.grad_scaler.gradients import GradGroup
     from amp_fx.grad_scaler.scaler import GradScaler
+    from amp_fx.grad_scaler.states import OptimizerState
+    from amp_fx.grad_scaler.two_pass import Work
 
 
 class CompiledStep:
@@ -37,8 +42,9 @@ class CompiledStep:
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
     tensors in their state, which nothing on the device can put back, and for sparse gradients or
-    gradients on several devices. Optimizers that are fused run eagerly too, and do not wait. An
-    optimizer whose step reads values itself, as Adafactor's does, waits there.
+    gradients on several devices. Optimizers that are fused, and none that two passes are for, run
+    eagerly too, and do not wait. An optimizer whose step reads values itself, as Adafactor's does,
+    waits there.
 
     Where several processes have to agree, the call is two compiled ones, with the exchange of the
     flag and of the norm between them. DTensors are stepped part by part; optimizers that look at
@@ -46,6 +52,9 @@ class CompiledStep:
 
     Put back on overflow are the parameters and the tensors in the optimizer's `state` and
     `param_groups`; a step that writes others cannot be compiled this way.
+
+    Two passes write no gradients unless they are asked to; all others leave gradients unscaled and
+    clipped. Which optimizers take them: `GradScaler.compile_step`.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -62,14 +71,11 @@ class CompiledStep:
         max_norm: float | None,
         norm_type: float,
         update_scale: bool,
+        write_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
         """Compile nothing yet; see `GradScaler.compile_step` for the arguments."""
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ScalerTypeError(
-                f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
-            )
+        refuse_needed_closure(optimizer)
         self.norm: Tensor | None = None
         self._scaler = scaler
         self._optimizer = optimizer
@@ -81,6 +87,14 @@ class CompiledStep:
         self._num_compiled = 0
         self._params_with_state: set[int] = set()
         self._must_run_eagerly = False
+        self._writes_grads = write_grads
+        self._two_pass = TwoPassStep(
+            optimizer,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            writes_grads=write_grads,
+            compile_options=compile_options,
+        )
 
     def __call__(self) -> Any:
         """Unscale, check, clip, step and update the scale.
@@ -93,10 +107,14 @@ class CompiledStep:
         """
         scaler, optimizer = self._scaler, self._optimizer
         if not scaler.is_enabled():
-            return self._step_eagerly()
+            return self._step_unscaled()
         state = scaler._begin("step", optimizer)
         groups = scaler._group(optimizer) if state.stage is OptState.READY else []
-        if self._can_run_compiled(groups):
+        work = self._work() if groups else None
+        result = None
+        if work is not None:
+            self._step_in_two_passes(state, work)
+        elif self._can_run_compiled(groups):
             result = self._step_compiled(groups)
         else:
             result = self._step_eagerly()
@@ -104,6 +122,38 @@ class CompiledStep:
             scaler.update()
             scaler._is_updated_by_step = True
         return result
+
+    # In two passes -------------------------------------------------------------------------------
+
+    def _work(self) -> Work | None:
+        """What a step in two passes works on; None where that cannot be."""
+        if not self._scaler._agreement.is_alone(self._optimizer):
+            return None
+        work = self._two_pass.work()
+        if work is None or not self._scaler.is_enabled():
+            return work
+        if all(count.device == work.weights[0].device for count in work.counts):
+            return work
+        _move_to_device(self._optimizer, work.weights)  # counters that were loaded
+        return self._two_pass.work()
+
+    def _step_in_two_passes(self, state: OptimizerState, work: Work) -> None:
+        inv_scale = on_devices(self._scaler._inv_scale())[work.weights[0].device]
+        found_inf, self.norm = self._two_pass(work, inv_scale)
+        assert found_inf is not None
+        state.found_inf = {found_inf.device: found_inf}
+        state.inv_scale = None if self._writes_grads else inv_scale
+        self._scaler._stepped(state)
+
+    def _step_unscaled(self) -> Any:
+        """With a scaler that does nothing."""
+        work = self._work()
+        if work is None:
+            return self._step_eagerly()
+        self.norm = self._two_pass(work).norm
+        return None
+
+    # In one call, that puts back -----------------------------------------------------------------
 
     def _can_run_compiled(self, groups: list[GradGroup]) -> bool:
         if self._must_run_eagerly or not groups:
@@ -275,7 +325,7 @@ class CompiledStep:
             overflowed = found_inf != 0
             if factor is not None:
                 # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                factor = torch.where(overflowed, 1.0, factor)
+                factor = factor.masked_fill(overflowed, 1.0)
                 for grad in grads:
                     grad.mul_(factor)
             old = [tensor.clone() for tensor in written]
@@ -286,6 +336,15 @@ class CompiledStep:
             return result
 
         return step_or_put_back
+
+
+def refuse_needed_closure(optimizer: Any) -> None:
+    """Raise if an optimizer's step cannot do without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ScalerTypeError(
+            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+        )
 
 
 class CompiledParts(NamedTuple):

@@ -293,18 +293,26 @@ class GradScaler(Bookkeeping):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         update_scale: bool = True,
+        write_grads: bool = False,
         **compile_options: Any,
     ) -> CompiledStep:
         """Make one compiled call out of unscaling, checking, clipping and stepping.
 
-        The call takes the place of `unscale_`, `step` and `update`, gives the same numbers and,
-        once the optimizer has its state, never waits for the device, whatever the optimizer::
+        The call takes the place of `unscale_`, `step` and `update`, gives the same numbers within
+        roundings and, once the optimizer has its state, never waits for the device, whatever the
+        optimizer::
 
             step = scaler.compile_step(optimizer, max_norm=1.0)
             for inputs, targets in data:
                 optimizer.zero_grad()
                 scaler.scale(loss_fn(model(inputs), targets)).backward()
                 step()
+
+        Adam, AdamW and SGD, whatever their settings but `differentiable`, take two passes over
+        memory on a CPU and on CUDA, if all weights are dense, float32 or float64, and on one
+        device: one for the norm and the check, and one that unscales, clips, updates and writes the
+        low copies of weights that amp_fx keeps, so that the next forward finds them fresh. Others
+        write gradients and read them again.
 
         Args:
             optimizer: what to step.
@@ -313,6 +321,9 @@ class GradScaler(Bookkeeping):
             update_scale: whether the call also does `update`. Pass False where several optimizers
                 share the scaler, and call `update` after the last. (An `update` too many right
                 after the call does nothing.)
+            write_grads: whether two passes unscale and clip gradients where they lie, too, which
+                writes 4 bytes more for each. Otherwise `.grad` is afterwards what the backward
+                left, scaled; `norm` of the call and `last_step` tell of it unscaled.
             compile_options: for torch.compile.
 
         Raises:
@@ -325,6 +336,7 @@ class GradScaler(Bookkeeping):
             max_norm=None if max_norm is None else arguments.max_norm(max_norm),
             norm_type=arguments.norm_type(norm_type),
             update_scale=update_scale,
+            write_grads=write_grads,
             compile_options=compile_options,
         )
 

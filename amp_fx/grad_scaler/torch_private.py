@@ -120,6 +120,16 @@ def mark_kept_in_place(tensors: list[Tensor]) -> None:
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with a code object of its own.
+
+    Dynamo keeps what it compiles by code object, a few variants of each at most
+    (``recompile_limit``): functions that are defined anew for each optimizer would share one.
+    """
+    function.__code__ = function.__code__.replace()
+    return function
+
+
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1043,6 +1043,98 @@ PyType_Slot look_slots[] = {
     {0, nullptr}};
 PyType_Spec look_spec = {"amp_fx_watch.Look", sizeof(Look), 0, Py_TPFLAGS_DEFAULT, look_slots};
 
+// ------------------------------------------------------- steps that write copies with weights
+
+// begin_step(copies, makes_new) -> ((copy, low, writes), ...): a step is about to write the weights
+// of these copies through aliases, of which their storages learn nothing, and the copies with them.
+// It takes the weights for written, and gives the tensors to write the copies to: theirs, or new
+// ones where somebody may be reading those; None for an alias. Who holds such a tensor keeps other
+// threads from making the copy again in it.
+PyObject* begin_step(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject* copies = nullptr;
+  int makes_new = 0;
+  if (!PyArg_ParseTuple(arguments, "O!p", &PyTuple_Type, &copies, &makes_new)) {
+    return nullptr;
+  }
+  const Py_ssize_t count = PyTuple_GET_SIZE(copies);
+  std::vector<PyObject*> lows;
+  std::unordered_set<Record*> marked;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    auto* copy = reinterpret_cast<Copy*>(PyTuple_GET_ITEM(copies, i));
+    watch_again(copy);
+    if (marked.insert(copy->record->get()).second) {
+      note_write(**copy->record);
+    }
+    if (copy->is_alias) {
+      lows.push_back(Py_NewRef(Py_None));
+    } else if (makes_new || copy->is_hollow || is_in_use(copy)) {
+      const at::Tensor& low = low_of(copy);
+      lows.push_back(
+          THPVariable_Wrap(at::empty_strided(low.sizes(), low.strides(), low.options())));
+    } else {
+      lows.push_back(Py_NewRef(copy->low));
+    }
+  }
+  PyObject* tickets = PyTuple_New(count);
+  for (Py_ssize_t i = 0; i < count; ++i) { // once all is marked: storages may be shared
+    auto* copy = reinterpret_cast<Copy*>(PyTuple_GET_ITEM(copies, i));
+    const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
+    PyTuple_SET_ITEM(tickets, i, Py_BuildValue("ONK", copy, lows[i], writes));
+  }
+  return tickets;
+  END_HANDLE_TH_ERRORS
+}
+
+// end_step(tickets, weights): it has. A copy is fresh from here on unless its weight was written
+// otherwise meanwhile; steps on the same weights at once are such writes to each other.
+PyObject* end_step(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *tickets = nullptr, *weights = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &tickets, &PyTuple_Type, &weights)) {
+    return nullptr;
+  }
+  struct Written {
+    Copy* copy;
+    PyObject* low;
+    const at::Tensor* weight;
+    bool is_valid;
+  };
+  std::vector<Written> all;
+  std::unordered_set<Record*> records;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tickets); ++i) {
+    Copy* copy = nullptr;
+    PyObject* low = nullptr;
+    unsigned long long writes = 0;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tickets, i), "OOK", &copy, &low, &writes)) {
+      return nullptr;
+    }
+    const at::Tensor& weight = THPVariable_Unpack(PyTuple_GET_ITEM(weights, i));
+    const bool is_valid = writes == (*copy->record)->writes && lies_where(copy, weight);
+    all.push_back({copy, low, &weight, is_valid});
+    records.insert(copy->record->get());
+  }
+  for (Record* record : records) {
+    note_write(*record);
+  }
+  for (const Written& written : all) {
+    if (!written.is_valid) {
+      continue;
+    }
+    Copy* copy = written.copy;
+    if (copy->is_alias) {
+      copy->seen = (*copy->record)->writes;
+      continue;
+    }
+    if (written.low != copy->low) {
+      set_low(copy, Py_NewRef(written.low));
+    }
+    note_made(copy, (*copy->record)->writes, version_of(*written.weight));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 // ------------------------------------------------------------------------ functions on tensors
 
 PyObject* watch(PyObject*, PyObject* object) {
@@ -1233,6 +1325,8 @@ PyMethodDef functions[] = {
     {"mark", mark, METH_O, "Says that the tensors of a list were written."},
     {"stands_for", stands_for, METH_VARARGS, "What is said of a DTensor is said of its part."},
     {"alias", alias, METH_O, "The same bytes in a storage of its own."},
+    {"begin_step", begin_step, METH_VARARGS, "Where a step writes copies with their weights."},
+    {"end_step", end_step, METH_VARARGS, "Takes what it wrote for the copies."},
     {"watch_list_ops", watch_list_ops, METH_NOARGS, "Sees ops that write lists of tensors."},
     {"watched_list_ops", watched_list_ops, METH_NOARGS, "Their names."},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,0 +1,169 @@
+"""``python -m amp_fx.bench step``: counts what an optimizer's step reads and writes.
+
+Nothing runs: code is generated for fake weights, as ``python -m amp_fx.bench bytes`` does for
+models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_fx.bench.machine import versions
+from amp_fx.bench.traffic.counting import Counter
+from amp_fx.bench.traffic.pretend import can_pretend, pretend_cuda
+from amp_fx.errors import AmpFxError, OptionError
+from amp_fx.grad_scaler.compiled_step import CompiledStep
+from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
+from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, stacked
+from amp_fx.grad_scaler.update_rules import rule_of
+from amp_fx.inner import has_cpp_compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+SIZE = 1024
+REFRESH = 6
+"""Bytes per parameter of a cast of a float32 weight."""
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(
+        params, lr=1e-3, foreach=False, capturable=params[0].is_cuda
+    ),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=False),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments behind ``step``.
+
+    Returns:
+        The exit code: 0; 2 for an argument that is not usable.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m amp_fx.bench step",
+        description="Counts what the kernels of a step with clipping move, as inductor counts: "
+        "bytes per float32 parameter. It takes a copy, which is only written, for read: 2 too "
+        "many.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it can be")
+    parser.add_argument("--weights", type=int, default=4, help="how many; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parsed = parser.parse_args(list(argv))
+    device = parsed.device or ("cuda" if can_pretend() else "cpu")
+    try:
+        if not has_cpp_compiler():
+            raise OptionError("inductor finds no C++ compiler")
+        if device == "cuda":
+            pretend_cuda()
+    except AmpFxError as error:
+        sys.stderr.write(f"amp_fx.bench: {error}\n")
+        return 2
+    console = Console()
+    facts = ", ".join(f"{name} {value}" for name, value in versions().items())
+    console.print(f"{facts}, code for {device}", markup=False)
+    found = {name: count(name, device, parsed.weights) for name in OPTIMIZERS}
+    for name, rows in found.items():
+        for row, (num_bytes, num_kernels) in rows.items():
+            told = f"{name}, {row}: {num_bytes:.1f} bytes per parameter, {num_kernels} kernels"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def count(name: str, device: str, num_weights: int) -> dict[str, tuple[float, int]]:
+    """Counts one optimizer's step, compiled in several ways.
+
+    Args:
+        name: Of ``OPTIMIZERS``.
+        device: ``"cpu"``, or ``"cuda"``, which must be pretended.
+        num_weights: Of 1024 x 1024 elements each.
+
+    Returns:
+        By way, the bytes per parameter, and how many kernels there are; casts of weights that the
+        next forward makes are bytes of the way that leaves them to it.
+    """
+    mode = FakeTensorMode()
+    with mode, torch.device(device):
+        weights = [torch.nn.Parameter(torch.empty(SIZE, SIZE)) for _ in range(num_weights)]
+        for weight in weights:
+            weight.grad = torch.empty(SIZE, SIZE)
+        optimizer = OPTIMIZERS[name](weights)
+        optimizer.step()  # which makes its state
+    counted = _Counted(mode, optimizer, weights)
+    whole, kernels = counted.in_one_call()
+    return {
+        "in one call that writes gradients, and casts afterwards": (whole + REFRESH, kernels),
+        "in two passes": counted.in_two_passes(num_copies=0),
+        "in two passes, with a copy of each weight": counted.in_two_passes(num_copies=1),
+        "in two passes, with a copy, without a scaler": counted.in_two_passes(1, has_scaler=False),
+    }
+
+
+class _Counted:
+    """Generates the code of steps and adds up."""
+
+    def __init__(self, mode: Any, optimizer: Any, weights: list[Any]) -> None:
+        self._mode, self._optimizer, self._weights = mode, optimizer, weights
+        self._device = weights[0].device
+
+    def _of(self, function: Any, *args: Any) -> tuple[Any, float, int]:
+        torch._dynamo.reset()
+        counter = Counter(self._mode)
+        with self._mode, counter.listening(), torch.no_grad():
+            compiled: Any = torch.compile(function, backend=counter.inductor, dynamic=False)
+            out = compiled(*args)
+        kernels = [kernel for graph in counter.take() for kernel in graph.kernels]
+        num_bytes = sum(kernel.num_bytes for kernel in kernels)
+        return out, num_bytes / (len(self._weights) * SIZE * SIZE), len(kernels)
+
+    def _scalar(self) -> Tensor:
+        with self._mode:
+            return torch.empty((), device=self._device)
+
+    def in_one_call(self) -> tuple[float, int]:
+        """As ``CompiledStep`` does for all other optimizers."""
+        given: dict[str, Any] = {"update_scale": True, "write_grads": True, "compile_options": {}}
+        scaler: Any = None
+        step = CompiledStep(scaler, self._optimizer, max_norm=1.0, norm_type=2.0, **given)
+        params = params_with_grads(self._optimizer)
+        written = written_tensors(self._optimizer, params)
+        grads = [param.grad for param in params]
+        with self._mode, step._learning_rates_as_tensors():
+            _, num_bytes, num_kernels = self._of(
+                step._function(), params, written, grads, self._scalar()
+            )
+        return num_bytes, num_kernels
+
+    def in_two_passes(self, num_copies: int, *, has_scaler: bool = True) -> tuple[float, int]:
+        """As ``TwoPassStep`` does."""
+        given: dict[str, Any] = {"writes_grads": False, "compile_options": {}}
+        step = TwoPassStep(self._optimizer, max_norm=1.0, norm_type=2.0, **given)
+        rule = rule_of(self._optimizer)
+        assert rule is not None
+        work = gathered(self._optimizer, rule)
+        assert work is not None
+        inv_scale = self._scalar() if has_scaler else None
+        with self._mode:
+            numbers = step._numbers_of(rule, work)
+            counts = stacked(work.counts, numbers)
+            lows = [[torch.empty_like(w, dtype=torch.bfloat16)] * num_copies for w in self._weights]
+        measure, update = step._measure(rule, work), step._update(rule, work.flags)
+        found, first, kernels = self._of(measure, work.grads, inv_scale, counts, numbers)
+        found_inf, _, factor, scalars = found
+        read = work.grads, scalars, inv_scale, factor, found_inf
+        _, second, more = self._of(update, work.weights, lows, work.states, *read)
+        return first + second, kernels + more

@@ -1,0 +1,298 @@
+"""An optimizer's step in two passes over memory, compiled.
+
+The first reads the gradients, for their norm and for whether all are finite. The second unscales,
+clips and updates in registers, and writes the weights, the optimizer's state and the kept low
+copies of the weights: of a weight with AdamW's two moments that is 4 bytes and 30, of which 2
+are those of the copy. Gradients are read and, unless that is asked for, not written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_fx.grad_scaler.agreement import any_dtensor
+from amp_fx.grad_scaler.outputs import widen
+from amp_fx.grad_scaler.torch_private import mark_kept_in_place, mark_stepped, with_own_code
+from amp_fx.grad_scaler.unscale import clip_factor
+from amp_fx.grad_scaler.update_rules import number, rule_of
+from amp_fx.weights.step_copies import StepCopies
+
+if TYPE_CHECKING:
+    from amp_fx.grad_scaler.update_rules import Rule
+
+_DEVICES = ("cpu", "cuda")  # of others float64, in which numbers are computed, is not known
+_DTYPES = (torch.float32, torch.float64)
+
+
+class Work(NamedTuple):
+    """What one step works on; lists are in the order of the weights.
+
+    Attributes:
+        weights: those with gradients.
+        grads: of them.
+        states: what the optimizer keeps of each weight.
+        counts: their step counters; empty if there are none.
+        groups: for each the position of its group.
+        flags: what decides on the ops of each update.
+    """
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    counts: list[Tensor]
+    groups: tuple[int, ...]
+    flags: tuple[Any, ...]
+
+
+class Found(NamedTuple):
+    """What the first pass found, 0-dim each.
+
+    Attributes:
+        found_inf: float32: 1 if a gradient is not finite; None where nobody asks.
+        norm: of the unscaled gradients; None without clipping.
+    """
+
+    found_inf: Tensor | None
+    norm: Tensor | None
+
+
+class TwoPassStep:
+    """Steps one optimizer.
+
+    Args:
+        optimizer: of a class that ``update_rules`` has a rule for, or it never ``work``s.
+        max_norm: clip gradients to this norm; None does not clip.
+        norm_type: the order of the norm.
+        writes_grads: whether gradients are unscaled and clipped where they lie, too.
+        compile_options: for torch.compile.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        max_norm: float | None,
+        norm_type: float,
+        writes_grads: bool,
+        compile_options: dict[str, Any],
+    ) -> None:
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._norm_type = norm_type
+        self._writes_grads = writes_grads
+        self._options = {"dynamic": False, **compile_options}
+        self._copies = StepCopies()
+        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        self._numbers: tuple[Any, Tensor] | None = None
+
+    def work(self) -> Work | None:
+        """What a step would work on now; None where it has to be done in another way.
+
+        That is so for optimizers that there is no rule for; for gradients that are sparse, spread
+        over processes, on several devices or of several dtypes, complex or low; for weights whose
+        state is yet to be made.
+        """
+        rule = rule_of(self._optimizer)
+        if rule is None:
+            return None
+        work = gathered(self._optimizer, rule)
+        return work if work is not None and _fits(work) else None
+
+    def __call__(self, work: Work, inv_scale: Tensor | None = None) -> Found:
+        """Step.
+
+        Args:
+            work: what ``work`` gave just now.
+            inv_scale: float32, 0-dim, on the weights' device. If given, gradients are multiplied by
+                it, and nothing is changed if one of them is not finite then.
+        """
+        rule = rule_of(self._optimizer)
+        assert rule is not None
+        measure, update = self._functions(rule, work, has_scale=inv_scale is not None)
+        numbers = self._numbers_of(rule, work)
+        counts = stacked(work.counts, numbers)
+        with torch.no_grad():
+            found = measure(work.grads, inv_scale, counts, numbers)
+            found_inf, norm, factor, scalars = self._kept(found)
+            with self._copies.written(work.weights) as (weights, lows):
+                _mark(work, weights, lows)
+                read = work.grads, scalars, inv_scale, factor, found_inf
+                update(weights, lows, work.states, *read)
+            _count(work.counts, found_inf)
+        mark_stepped(self._optimizer)
+        return Found(found_inf, norm)
+
+    def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
+        """What the first pass gave, where no other CUDA graph takes its memory.
+
+        The second is one, with ``mode="reduce-overhead"``, and what was found outlives the step.
+        """
+        may_be_graph = not self._options.keys().isdisjoint(("mode", "options"))
+        if not may_be_graph:
+            return found
+        return [value if value is None else value.clone() for value in found]
+
+    def _functions(self, rule: Rule, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
+        key = rule, work.flags, work.weights[0].dtype, has_scale
+        if key not in self._compiled:
+            functions = self._measure(rule, work), self._update(rule, work.flags)
+            compiled = [torch.compile(with_own_code(f), **self._options) for f in functions]
+            self._compiled[key] = compiled[0], compiled[1]
+        return self._compiled[key]
+
+    def _numbers_of(self, rule: Rule, work: Work) -> Tensor:
+        """The settings of each weight's group: float64, [numbers, weights], on its device.
+
+        Made anew only where one of them is another number; a tensor is read where it is.
+        """
+        groups = self._optimizer.param_groups
+        given = [[number(group, name) for group in groups] for name in rule.numbers]
+        values = [[0.0 if isinstance(x, Tensor) else float(x) for x in row] for row in given]
+        device = work.weights[0].device
+        key = values, work.groups, device
+        if self._numbers is None or self._numbers[0] != key:
+            rows = [[row[i] for i in work.groups] for row in values]
+            made = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)
+            self._numbers = key, made
+        numbers = self._numbers[1]
+        for k, row in enumerate(given):
+            for i, value in enumerate(row):
+                if isinstance(value, Tensor) and i in work.groups:
+                    first = work.groups.index(i)
+                    own = numbers[k, first : first + work.groups.count(i)]
+                    own.copy_(value.detach().reshape(()), non_blocking=True)
+        return numbers
+
+    def _measure(self, rule: Rule, work: Work) -> Any:
+        """The first pass: what it found, the factor that clips, and what updates take."""
+        max_norm, norm_type = self._max_norm, self._norm_type
+        dtype = work.weights[0].dtype
+
+        def measure(
+            grads: list[Tensor], inv_scale: Tensor | None, counts: Tensor, numbers: Tensor
+        ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+            scalars = rule.scalars(counts + 1, numbers).to(dtype)
+            found_inf = norm = factor = None
+            grads = [grad for grad in grads if grad.numel()]
+            if inv_scale is not None:
+                grads = [grad * inv_scale for grad in grads]
+                are_finite = torch.stack([grad.isfinite().all() for grad in grads])
+                found_inf = are_finite.all().logical_not().to(torch.float32)
+            if max_norm is not None:
+                norm = _total_norm(grads, norm_type)
+                factor = clip_factor(norm, max_norm)
+                if found_inf is not None:
+                    # Unclipped on overflow, so that infinities and NaNs can still be counted.
+                    factor = factor.masked_fill(found_inf != 0, 1.0)
+            return found_inf, norm, factor, scalars
+
+        return measure
+
+    def _update(self, rule: Rule, flags: tuple[Any, ...]) -> Any:
+        """The second pass."""
+        writes_grads = self._writes_grads
+
+        def update(
+            weights: list[Tensor],
+            lows: list[list[Tensor]],
+            states: list[list[Tensor]],
+            grads: list[Tensor],
+            scalars: Tensor,
+            inv_scale: Tensor | None,
+            factor: Tensor | None,
+            found_inf: Tensor | None,
+        ) -> None:
+            for i, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+                unscaled = _multiplied(_multiplied(grad, inv_scale), factor)
+                new, new_states = rule.update(weight, unscaled, states[i], scalars[:, i], flags[i])
+                new = _unless(found_inf, weight, new)
+                for state, value in zip(states[i], new_states, strict=True):
+                    state.copy_(_unless(found_inf, state, value))
+                for low in lows[i]:
+                    low.copy_(new)
+                weight.copy_(new)
+                if writes_grads:
+                    grad.copy_(unscaled)
+
+        return update
+
+
+def _mark(work: Work, weights: list[Tensor], lows: list[list[Tensor]]) -> None:
+    """Say that all that a step writes stays where it is, should it be compiled now."""
+    states = [state for states in work.states for state in states]
+    mark_kept_in_place([*weights, *states, *(low for some in lows for low in some)])
+
+
+def _multiplied(grad: Tensor, factor: Tensor | None) -> Tensor:
+    return grad if factor is None else grad * factor
+
+
+def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    return new if found_inf is None else torch.where(found_inf != 0, old, new)
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(widen(grad), norm_type) for grad in grads]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
+
+
+def gathered(optimizer: Any, rule: Rule) -> Work | None:
+    """All that a step reads and writes; None where something is missing."""
+    weights, states, counts, groups, flags = [], [], [], [], []
+    for index, group in enumerate(optimizer.param_groups):
+        group_flags = rule.flags(group)
+        names = rule.states(group_flags)
+        for weight in group["params"]:
+            if weight.grad is None:
+                continue
+            state = optimizer.state.get(weight, {})
+            found = [state.get(name) for name in (*names, *(("step",) if rule.counts else ()))]
+            if not all(isinstance(value, Tensor) for value in found):
+                return None
+            weights.append(weight)
+            states.append(found[: len(names)])
+            counts.extend(found[len(names) :])
+            groups.append(index)
+            flags.append(group_flags)
+    grads = [weight.grad for weight in weights]
+    return Work(weights, grads, states, counts, tuple(groups), tuple(flags))
+
+
+def _fits(work: Work) -> bool:
+    """Whether all is dense, of one dtype that is not low, and on one device."""
+    tensors = [*work.weights, *work.grads, *(s for states in work.states for s in states)]
+    if not any(grad.numel() for grad in work.grads) or any_dtensor(tensors):
+        return False
+    first = work.weights[0]
+    return (
+        first.dtype in _DTYPES
+        and first.device.type in _DEVICES
+        and all(
+            tensor.layout is torch.strided
+            and tensor.dtype is first.dtype
+            and tensor.device == first.device
+            and type(tensor) in (Tensor, torch.nn.Parameter)
+            for tensor in tensors
+        )
+    )
+
+
+def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
+    """The step counters: float64, [weights], on the weights' device; one of them if none count."""
+    if not counts:
+        return numbers.new_zeros(())
+    return torch.stack(counts).to(numbers, non_blocking=True)
+
+
+def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
+    """Count a step, unless it was skipped."""
+    if not counts:
+        return
+    if found_inf is None:
+        torch._foreach_add_(counts, 1)
+        return
+    torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
