@@ -28,6 +28,7 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
+from amp_fx.weights.frozen_on_accelerator import FrozenOnAccelerator
 from amp_fx.weights.kept_copies import making_copies
 from amp_fx.weights.kept_inputs import is_pure, keepable_weights
 from amp_fx.weights.stored_low import stored_tensors
@@ -53,7 +54,7 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off; on an
     accelerator (``ACCELERATORS``) where that is asked for.
     """
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    tensors = _tensors_in(example_inputs)
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_off = options.freezing is False or not options.weight_cache
     if is_off or has_gradients or not engine().has_hook:
@@ -72,6 +73,10 @@ _HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
 
 _HOLDING_ON_ACCELERATORS = (*_HOLDING, "triton.cudagraphs")
 """A recorded graph goes on reading the addresses of the values that it was recorded with."""
+
+
+def _tensors_in(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in example_inputs if isinstance(value, torch.Tensor)]
 
 
 def _device_type_of(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -150,6 +155,7 @@ def compile_freezing(
         "owner": owner,
         "is_pure": is_pure(gm.graph),
         "verify": verify,
+        "on_accelerator": _device_type_of(_tensors_in(example_inputs)) in ACCELERATORS,
         "may_give_up": not any(is_dynamic(value_of(n)) for n in placeholders),
     }
 
@@ -170,9 +176,7 @@ def compile_freezing(
         return compile_with_inductor(gm, example_inputs, options, compile_inside)
 
 
-def constants_for(
-    example_inputs: Sequence[Any], weights: Iterable[int]
-) -> dict[int, torch.Tensor]:
+def constants_for(example_inputs: Sequence[Any], weights: Iterable[int]) -> dict[int, torch.Tensor]:
     """What stands for weights while they are frozen: their bytes, in storages of their own."""
     with making_copies():
         return {i: engine().alias(example_inputs[i].detach()) for i in weights}
@@ -180,7 +184,8 @@ def constants_for(
 
 def new_call(frozen: FrozenGraph, names: Mapping[int, str], **settings: Any) -> FrozenCall:
     """What calls a frozen graph, as ``FrozenCall`` says."""
-    return FrozenCall(frozen, names, **settings)
+    kind = FrozenOnAccelerator if settings.pop("on_accelerator") else FrozenCall
+    return kind(frozen, names, **settings)
 
 
 def values_when_frozen(

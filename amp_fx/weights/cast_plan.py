@@ -191,11 +191,12 @@ class Plan:
                 with making_copies():
                     inputs = self._cast(args)
                 return compiled(*inputs)
-            CACHE.streams.wait(devices)
+            CACHE.streams.note(devices)
             self._read_sample()
             found = enter(args)
             inputs = prepare(args) if found is None else found
             try:
+                CACHE.wait_for_refreshes(devices)
                 CACHE.streams.hold(inputs[num_passed:])
                 if found is not None and self.device_sample is not None:
                     self.device_sample.start(sources, inputs[num_passed:])

@@ -26,7 +26,7 @@ from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from amp_fx.weights.kept_cast import Slot
     from amp_fx.weights.kept_values import Values
@@ -79,7 +79,9 @@ class WeightCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all that is kept."""
-        return self._num_copied + sum(values.num_bytes for values in list(self.values))
+        frozen = [values.by_identity() for values in list(self.values)]
+        shared = {i: value.bytes for values in frozen for i, value in values.items()}
+        return self._num_copied + sum(shared.values())
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -92,6 +94,16 @@ class WeightCache:
                 self._depth -= 1
                 if self._depth == 0:
                     self._catch_up()
+
+    def wait_for_refreshes(self, devices: Sequence[torch.device]) -> None:
+        """Lets the current streams wait for all that this call may have found fresh.
+
+        A refresh that another thread is at ends first: what it makes is found fresh before the
+        event behind it is there.
+        """
+        if self.streams.are_several(devices):
+            with self.exclusive():
+                self.streams.wait(devices)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ listens in, and knows of each constant which ops made it, of which weights.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -112,6 +113,43 @@ def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
     made = _made(recipe, weights)
     value: torch.Tensor = made[recipe]
     return value
+
+
+def key_of(recipe: Recipe, identities: Mapping[int, int]) -> str:
+    """The same for what the same ops make of the same weights, in whatever graph.
+
+    Args:
+        recipe: How a value is made.
+        identities: Of the weights, by position. They and the recipe must live as long as the key.
+    """
+    return _keys(recipe, identities)[recipe]
+
+
+def packing_key(recipe: Recipe, identities: Mapping[int, int]) -> str:
+    """The same for all that the last op makes of the same values, whatever else it is told.
+
+    Args:
+        recipe: How a value is made.
+        identities: As for ``key_of``.
+    """
+    keys = _keys(recipe, identities)
+    op = recipe.op if isinstance(recipe, Made) else None
+    return str((op, *(keys[part] for part in _ingredients(recipe))))
+
+
+def _keys(recipe: Recipe, identities: Mapping[int, int]) -> dict[Recipe, str]:
+    keys: dict[Recipe, str] = {}
+    for part in _parts(recipe):
+        if isinstance(part, Made):
+            text = str((part.op, *_with_parts(part, keys.__getitem__)))
+            keys[part] = hashlib.sha256(
+                text.encode()
+            ).hexdigest()  # short, however often it is used
+        elif isinstance(part, Fixed):
+            keys[part] = f"fixed {id(part.tensor)}"
+        else:
+            keys[part] = f"weight {identities[part.position]}"
+    return keys
 
 
 def steps(

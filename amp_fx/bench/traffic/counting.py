@@ -193,7 +193,9 @@ def _constant_bytes(node: Any) -> int:
     names = [dep.name for dep in node.read_writes.reads if dep.name in V.graph.constants]
     sizes = {name: V.graph.constants[name].numel() for name in names}
     if isinstance(node, SchedulerNode):
-        ranges = [int(V.graph.sizevars.optimization_hint(n)) for part in node.get_ranges() for n in part]
+        ranges = [
+            int(V.graph.sizevars.optimization_hint(n)) for part in node.get_ranges() for n in part
+        ]
         sizes = {n: min(size, names.count(n) * math.prod(ranges)) for n, size in sizes.items()}
     return sum(size * V.graph.constants[name].element_size() for name, size in sizes.items())
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.bench.traffic.counting import tensor_bytes
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.replaced import replaced
@@ -15,11 +13,11 @@ from amp_fx.weights.recipes import steps
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
     from torch import fx
 
     from amp_fx.bench.traffic.counting import Counter
     from amp_fx.weights.freeze import FrozenGraph
-    from amp_fx.weights.recipes import Recipe
 
     Made = tuple[int, int, int, bool]
 

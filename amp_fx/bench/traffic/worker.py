@@ -79,7 +79,7 @@ def count(
         mode,
         counter.listening(),
         kept.casting(),
-        freezing(counter) if contender == FROZEN else contextlib.nullcontext([]) as made,
+        _freezing(counter, contender) as made,
         torch.set_grad_enabled(trains),
         torch.autograd.set_multithreading_enabled(False),
     ):
@@ -105,6 +105,12 @@ def count(
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": kept.refreshed[0] if kept.refreshed else [],
     }
+
+
+def _freezing(
+    counter: Counter, contender: str
+) -> contextlib.AbstractContextManager[list[list[tuple[int, int, int, bool]]]]:
+    return freezing(counter) if contender == FROZEN else contextlib.nullcontext([])
 
 
 def _fake_weights_(model: torch.nn.Module) -> None:
