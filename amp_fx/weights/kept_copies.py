@@ -144,7 +144,7 @@ class WeightCache:
         if not self.make_room(num_bytes) or not watch(source):
             return None
         install(source.device)
-        _watch_swaps()
+        watch_swaps()
         low = _alias(source) if slot.is_alias else slot.empty_for(source)
         copy = engine().Copy(low, source, slot.is_alias)
         kept = KeptCopy(source, copy, slot, owner, num_bytes)
@@ -244,13 +244,17 @@ def _fits(copy: Any, slot: Slot, source: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _watch_swaps() -> None:
+def watch_swaps() -> None:
+    """Has what is kept of a tensor dropped before it is swapped with another."""
     before_swaps(_let_go)
 
 
 def _let_go(tensor: torch.Tensor) -> None:
-    """Drops the copies of one tensor, and with them all that refers to it weakly."""
+    """Drops what is kept of one tensor, and with that all that refers to it weakly."""
     with CACHE.exclusive():
+        for values in list(CACHE.values):
+            if id(tensor) in values.ids:
+                values.drop()
         for key in list(CACHE.copies):
             if key[0] == id(tensor):
                 CACHE.drop(key)

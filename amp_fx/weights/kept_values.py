@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE, same_bits, watch
+from amp_fx.weights.kept_copies import CACHE, same_bits, watch, watch_swaps
 from amp_fx.weights.recipes import key_of, make, ops_of, packing_key, sources_of
 from amp_fx.weights.shared_values import known_to, packed_alike, packed_by
 from amp_fx.weights.write_signals import install, is_watchable, is_written_by_replays
@@ -209,6 +209,7 @@ class Values:
         is_watched = is_watchable(weight) and watch(weight)
         if is_watched:
             install(weight.device)
+            watch_swaps()
         self.aliases[position] = engine().alias(weight.detach())
         self.witnesses[position] = engine().Copy(self.aliases[position], weight, False)
         return is_watched
@@ -246,7 +247,7 @@ class Values:
             finalizer.detach()
         for witness in self.witnesses.values():
             witness.drop()
-        self.aliases, self.constants, self.run = {}, {}, None
+        self.sources, self.aliases, self.constants, self.run = {}, {}, {}, None
         self.is_dropped = True
 
 

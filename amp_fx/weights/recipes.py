@@ -244,7 +244,7 @@ class Recipes:
         def filled(value: Any) -> Any:
             return made[value] if isinstance(value, Node) else value
 
-        if _is_no_cast(gm, node):
+        if _is_no_cast(gm, node) and _is_cast(made[node.all_input_nodes[0]]):
             return made[node.all_input_nodes[0]]
         args, kwargs = map_aggregate((node.args, node.kwargs), filled)
         recipe = Made(node.target, tuple(args), dict(kwargs))
@@ -262,3 +262,9 @@ def _is_no_cast(gm: fx.GraphModule, node: Node) -> bool:
     if source.op == "get_attr":
         value = getattr(gm, str(source.target))
     return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
+def _is_cast(recipe: Recipe) -> bool:
+    """Whether a value is no weight's own memory: a cast made it."""
+    cast = torch.ops.prims.convert_element_type.default
+    return any(isinstance(part, Made) and part.op is cast for part in _parts(recipe))

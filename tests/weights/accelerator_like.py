@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,7 +52,7 @@ class Accelerator:
     Attributes:
         streams: Two.
         current: The stream that calls come on.
-        held: Addresses whose memory is kept, with the streams it is kept for.
+        held: Identities of tensors whose memory is kept, with the streams it is kept for.
         is_capturing: Whether what is done now is recorded in a CUDA graph.
         device: Takes samples.
     """
@@ -64,21 +64,22 @@ class Accelerator:
         self.is_capturing = False
         self.device = FakeDevice()
 
-    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self.held.add((id(tensor), stream.stream_id))
-
 
 @contextlib.contextmanager
 def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """Where graphs on the CPU are frozen as those on an accelerator are."""
     pretended = Accelerator()
+
+    def hold(tensor: torch.Tensor, stream: Stream) -> None:
+        pretended.held.add((id(tensor), stream.stream_id))
+
     sample = functools.partial(ElementSample, pretended.device, has_kernel=False)
     patch.setattr(freezing, "ACCELERATORS", ("cpu",))
     patch.setattr(frozen_on_accelerator, "accelerator_devices", lambda _: (CPU,))
     patch.setattr(frozen_on_accelerator, "is_capturing", lambda _: pretended.is_capturing)
     patch.setattr(frozen_on_accelerator, "ElementSample", sample)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)
-    patch.setattr(torch.Tensor, "record_stream", lambda *given: pretended.hold(*given))
+    patch.setattr(torch.Tensor, "record_stream", hold)
     patch.setattr(CACHE, "streams", StreamOrder())
     engine().watch_list_ops()
     with cuda_like():

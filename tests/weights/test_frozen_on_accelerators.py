@@ -1,4 +1,4 @@
-"""Frozen graphs on accelerators, the CPU being taken for one: writes, streams, captures, samples."""
+"""Frozen graphs on accelerators, the CPU being taken for one: writes, streams, captures."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_a_step_inside_of_a_cuda_graph_writes_in_every_replay(
         write_signals.after_step(optimizer)
     for _ in range(3):
         for array in arrays:
-            array *= 1.5
+            array.__imul__(1.5)
         graph.check(compiled, net, twin)
 
 
