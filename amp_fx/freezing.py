@@ -9,6 +9,7 @@ keeps casts: it is compiled and called where weights turn out to change on every
 from __future__ import annotations
 
 import logging
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
+from amp_fx.weights.frozen_on_accelerator import FrozenOnAccelerator
 from amp_fx.weights.kept_copies import making_copies
 from amp_fx.weights.kept_inputs import is_pure, keepable_weights
 from amp_fx.weights.stored_low import stored_tensors
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.options import Options
+    from amp_fx.weights.freeze import FrozenGraph
     from amp_fx.weights.recipes import Recipe
 
     Compiled = Callable[..., Any]
@@ -48,24 +51,53 @@ log = logging.getLogger(__name__)
 def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     """Whether a graph with such inputs, which inductor compiles, is to be frozen.
 
-    Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off.
+    Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off; on an
+    accelerator (``ACCELERATORS``) where that is asked for.
     """
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    tensors = _tensors_in(example_inputs)
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     is_off = options.freezing is False or not options.weight_cache
-    if is_off or has_gradients or not is_on_cpu:
+    if is_off or has_gradients or not engine().has_hook:
         return False
-    return bool(engine().has_hook) and not _packs_while_it_generates(options)
+    device_type = _device_type_of(tensors)
+    if device_type in ACCELERATORS:
+        return _is_asked_for(options) and not _is_any_on(options, _HOLDING_ON_ACCELERATORS)
+    return device_type == "cpu" and not _is_any_on(options, _HOLDING)
 
 
-def _packs_while_it_generates(options: Options) -> bool:
-    """Whether inductor's code for the CPU holds weights in forms that no graph shows."""
+ACCELERATORS = ("cuda", "xpu")
+"""Where inductor compiles with Triton, and every write to a weight is noticed."""
+
+_HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
+"""Settings of inductor under which its code holds weights in forms that no graph shows."""
+
+_HOLDING_ON_ACCELERATORS = (*_HOLDING, "triton.cudagraphs")
+"""A recorded graph goes on reading the addresses of the values that it was recorded with."""
+
+
+def _tensors_in(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in example_inputs if isinstance(value, torch.Tensor)]
+
+
+def _device_type_of(tensors: Sequence[torch.Tensor]) -> str | None:
+    """The type of the only device of a graph, numbers on the CPU aside; None for several."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        devices = {t.device for t in tensors if t.device.type != "cpu" or t.dim() > 0}
+    return devices.pop().type if len(devices) == 1 else "cpu" if not devices else None
+
+
+def _is_asked_for(options: Options) -> bool:
+    """Whether a user wants weights frozen, here or by inductor's own switch."""
+    return options.freezing is True or _is_any_on(options, ("freezing",))
+
+
+def _is_any_on(options: Options, names: Sequence[str]) -> bool:
+    """Whether any of some settings of inductor is on where a graph is compiled."""
     from torch._inductor import config
 
     given = inductor_config(options)
-    names = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
-    return any(given.get(name, getattr(config, name)) for name in names)
+    return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
 
 
 class Frozen:
@@ -115,8 +147,7 @@ def compile_freezing(
     Raises:
         CannotFreezeError: There is nothing to gain, or no way to do it.
     """
-    with making_copies():
-        aliases = {i: engine().alias(example_inputs[i].detach()) for i in weights}
+    aliases = constants_for(example_inputs, weights)
     gm = without_kept_inputs(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     num_inputs = len(example_inputs)  # which the compiled graph must not hold
@@ -124,6 +155,7 @@ def compile_freezing(
         "owner": owner,
         "is_pure": is_pure(gm.graph),
         "verify": verify,
+        "on_accelerator": _device_type_of(_tensors_in(example_inputs)) in ACCELERATORS,
         "may_give_up": not any(is_dynamic(value_of(n)) for n in placeholders),
     }
 
@@ -138,10 +170,22 @@ def compile_freezing(
             folds_batch_norm=options.fold_batch_norm,
             **kwargs,
         )
-        return FrozenCall(frozen, weights, **settings)
+        return new_call(frozen, weights, **settings)
 
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip freezing
         return compile_with_inductor(gm, example_inputs, options, compile_inside)
+
+
+def constants_for(example_inputs: Sequence[Any], weights: Iterable[int]) -> dict[int, torch.Tensor]:
+    """What stands for weights while they are frozen: their bytes, in storages of their own."""
+    with making_copies():
+        return {i: engine().alias(example_inputs[i].detach()) for i in weights}
+
+
+def new_call(frozen: FrozenGraph, names: Mapping[int, str], **settings: Any) -> FrozenCall:
+    """What calls a frozen graph, as ``FrozenCall`` says."""
+    kind = FrozenOnAccelerator if settings.pop("on_accelerator") else FrozenCall
+    return kind(frozen, names, **settings)
 
 
 def values_when_frozen(

@@ -52,7 +52,8 @@ class Options:
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
         freezing: Whether what is computed from weights alone (casts, packed and laid out weights)
             is kept across calls in graphs without gradients, and made again after writes, as
-            ``amp_fx.freezing`` says; None: on the CPU, if ``weight_cache`` is on.
+            ``amp_fx.freezing`` says; None: on the CPU, if ``weight_cache`` is on, and where
+            inductor's own ``freezing`` is. On accelerators, not under inductor's CUDA graphs.
         fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
             roundings.
         weight_grads: ``"float32"``: products of gradients of weights give float32, as the

@@ -79,7 +79,7 @@ def stats() -> Stats:
     """Counts of what is kept."""
     with CACHE.exclusive():
         copies = [kept for kept in list(CACHE.copies.values()) if kept.num_bytes]
-        frozen = [values for values in list(CACHE.values) if values.run is not None]
+        frozen = [values for values in list(CACHE.values) if not values.is_dropped]
         owners = sorted({kept.owner for kept in copies} | {values.owner for values in frozen})
         by_model = {
             owner: _count(
@@ -92,16 +92,17 @@ def stats() -> Stats:
 
 
 def _count(copies: Sequence[KeptCopy], frozen: Sequence[Values]) -> Stats:
-    values = [[value for value in each.listed() if value.bytes] for each in frozen]
+    values = [{i: v for i, v in each.by_identity().items() if v.bytes} for each in frozen]
+    listed = {i: value for each in values for i, value in each.items()}  # what is shared, once
     return Stats(
-        entries=len(copies) + sum(map(len, values)),
+        entries=len(copies) + len(listed),
         bytes=sum(kept.low.untyped_storage().nbytes() for kept in copies)
-        + sum(value.bytes for each in values for value in each),
+        + sum(value.bytes for value in listed.values()),
         hits=sum(kept.copy.hits for kept in copies)
-        + sum(each.hits * len(listed) for each, listed in zip(frozen, values, strict=True)),
+        + sum(each.hits * len(own) for each, own in zip(frozen, values, strict=True)),
         refreshes=sum(kept.copy.refreshes for kept in copies)
         + sum(each.num_made for each in frozen),
-        values=tuple(value for each in values for value in each),
+        values=tuple(listed.values()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.inner import compile_graph
@@ -83,13 +84,31 @@ def kernel_of(node: Any) -> Kernel | None:
 
     if isinstance(node, NopKernelSchedulerNode):
         return None
-    num_bytes = int(node.get_read_write_buffers_sizes())
+    num_bytes = int(node.get_read_write_buffers_sizes()) + _constant_bytes(node)
     if isinstance(node, ExternKernelSchedulerNode):
         if isinstance(node.node, MultiOutput):
             return None
         name = getattr(node.node, "python_kernel_name", None) or type(node.node).__name__
         return Kernel(EXTERN, str(name), num_bytes)
     return Kernel(_kind_of(node), _origins_of(node), num_bytes)
+
+
+def _constant_bytes(node: Any) -> int:
+    """What a kernel reads of frozen weights, at most all: inductor counts inputs and buffers only.
+
+    As there, an element of the kernel's ranges reads one of each.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    names = [dep.name for dep in node.read_writes.reads if dep.name in V.graph.constants]
+    sizes = {name: V.graph.constants[name].numel() for name in names}
+    if isinstance(node, SchedulerNode):
+        ranges = [
+            int(V.graph.sizevars.optimization_hint(n)) for part in node.get_ranges() for n in part
+        ]
+        sizes = {n: min(size, names.count(n) * math.prod(ranges)) for n, size in sizes.items()}
+    return sum(size * V.graph.constants[name].element_size() for name, size in sizes.items())
 
 
 def _origins_of(node: Any) -> str:

@@ -15,7 +15,7 @@ from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
 from amp_fx.weights.spread import spreading, with_parts
 from amp_fx.weights.stream_order import accelerator_devices
-from amp_fx.weights.write_signals import is_capturing, may_watch
+from amp_fx.weights.write_signals import is_capturing, is_written_by_replays, may_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -191,11 +191,12 @@ class Plan:
                 with making_copies():
                     inputs = self._cast(args)
                 return compiled(*inputs)
-            CACHE.streams.wait(devices)
+            CACHE.streams.note(devices)
             self._read_sample()
             found = enter(args)
             inputs = prepare(args) if found is None else found
             try:
+                CACHE.wait_for_refreshes(devices)
                 CACHE.streams.hold(inputs[num_passed:])
                 if found is not None and self.device_sample is not None:
                     self.device_sample.start(sources, inputs[num_passed:])
@@ -229,6 +230,9 @@ class Plan:
 
     def _refreshed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs with kept copies, made again where they are stale."""
+        if any(is_written_by_replays(args[slot.source_index]) for slot in self.slots):
+            self.look.forget()  # it was known before a CUDA graph took a step
+            return self._mixed(args, [self._copy_of(slot, args) for slot in self.slots])
         inputs = self._refresh(self.look, args)
         if inputs is not None:
             return inputs
@@ -239,10 +243,13 @@ class Plan:
 
     def _remember(self, args: tuple[Any, ...]) -> list[Any]:
         """The copies for the slots, None where none is kept; the look knows them if all are."""
-        copies = [CACHE.copy_of(s, args[s.source_index], self.owner) for s in self.slots]
+        copies = [self._copy_of(slot, args) for slot in self.slots]
         if all(copy is not None for copy in copies):
             self.look.remember(tuple(copies))
         return copies
+
+    def _copy_of(self, slot: Slot, args: tuple[Any, ...]) -> Any:
+        return CACHE.copy_of(slot, args[slot.source_index], self.owner)
 
     def _refresh(self, look: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         devices = self.devices

@@ -211,10 +211,13 @@ class DeviceSample:
 
     def _parts(self, sources: Tensors, lows: Tensors) -> list[Part]:
         groups: dict[Any, list[int]] = {}
-        for i, (slot, source, low) in enumerate(zip(self.slots, sources, lows, strict=True)):
-            if not slot.is_alias and self._is_comparable(source, low):
+        for i, (source, low) in enumerate(zip(sources, lows, strict=True)):
+            if not self._is_alias(i) and self._is_comparable(source, low):
                 groups.setdefault((source.device, source.dtype, low.dtype), []).append(i)
         return [self._part(positions, sources, lows) for positions in groups.values()]
+
+    def _is_alias(self, position: int) -> bool:
+        return self.slots[position].is_alias
 
     def _is_comparable(self, source: torch.Tensor, low: torch.Tensor) -> bool:
         """Whether elements of both lie side by side: copies are dense, so equal strides do."""

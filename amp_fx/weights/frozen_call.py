@@ -20,6 +20,7 @@ from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, described, making_copies
 from amp_fx.weights.kept_values import Values
 from amp_fx.weights.recipes import sources_of
+from amp_fx.weights.shared_values import num_bytes_of, others_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from amp_fx.weights.freeze import FrozenGraph
+    from amp_fx.weights.kept_values import Run
 
 MAX_UNUSED = 2
 """Times in a row that values are made again without a second call that takes them."""
@@ -49,6 +51,7 @@ class FrozenCall:
     """
 
     _boxed_call = True  # it empties the list it is called with
+    samples_on_host = True
 
     def __init__(
         self,
@@ -67,7 +70,8 @@ class FrozenCall:
         self.may_give_up = may_give_up
         self.positions = tuple(sorted(set().union(*map(sources_of, graph.recipes.values()))))
         self._num_taken = len(graph.taken)
-        self._look = engine().Look(self.positions, graph.taken, is_pure, verify == "sample")
+        samples = verify == "sample" and self.samples_on_host
+        self._look = engine().Look(self.positions, graph.taken, is_pure, samples)
         self._values: dict[int, Values] = {}  # by the identity of their first alias
 
     def __call__(self, given: list[Any]) -> Any:
@@ -82,6 +86,9 @@ class FrozenCall:
         """
         args = tuple(given)
         given.clear()
+        return self._call(args)
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         if self.verify == "full":
             self._verify(args)
         inputs = self._look.enter(args)
@@ -90,12 +97,17 @@ class FrozenCall:
             run = self._run_of(inputs)
             if run is None:  # dropped by another thread just now
                 self._look.leave()
+        is_hit = run is not None
         if run is None:
             run, inputs = self._prepare(args)
         try:
-            return self._owned(run(list(inputs[: self._num_taken])))
+            return self._run(run, list(inputs[: self._num_taken]), is_hit=is_hit)
         finally:
             self._look.leave()
+
+    def _run(self, run: Run, inputs: list[Any], *, is_hit: bool) -> Any:  # noqa: ARG002
+        """Runs the graph; a hit found all fresh."""
+        return self._owned(run.code(inputs))
 
     def _owned(self, outputs: Any) -> Any:
         """Outputs that a caller may write to."""
@@ -106,11 +118,11 @@ class FrozenCall:
             owned[i] = owned[i].clone()
         return owned
 
-    def _run_of(self, inputs: tuple[Any, ...]) -> Any:
+    def _run_of(self, inputs: tuple[Any, ...]) -> Run | None:
         values = self._values.get(id(inputs[self._num_taken]))
         return None if values is None else values.run
 
-    def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def _prepare(self, args: tuple[Any, ...]) -> tuple[Run, tuple[Any, ...]]:
         """What to run, with fresh values, and on what; the call begins with it."""
         weights = {i: args[i] for i in self.positions}
         with CACHE.exclusive() as is_first, CACHE.moving(), making_copies():
@@ -123,12 +135,22 @@ class FrozenCall:
             else:  # called in the midst of a change, by a signal handler or a finalizer
                 values.refresh(weights)
             run = values.run
+            assert run is not None
+            run.elements = self._elements_of(values)
+            self._made()
             self._look.begin()
         return run, tuple(args[i] for i in self.graph.taken)
 
+    def _made(self) -> None:
+        """Told that values were made, by one who keeps others out."""
+
+    def _elements_of(self, values: Values) -> Any:  # noqa: ARG002
+        """What samples compare of the weights that values were just made of."""
+        return None
+
     def _values_of(self, weights: Mapping[int, torch.Tensor]) -> Values | None:
         for key, values in list(self._values.items()):
-            if values.run is None:
+            if values.is_dropped:
                 del self._values[key]
             elif values.is_of(weights):
                 return values
@@ -143,7 +165,7 @@ class FrozenCall:
         self._values = {key: v for key, v in self._values.items() if v is not values}
         may_give_up = self.may_give_up and is_alone()  # the other may have to be compiled
         try:
-            is_kept = values.refresh(weights) and self._has_room(values)
+            is_kept = values.refresh(weights, others_of(values)) and self._has_room(values)
         except Exception as error:
             values.drop()
             if not may_give_up:
@@ -159,7 +181,10 @@ class FrozenCall:
 
     def _has_room(self, values: Values) -> bool:
         CACHE.values.discard(values)
-        return CACHE.limit is None or CACHE.make_room(values.num_bytes)
+        if CACHE.limit is None:
+            return True
+        others = others_of(values)
+        return CACHE.make_room(num_bytes_of([values, *others]) - num_bytes_of(others))
 
     def _distrust(self, values: Values) -> None:
         for position, witness in values.witnesses.items():

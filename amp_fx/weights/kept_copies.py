@@ -26,7 +26,7 @@ from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from amp_fx.weights.kept_cast import Slot
     from amp_fx.weights.kept_values import Values
@@ -79,7 +79,9 @@ class WeightCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all that is kept."""
-        return self._num_copied + sum(values.num_bytes for values in list(self.values))
+        frozen = [values.by_identity() for values in list(self.values)]
+        shared = {i: value.bytes for values in frozen for i, value in values.items()}
+        return self._num_copied + sum(shared.values())
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[bool]:
@@ -92,6 +94,16 @@ class WeightCache:
                 self._depth -= 1
                 if self._depth == 0:
                     self._catch_up()
+
+    def wait_for_refreshes(self, devices: Sequence[torch.device]) -> None:
+        """Lets the current streams wait for all that this call may have found fresh.
+
+        A refresh that another thread is at ends first: what it makes is found fresh before the
+        event behind it is there.
+        """
+        if self.streams.are_several(devices):
+            with self.exclusive():
+                self.streams.wait(devices)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -132,7 +144,7 @@ class WeightCache:
         if not self.make_room(num_bytes) or not watch(source):
             return None
         install(source.device)
-        _watch_swaps()
+        watch_swaps()
         low = _alias(source) if slot.is_alias else slot.empty_for(source)
         copy = engine().Copy(low, source, slot.is_alias)
         kept = KeptCopy(source, copy, slot, owner, num_bytes)
@@ -232,13 +244,17 @@ def _fits(copy: Any, slot: Slot, source: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _watch_swaps() -> None:
+def watch_swaps() -> None:
+    """Has what is kept of a tensor dropped before it is swapped with another."""
     before_swaps(_let_go)
 
 
 def _let_go(tensor: torch.Tensor) -> None:
-    """Drops the copies of one tensor, and with them all that refers to it weakly."""
+    """Drops what is kept of one tensor, and with that all that refers to it weakly."""
     with CACHE.exclusive():
+        for values in list(CACHE.values):
+            if id(tensor) in values.ids:
+                values.drop()
         for key in list(CACHE.copies):
             if key[0] == id(tensor):
                 CACHE.drop(key)

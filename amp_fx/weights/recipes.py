@@ -9,8 +9,10 @@ listens in, and knows of each constant which ops made it, of which weights.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    import torch
     from torch import fx
 
 
@@ -109,6 +110,65 @@ def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
         recipe: Its recipe.
         weights: The weights, by position.
     """
+    made = _made(recipe, weights)
+    value: torch.Tensor = made[recipe]
+    return value
+
+
+def key_of(recipe: Recipe, identities: Mapping[int, int]) -> str:
+    """The same for what the same ops make of the same weights, in whatever graph.
+
+    Args:
+        recipe: How a value is made.
+        identities: Of the weights, by position. They and the recipe must live as long as the key.
+    """
+    return _keys(recipe, identities)[recipe]
+
+
+def packing_key(recipe: Recipe, identities: Mapping[int, int]) -> str:
+    """The same for all that the last op makes of the same values, whatever else it is told.
+
+    Args:
+        recipe: How a value is made.
+        identities: As for ``key_of``.
+    """
+    keys = _keys(recipe, identities)
+    op = recipe.op if isinstance(recipe, Made) else None
+    return str((op, *(keys[part] for part in _ingredients(recipe))))
+
+
+def _keys(recipe: Recipe, identities: Mapping[int, int]) -> dict[Recipe, str]:
+    keys: dict[Recipe, str] = {}
+    for part in _parts(recipe):
+        if isinstance(part, Made):
+            text = str((part.op, *_with_parts(part, keys.__getitem__)))
+            keys[part] = hashlib.sha256(
+                text.encode()
+            ).hexdigest()  # short, however often it is used
+        elif isinstance(part, Fixed):
+            keys[part] = f"fixed {id(part.tensor)}"
+        else:
+            keys[part] = f"weight {identities[part.position]}"
+    return keys
+
+
+def steps(
+    recipe: Recipe, weights: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Makes a value and tells of each op what it takes and gives, where that is one tensor.
+
+    Args:
+        recipe: Its recipe.
+        weights: The weights, by position.
+    """
+    made = _made(recipe, weights)
+    for part, value in made.items():
+        if isinstance(part, Made) and isinstance(value, torch.Tensor):
+            taken = [made[ingredient] for ingredient in _ingredients(part)]
+            yield [tensor for tensor in taken if isinstance(tensor, torch.Tensor)], value
+
+
+def _made(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> dict[Recipe, Any]:
     made: dict[Recipe, Any] = {}
     for part in _parts(recipe):
         if isinstance(part, Made):
@@ -116,8 +176,7 @@ def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
             made[part] = part.op(*args, **kwargs)
         else:
             made[part] = part.tensor if isinstance(part, Fixed) else weights[part.position]
-    value: torch.Tensor = made[recipe]
-    return value
+    return made
 
 
 def _text(recipe: Made) -> str:
@@ -185,7 +244,27 @@ class Recipes:
         def filled(value: Any) -> Any:
             return made[value] if isinstance(value, Node) else value
 
+        if _is_no_cast(gm, node) and _is_cast(made[node.all_input_nodes[0]]):
+            return made[node.all_input_nodes[0]]
         args, kwargs = map_aggregate((node.args, node.kwargs), filled)
         recipe = Made(node.target, tuple(args), dict(kwargs))
         # What is made alike is one: a cell that is unrolled packs its weight at every step.
         return self._made.setdefault(_text(recipe), recipe)
+
+
+def _is_no_cast(gm: fx.GraphModule, node: Node) -> bool:
+    """Whether a node casts to the dtype that a value has, as inductor does when it has folded."""
+    if node.target is not torch.ops.prims.convert_element_type.default:
+        return False
+    source, dtype = node.args
+    assert isinstance(source, Node)
+    value = source.meta.get("val")
+    if source.op == "get_attr":
+        value = getattr(gm, str(source.target))
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
+def _is_cast(recipe: Recipe) -> bool:
+    """Whether a value is no weight's own memory: a cast made it."""
+    cast = torch.ops.prims.convert_element_type.default
+    return any(isinstance(part, Made) and part.op is cast for part in _parts(recipe))

@@ -28,11 +28,16 @@ class StreamOrder:
             stream = torch.accelerator.current_stream(device)
             self._events.setdefault(device, {})[stream.stream_id] = stream.record_event()
 
+    def note(self, devices: Iterable[torch.device]) -> None:
+        """Notes that a call came on the current streams: before it looks for what is fresh."""
+        for device in devices:
+            stream = torch.accelerator.current_stream(device)
+            self._streams.setdefault(device, set()).add(stream.stream_id)
+
     def wait(self, devices: Iterable[torch.device]) -> None:
         """Lets the current streams wait for what was refreshed on others."""
         for device in devices:
             stream = torch.accelerator.current_stream(device)
-            self._streams.setdefault(device, set()).add(stream.stream_id)
             for stream_id, event in list(self._events.get(device, {}).items()):
                 if stream_id != stream.stream_id:
                     stream.wait_event(event)

@@ -17,7 +17,7 @@ from amp_fx.bench.traffic import command
 from amp_fx.bench.traffic.models import CASES, TINY, Case
 from amp_fx.bench.traffic.pretend import can_pretend
 from amp_fx.bench.traffic.totals import refresh_launches, totals
-from amp_fx.bench.traffic.worker import AMP_FX, LEAN, LIMIT, MARK, NATIVE, count
+from amp_fx.bench.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, MARK, NATIVE, count
 from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ def check(row: dict[str, Any]) -> None:
     assert ours["saved_bytes"] <= native["saved_bytes"]
     assert further["num_bytes"] < native["num_bytes"]
     assert row["totals"][LEAN]["num_bytes"] <= ours["num_bytes"]
+    frozen = row["totals"].get(FROZEN)
+    assert bool(frozen) == (row["device"] == "cuda" and row["mode"] == "inference")
+    for name in ("num_bytes", "num_launches", "num_extern", "num_casts", "num_layouts"):
+        assert frozen is None or frozen[name] <= further[name], (row["about"], name)
 
 
 def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -179,6 +183,16 @@ def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
     for row in found:
         check(row)
         assert row["cubin_failures"] == {"80": {}, "90": {}}
+
+
+@on_cuda_builds
+def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
+    """Three projections and two halves of the feed-forward network, in each of two blocks."""
+    [row] = rows(tmp_path / "out.json", "llama", "--tiny", "--mode", "inference")
+    check(row)
+    further, frozen = row["totals"]["amp_fx, further"], row["totals"][FROZEN]
+    assert further["num_extern"] - frozen["num_extern"] == 2 * (2 + 1)
+    assert row["totals"]["frozen, first"]["num_refreshes"] > 0
 
 
 @on_cuda_builds

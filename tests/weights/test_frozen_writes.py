@@ -341,6 +341,20 @@ def test_verify_full_raises_for_an_unseen_write_of_one_element() -> None:
 
 
 @torch.no_grad()
+def test_weights_can_be_swapped() -> None:
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    for i in range(2):
+        FROZEN.check(compiled, net, twin)
+        FROZEN.check(compiled, net, twin)
+        for model in (net, twin):
+            other = nn.Parameter(random(4, 4, seed=i))
+            torch.utils.swap_tensors(model.a.weight, other)  # type: ignore[no-untyped-call]
+    FROZEN.check(compiled, net, twin)
+
+
+@torch.no_grad()
 def test_a_limit_leaves_no_more_than_fits() -> None:
     weight_cache.clear()
     net = make_net()

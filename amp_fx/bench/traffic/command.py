@@ -23,6 +23,7 @@ from amp_fx.bench.traffic.totals import totals
 from amp_fx.bench.traffic.worker import (
     AMP_FX,
     CONTENDERS,
+    FROZEN,
     LEAN,
     LIMIT,
     MARK,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 MODES = ("training", "inference")
-COLUMNS = ("native", "amp_fx", "amp_fx, further", "lean", "limit")
+COLUMNS = ("native", "amp_fx", "amp_fx, further", "frozen", "lean", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Row:
         dtype: The low dtype's name.
         mode: ``"training"`` or ``"inference"``.
         totals: By column: native; amp_fx in the first call after an update, casts of weights
-            included; amp_fx in further calls; the preset ``lean`` in the first call; the limit.
+            included; amp_fx in further calls; in inference with frozen weights, in further calls
+            (and under ``"frozen, first"`` in the first); the preset ``lean`` in the first call;
+            the limit.
         failures: Why a contender has no figures.
         cubin_failures: Kernels of amp_fx that do not compile, by compute capability.
     """
@@ -150,12 +153,17 @@ def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
                 "tiny": parsed.tiny,
                 "capabilities": capabilities if contender in POLICIES else [],
             }
-            for contender in CONTENDERS
+            for contender in _contenders(device, mode)
         ]
         for case in parsed.cases or CASES
         for dtype in dtypes
         for mode in ([parsed.mode] if parsed.mode else MODES)
     ]
+
+
+def _contenders(device: str, mode: str) -> Sequence[str]:
+    """Who is counted: what freezing packs on the CPU is opaque, and cannot be fake."""
+    return CONTENDERS if device == "cpu" or mode == MODES[0] else (*CONTENDERS, FROZEN)
 
 
 def _capabilities(text: str | None, device: str) -> list[int]:
@@ -216,6 +224,9 @@ def _row(answers: Sequence[Mapping[str, Any]], jobs: Sequence[dict[str, Any]]) -
         found[name] = totals(answer["first"], answer["refreshed"], device)
         if name == AMP_FX:
             found["amp_fx, further"] = totals(answer["further"], [], device)
+        if name == FROZEN:
+            found["frozen, first"] = found[name]
+            found[name] = totals(answer["further"], [], device)
         for capability, failed in answer["cubin_failures"].items():
             cubins.setdefault(capability, {}).update(failed)
     mode = MODES[0] if first["trains"] else MODES[1]
@@ -250,11 +261,13 @@ HEADER = (
     "MiB: native",
     "amp_fx",
     "further",
+    "frozen",
     "lean",
     "limit",
     "kernels: native",
     "amp_fx",
     "further",
+    "frozen",
     "lean",
     "limit",
     "saved MiB: native",

@@ -60,7 +60,7 @@ class Counter:
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
         sent = sum(each.wire_bytes for each in collectives_in(gm.graph))
         self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0, sent))
-        _real_compile()(gm, example_inputs, **kwargs)
+        compiled = _real_compile()(gm, example_inputs, **kwargs)
 
         def run(inputs: list[Any]) -> Any:
             args = list(inputs)
@@ -69,6 +69,7 @@ class Counter:
                 return tuple(own(*args))
 
         run._boxed_call = True  # type: ignore[attr-defined]
+        run.compiled = compiled  # type: ignore[attr-defined]
         return run
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

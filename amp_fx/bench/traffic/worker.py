@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.bench.traffic.counting import Counter
 from amp_fx.bench.traffic.cubins import cubin_failures
+from amp_fx.bench.traffic.frozen import freezing
 from amp_fx.bench.traffic.models import CASES, TINY
 from amp_fx.bench.traffic.pretend import pretend_cuda
 from amp_fx.dtypes import as_dtype
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from amp_fx.bench.traffic.counting import Graph
     from amp_fx.bench.traffic.models import Case
 
-NATIVE, AMP_FX, LEAN, LIMIT = "native", "amp_fx", "lean", "limit"
+NATIVE, AMP_FX, FROZEN, LEAN, LIMIT = "native", "amp_fx", "frozen", "lean", "limit"
 CONTENDERS = (NATIVE, AMP_FX, LEAN, LIMIT)
-POLICIES = {AMP_FX: "torch", LEAN: "lean"}
+POLICIES = {AMP_FX: "torch", FROZEN: "torch", LEAN: "lean"}
 MARK = "counted: "
 """In front of each line of JSON; libraries print lines too."""
 
@@ -54,14 +55,15 @@ def count(
     Args:
         case: The model and its input.
         contender: ``"native"``: inductor under ``torch.autocast``; ``"amp_fx"``; ``"lean"``:
-            amp_fx with that preset; or ``"limit"``: the model stored low.
+            amp_fx with that preset; ``"frozen"``: amp_fx with frozen weights; or ``"limit"``: the
+            model stored low.
         device: ``"cpu"``, or ``"cuda"``, which must be pretended.
         dtype: The low dtype.
         trains: Whether there is a backward.
 
     Returns:
         The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
-        ``"refreshed"`` before the first.
+        ``"refreshed"`` before the first, or what else makes values that are kept.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
@@ -78,12 +80,14 @@ def count(
         mode,
         counter.listening(),
         kept.casting(),
+        _freezing(counter, contender) as made,
         torch.set_grad_enabled(trains),
         torch.autograd.set_multithreading_enabled(False),
     ):
         options: dict[str, Any] = {"backend": counter.inductor}
         if contender in POLICIES:
             given = {"policy": POLICIES[contender], "fallback": False, "products": "low"}
+            given["freezing"] = contender == FROZEN
             options = {"backend": "amp_fx", "options": given}
         compiled = torch.compile(model, **options)
         for _ in range(2):
@@ -93,6 +97,10 @@ def count(
                 out.backward(torch.empty_like(out))
             steps.append(counter.take())
     first, further = steps
+    if contender == FROZEN:
+        if not made:
+            raise RuntimeError("it was not frozen")
+        kept.refreshed = made
     return {
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
@@ -117,6 +125,12 @@ def _ranks(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _freezing(
+    counter: Counter, contender: str
+) -> contextlib.AbstractContextManager[list[list[tuple[int, int, int, bool]]]]:
+    return freezing(counter) if contender == FROZEN else contextlib.nullcontext([])
 
 
 def _fake_weights_(model: torch.nn.Module) -> None:

@@ -1,0 +1,251 @@
+"""Frozen graphs on the device: writes, optimizers, streams, captures, samples, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from amp_fx import weight_cache
+from amp_fx.inner import has_cpp_compiler
+from tests.gpu.place import DEVICE, MARKS
+from tests.gpu.test_writes import ON_CUDA, WRITES, autocast
+from tests.weights.alarms import alarms
+from tests.weights.nets import SIZE, make_net, random
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [*MARKS, pytest.mark.skipif(not has_cpp_compiler(), reason="needs a compiler")]
+
+IN_PLACE = (
+    "in place",
+    "one element of .data",
+    "in inference mode",
+    "foreach on .data",
+    "foreach copy",
+    "fused op",
+    "compiled by inductor",
+    "out=",
+    "assigned to .data",
+    "load_state_dict",
+    "DLPack",
+    "storage",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    weight_cache.clear()
+    with torch.no_grad():
+        yield
+
+
+def batch(size: int = 3) -> torch.Tensor:
+    return random(size, SIZE).to(DEVICE)
+
+
+def compiled_of(model: nn.Module, **options: Any) -> Any:
+    options = {"dtype": "bf16", "freezing": True, "fallback": False, **options}
+    return torch.compile(model, backend="amp_fx", options=options, dynamic=False)
+
+
+def net_and_twin() -> tuple[Any, Any]:
+    return make_net().to(DEVICE), make_net().to(DEVICE)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Inductor's fused kernels round once less than eager code."""
+    torch.testing.assert_close(actual, expected, rtol=0.03, atol=0.03)
+
+
+def test_it_is_frozen_and_no_write_is_missed() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net)
+    for name in IN_PLACE:
+        for i in range(2):
+            for model in (net, twin):
+                WRITES[name](model, i)
+                model.a.weight.data.clamp_(-4, 4)
+            for _ in range(2):
+                assert_close(compiled(batch()), autocast(twin, batch()))
+    stats = weight_cache.stats()
+    assert {value.weights for value in stats.values} >= {("a.weight",), ("b.weight",)}
+    assert stats.hits > 0
+
+
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_a_step_is_noticed(way: str) -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **{way: True}) for m in (net, twin)]  # type: ignore[arg-type]
+    for i in range(3):
+        for model, optimizer in zip((net, twin), optimizers, strict=True):
+            for k, parameter in enumerate(model.parameters()):
+                parameter.grad = random(*parameter.shape, seed=10 * i + k).to(DEVICE)
+            optimizer.step()
+        assert_close(compiled(batch()), autocast(twin, batch()))
+
+
+class Projections(nn.Module):
+    """Three products of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.q(x)) + torch.relu(self.k(x)) * torch.relu(self.v(x))
+
+
+@ON_CUDA
+def test_projections_are_one_product() -> None:
+    torch.manual_seed(0)
+    model, twin = Projections().to(DEVICE), Projections().to(DEVICE)
+    twin.load_state_dict(model.state_dict())
+    compiled, x = compiled_of(model), random(32, 64).to(DEVICE)
+    for _ in range(3):
+        assert_close(compiled(x), autocast(twin, x))
+        for net in (model, twin):
+            torch._foreach_mul_([net.k.weight.data], 0.5)
+    assert ("q.weight", "k.weight", "v.weight") in {v.weights for v in weight_cache.stats().values}
+
+
+def test_batch_sizes_share_what_is_kept() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net)
+    assert_close(compiled(batch(3)), autocast(twin, batch(3)))
+    before = weight_cache.stats().bytes
+    for model in (net, twin):
+        model.a.weight.mul_(0.5)
+    for size in (5, 3, 5):
+        assert_close(compiled(batch(size)), autocast(twin, batch(size)))
+        assert weight_cache.stats().bytes == before
+
+
+@ON_CUDA
+def test_values_made_on_one_stream_are_waited_for_on_another() -> None:
+    net, twin = net_and_twin()
+    compiled, x = compiled_of(net), batch()
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            compiled(x)
+    for model in (net, twin):
+        model.a.weight.data.mul_(1.5)
+    expected = autocast(twin, x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        compiled(x)
+    with torch.cuda.stream(streams[1]):
+        out = compiled(x)
+    torch.cuda.synchronize()
+    assert_close(out, expected)
+
+
+@ON_CUDA
+def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> None:
+    net, twin = net_and_twin()
+    compiled, x = compiled_of(net), batch()
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    compiled(x)
+    expected = autocast(twin, x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        out = compiled(x)
+    net.a.weight.data = torch.zeros_like(net.a.weight)
+    compiled(x)
+    noise = [torch.full((SIZE, SIZE), 7.0, device=DEVICE).bfloat16() for _ in range(64)]
+    torch.cuda.synchronize()
+    assert_close(out, expected)
+    del noise
+
+
+@ON_CUDA
+def test_what_the_user_captures_makes_its_values_anew() -> None:
+    net, twin = net_and_twin()
+    compiled, x = compiled_of(net), batch()
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        compiled(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = compiled(x)
+    for _ in range(3):
+        graph.replay()
+        assert_close(out, autocast(twin, x))
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.5)
+    assert_close(compiled(x), autocast(twin, x))
+
+
+@ON_CUDA
+def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
+    net, twin = net_and_twin()
+    compiled = compiled_of(net, **{"triton.cudagraphs": True})
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        assert_close(compiled(batch()).clone(), autocast(twin, batch()))
+        for model in (net, twin):
+            model.a.weight.data.mul_(1.3)
+    assert not weight_cache.stats().values
+
+
+@ON_CUDA
+def test_samples_wait_for_nothing_and_find_what_no_signal_told() -> None:
+    net, twin = net_and_twin()
+    compiled, x = compiled_of(net), batch()
+    alias = from_dlpack(net.a.weight.detach())
+    for _ in range(20):
+        compiled(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            out = compiled(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(out, autocast(twin, x))
+    with alarms() as messages:
+        for weight in (alias, twin.a.weight):
+            weight.mul_(-2.0)
+        for _ in range(20):
+            compiled(x)
+            torch.cuda.synchronize()
+        assert_close(compiled(x), autocast(twin, x))
+    assert len(messages) == 1
+    assert "a.weight" in messages[0]
+
+
+def test_threads_that_call_while_weights_are_written() -> None:
+    """Each result is that of one of the states that the weight went through."""
+    model = nn.Linear(64, 64, bias=False).to(DEVICE)
+    compiled = compiled_of(model)
+    x = torch.ones(4, 64, device=DEVICE)
+    model.weight.data.fill_(1.0)
+    compiled(x)
+    wrong: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def call() -> None:
+        for _ in range(100):
+            out = compiled(x)
+            if not bool((out == out[0, 0]).all()) or float(out[0, 0]) % 64:
+                wrong.append(out)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for value in range(2, 30):
+        model.weight.data = torch.full((64, 64), float(value), device=DEVICE)
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert bool((compiled(x) == 29.0 * 64).all())
