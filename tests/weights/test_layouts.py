@@ -56,7 +56,7 @@ def images(seed: int = 50) -> torch.Tensor:
 def lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lays copies out for AOTAutograd alone too, which is quick and strict about strides."""
     monkeypatch.setattr(backend, "uses_inductor", lambda *_: True)
-    monkeypatch.setattr(backend, "is_wanted", lambda *_: False)  # freezing has its own layouts
+    monkeypatch.setattr(backend, "weights_to_freeze", lambda *_: {})  # they have their own layouts
 
 
 @pytest.fixture(

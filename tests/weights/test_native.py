@@ -134,6 +134,7 @@ def test_threads_may_watch_and_write_at_once() -> None:
     assert not watch.watched(p)
 
 
+@needs_hook
 def test_a_call_that_only_compares_addresses_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs ask all static inputs for their addresses on every replay."""
 
