@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 SIZES = (1, 4, 16, 64)
 """Least sizes of products that are measured; others go by the next smaller one."""
-MARGIN = 1.2
+MARGIN = 1.5
 """How much faster a wide product has to be."""
 _WIDTH = 256
+_MAX_ROUNDS = 50
 
 
 def pays(kind: str, dtype: torch.dtype, least_size: int) -> bool:
@@ -49,7 +50,11 @@ def pays(kind: str, dtype: torch.dtype, least_size: int) -> bool:
 
 @functools.cache
 def table(dtype: torch.dtype, num_threads: int) -> Table:
-    """How many times as long the low product takes, by kind and size; empty if it cannot be had."""
+    """How many times as long the low product takes, by kind and size; empty if it cannot be had.
+
+    On a machine that is too busy to tell, what did not settle is left out, and nothing is kept for
+    other processes.
+    """
     path = _path(dtype, num_threads)
     try:
         return dict(json.loads(path.read_text()))
@@ -61,7 +66,8 @@ def table(dtype: torch.dtype, num_threads: int) -> Table:
         log.debug("no table of products in %s", dtype, exc_info=True)
         return {}
     log.info("low products in %s against float32 ones: %s", dtype, found)
-    _write(path, found)
+    if len(found) == 2 * len(SIZES) + 2:
+        _write(path, found)
     return found
 
 
@@ -103,25 +109,40 @@ def _measured(dtype: torch.dtype) -> Table:
         heads = (1, 4, 128, 64)
         attend = torch.nn.functional.scaled_dot_product_attention
         found[ATTENTION] = _ratio(attend, dtype, heads, heads, heads)
-        return found
+        return {key: ratio for key, ratio in found.items() if ratio is not None}
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left @ right
 
 
-def _ratio(op: Callable[..., Any], dtype: torch.dtype, *shapes: tuple[int, ...]) -> float:
-    """The time of a low call, by that of a wide one with its casts."""
+def _ratio(op: Callable[..., Any], dtype: torch.dtype, *shapes: tuple[int, ...]) -> float | None:
+    """The time of a low call, by that of a wide one with its casts; None if it does not settle."""
     args = [torch.ones(shape, dtype=dtype) for shape in shapes]
-    low = _least_time(lambda: op(*args))
-    return low / _least_time(lambda: op(*(arg.float() for arg in args)).to(dtype))
+    low, wide = _least_times(
+        lambda: op(*args), lambda: op(*(arg.float() for arg in args)).to(dtype)
+    )
+    return None if low is None or wide is None else low / wide
 
 
-def _least_time(call: Callable[[], Any]) -> float:
-    call()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
+def _least_times(*calls: Callable[[], Any]) -> list[float | None]:
+    """The least time of each call, made in turns until each was that fast three times.
+
+    None for one that never was: other work on the machine stops calls for longer than they take.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
         call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    for _ in range(_MAX_ROUNDS):
+        for call, own in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            own.append(time.perf_counter() - start)
+        if all(map(_is_settled, times)):
+            break
+    return [min(own) if _is_settled(own) else None for own in times]
+
+
+def _is_settled(times: list[float]) -> bool:
+    fastest = sorted(times)[:3]
+    return len(fastest) == 3 and fastest[-1] < 1.15 * fastest[0]

@@ -25,11 +25,11 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     """Runs files with their arguments as if each was a program, and says which one failed."""
     import torch
 
-    from amp_fx import backend, inner, weight_cache
+    from amp_fx import backend, freezing, inner, weight_cache
 
     if not uses_inductor:
-        setattr(inner, "uses_inductor", lambda *_: False)  # noqa: B010
-        setattr(backend, "uses_inductor", inner.uses_inductor)  # noqa: B010
+        for module in (inner, backend, freezing):
+            setattr(module, "uses_inductor", lambda *_: False)  # noqa: B010
     for path, *arguments in programs:
         torch._dynamo.reset()
         weight_cache.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -184,12 +185,46 @@ def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.Mo
     product_costs.table.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("durations", "expected"),
+    [
+        ([9.0, 1.0, 50.0, 1.1, 7.0, 1.05], 1.0),  # stopped now and then
+        ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], None),  # it was that fast once only
+    ],
+)
+def test_times_are_those_of_calls_that_nothing_stopped(
+    durations: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    left = iter([0.0, *durations, *[60.0 * 2**i for i in range(100)]])
+
+    def call() -> None:
+        now[0] += next(left)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert product_costs._least_times(call) == [pytest.approx(expected) if expected else None]
+
+
+def test_what_does_not_settle_is_low_and_kept_for_nobody(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(product_costs, "_is_settled", lambda _: False)
+    monkeypatch.setattr(product_costs, "_MAX_ROUNDS", 1)
+    product_costs.table.cache_clear()
+    assert not any(product_costs.pays(kind, BFLOAT16, 64) for kind in set(KINDS.values()))
+    product_costs.table.cache_clear()
+    assert not list(tmp_path.glob("amp_fx/products*"))
+
+
 def test_what_holds_for_one_processor_is_not_taken_for_another(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held to AVX2, oneDNN uses no bfloat16 units: another machine, as far as it goes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(product_costs, "_measured", lambda _: {"product 1": 1.0})
+    monkeypatch.setattr(product_costs, "SIZES", (1,))
+    kinds = ("product 1", "batched 1", "convolution", "attention")
+    monkeypatch.setattr(product_costs, "_measured", lambda _: dict.fromkeys(kinds, 1.0))
     keys = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
     product_costs.table(BFLOAT16, 1)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")

@@ -78,10 +78,13 @@ def with_casts_inside(
     placeholders = graph.find_nodes(op="placeholder")
     kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
     given = dict(zip(passed, placeholders, strict=False))
-    fake_mode = detect_fake_mode(graph)
-    with analysis(fake_mode, is_grad_enabled=False), graph.inserting_after(placeholders[-1]):
-        # Each goes right behind the inputs: the last one first.
-        casts = [_cast_inside(graph, kept[i], given) for i in reversed(inside)][::-1]
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    casts = []
+    with analysis(detect_fake_mode(graph), is_grad_enabled=False):
+        for i in inside:
+            # Kernels run in this order: what reads a cast finds it in the processor's cache.
+            with graph.inserting_before(min(kept[i].users, key=place.__getitem__)):
+                casts.append(_cast_inside(graph, kept[i], given))
     output = graph.output_node()
     (outputs,) = output.args
     assert isinstance(outputs, (tuple, list))

@@ -136,7 +136,7 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     ]
     speed = bench_report.Report(Settings(), "bench", {}, {}, outcomes)
     counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
-    names = ("native", "amp_fx", "amp_fx, further", "lean", "limit")
+    names = ("native", "amp_fx", "amp_fx, further", "frozen", "lean", "limit")
     row = command.Row("MLP", "cuda", "bfloat16", "training", dict.fromkeys(names, counted), {}, {})
     found, text = report(
         tmp_path,
@@ -146,7 +146,7 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     assert found["speed"]["status"] == found["bytes"]["status"] == PASSED
     assert "| `mlp`: two layers | amp_fx | 3 ms | 1.00 | - | 2 MiB |" in text
     assert "- a share: 2.5 %" in text
-    assert "| MLP | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text
+    assert "| MLP | 3 | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text
 
 
 def test_a_result_that_is_cut_off_costs_nothing_else(tmp_path: Path) -> None:
