@@ -202,16 +202,20 @@ class Values:
         return bool(witness.is_fresh(weight)) and not is_written_by_replays(weight)
 
     def _bind(self, position: int, weight: torch.Tensor) -> bool:
-        """Has a weight watched where it lies now; False if it cannot be."""
+        """Has a weight watched where it lies now; False if it cannot be.
+
+        Another thread may give it other data meanwhile: all that is noted here is of one place.
+        """
+        here = weight.detach()
         witness = self.witnesses.get(position)
-        if witness is not None and witness.lies_where(weight):
+        if witness is not None and witness.lies_where(here):
             return not is_written_by_replays(weight)
-        is_watched = is_watchable(weight) and watch(weight)
+        is_watched = is_watchable(weight) and watch(here)
         if is_watched:
             install(weight.device)
             watch_swaps()
-        self.aliases[position] = engine().alias(weight.detach())
-        self.witnesses[position] = engine().Copy(self.aliases[position], weight, False)
+        self.aliases[position] = engine().alias(here)
+        self.witnesses[position] = engine().Copy(self.aliases[position], here, False)
         return is_watched
 
     def unlike(self) -> Iterable[str]:

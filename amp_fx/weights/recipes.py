@@ -9,6 +9,7 @@ listens in, and knows of each constant which ops made it, of which weights.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -51,6 +52,20 @@ class Made:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @functools.cached_property
+    def ingredients(self) -> list[Recipe]:
+        """The values among its arguments."""
+        found: list[Recipe] = []
+        _with_parts(self, found.append)
+        return found
+
+    @functools.cached_property
+    def needed(self) -> tuple[Recipe, ...]:
+        """All that it is made of, each once, before what is made of it."""
+        last: Recipe = self
+        *needed, _ = _in_order(last, _ingredients)
+        return tuple(needed)
+
 
 Recipe: TypeAlias = "Weight | Fixed | Made"
 T = TypeVar("T")
@@ -82,15 +97,12 @@ def _in_order(last: T, needs: Callable[[T], Iterable[T]]) -> Iterator[T]:
             yield current
 
 
-def _parts(recipe: Recipe) -> Iterator[Recipe]:
-    return _in_order(recipe, _ingredients)
+def _parts(recipe: Recipe) -> tuple[Recipe, ...]:
+    return (*recipe.needed, recipe) if isinstance(recipe, Made) else (recipe,)
 
 
 def _ingredients(recipe: Recipe) -> list[Recipe]:
-    found: list[Recipe] = []
-    if isinstance(recipe, Made):
-        _with_parts(recipe, found.append)
-    return found
+    return recipe.ingredients if isinstance(recipe, Made) else []
 
 
 def _with_parts(recipe: Made, fill: Callable[[Recipe], Any]) -> tuple[Any, Any]:
@@ -173,10 +185,25 @@ def _made(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> dict[Recipe, A
     for part in _parts(recipe):
         if isinstance(part, Made):
             args, kwargs = _with_parts(part, made.__getitem__)
-            made[part] = part.op(*args, **kwargs)
+            made[part] = _run(part.op, args, kwargs)
         else:
             made[part] = part.tensor if isinstance(part, Fixed) else weights[part.position]
     return made
+
+
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op; a cast, which is torch's own Python and takes long, as ATen has it."""
+    if op is _CAST and _is_dense(args[0]) and args[0].dtype is not args[1]:
+        return args[0].to(args[1])
+    return op(*args, **kwargs)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether both casts give the same strides for sure."""
+    return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
 def _text(recipe: Made) -> str:
