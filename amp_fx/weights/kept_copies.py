@@ -141,12 +141,13 @@ class WeightCache:
         if key in self.copies:
             self.drop(key)
         num_bytes = 0 if slot.is_alias else source.numel() * slot.dtype.itemsize
-        if not self.make_room(num_bytes) or not watch(source):
+        here = source.detach()  # another thread may give it other data meanwhile
+        if not self.make_room(num_bytes) or not watch(here):
             return None
         install(source.device)
         watch_swaps()
-        low = _alias(source) if slot.is_alias else slot.empty_for(source)
-        copy = engine().Copy(low, source, slot.is_alias)
+        low = _alias(here) if slot.is_alias else slot.empty_for(here)
+        copy = engine().Copy(low, here, slot.is_alias)
         kept = KeptCopy(source, copy, slot, owner, num_bytes)
         self.copies[key] = kept
         self._num_copied += num_bytes
