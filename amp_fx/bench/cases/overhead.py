@@ -75,13 +75,16 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
 def _refresh(
     build: Callable[[], nn.Module], x: torch.Tensor, settings: Settings, watch: Watch
 ) -> Figure:
-    """What the first call after a step takes beside a call that finds all fresh and the copying."""
+    """What the first call after a step takes beside a call that finds all fresh and the copying.
+
+    With kept casts alone, as training has them; frozen graphs make their values again op by op.
+    """
     with settings.device:
         model = build().eval()
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
     name = f"refresh of {len(weights)} weights after a step, beside the copying"
     watch(name, 0, 1)
-    call = compiled(BY_NAME[AMP_FX], model, settings)
+    call = compiled(BY_NAME["amp_fx-unfrozen"], model, settings)
     runs, before = _refresh_turns(lambda: _discard(call(x)), weights, settings.dtype)
     with torch.no_grad():
         _warm_up(runs, before)
