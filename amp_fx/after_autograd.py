@@ -15,12 +15,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from amp_fx import wide_products
 from amp_fx.dtypes import is_low
-from amp_fx.passes import narrow_gathers
+from amp_fx.graphs import narrowing
+from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import raise_casts as raising
 from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.processor import kernels_in_use
 from amp_fx.product_costs import pays
-from amp_fx.wide_products import CAST, widen_products
+from amp_fx.wide_products import widen_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types with a kernel of ``aten.mm.dtype``."""
 
-_RAISING = (narrow_gathers.__file__, raising.__file__)
+_RAISING = (narrowing.__file__, raising.__file__)
 
 _VIEWS = (
     aten.permute.default,
@@ -132,7 +133,7 @@ def widen_weight_grads(graph: fx.Graph) -> int:
 
 def _returned_casts(graph: fx.Graph) -> Iterator[fx.Node]:
     """Casts to float32 whose results, or sums of them, are returned and nothing else."""
-    for node in graph.find_nodes(op="call_function", target=CAST):
+    for node in graph.find_nodes(op="call_function", target=CONVERT):
         if node.args[1] == torch.float32 and _is_returned(node):
             yield node
 

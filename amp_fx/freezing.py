@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from amp_fx.graphs.values import is_written, value_of
+from amp_fx.graphs.values import is_written, tensors_in, value_of
 from amp_fx.inner import (
     after_autograd,
     compile_graph,
@@ -54,7 +54,7 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     Graphs without gradients on the CPU are, unless ``freezing`` or ``weight_cache`` is off; on an
     accelerator (``ACCELERATORS``) where that is asked for.
     """
-    tensors = _tensors_in(example_inputs)
+    tensors = tensors_in(example_inputs)
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_off = options.freezing is False or not options.weight_cache
     if is_off or has_gradients or not engine().has_hook:
@@ -73,10 +73,6 @@ _HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
 
 _HOLDING_ON_ACCELERATORS = (*_HOLDING, "triton.cudagraphs")
 """A recorded graph goes on reading the addresses of the values that it was recorded with."""
-
-
-def _tensors_in(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [value for value in example_inputs if isinstance(value, torch.Tensor)]
 
 
 def _device_type_of(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -155,7 +151,7 @@ def compile_freezing(
         "owner": owner,
         "is_pure": is_pure(gm.graph),
         "verify": verify,
-        "on_accelerator": _device_type_of(_tensors_in(example_inputs)) in ACCELERATORS,
+        "on_accelerator": _device_type_of(tensors_in(example_inputs)) in ACCELERATORS,
         "may_give_up": not any(is_dynamic(value_of(n)) for n in placeholders),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 
+@functools.cache
 def processor_name() -> str:
     """The processor's name, as Linux or the platform tells it."""
     info = Path("/proc/cpuinfo")

@@ -61,12 +61,13 @@ def table(dtype: torch.dtype, num_threads: int) -> Table:
     except (OSError, ValueError):
         pass
     try:
-        found = _measured(dtype)
+        measured = _measured(dtype)
     except RuntimeError:  # no kernel at all: nobody will call it either
         log.debug("no table of products in %s", dtype, exc_info=True)
         return {}
-    log.info("low products in %s against float32 ones: %s", dtype, found)
-    if len(found) == 2 * len(SIZES) + 2:
+    log.info("low products in %s against float32 ones: %s", dtype, measured)
+    found = {key: ratio for key, ratio in measured.items() if ratio is not None}
+    if len(found) == len(measured):
         _write(path, found)
     return found
 
@@ -97,9 +98,9 @@ def _write(path: Path, found: Table) -> None:
         log.debug("no table kept", exc_info=True)
 
 
-def _measured(dtype: torch.dtype) -> Table:
+def _measured(dtype: torch.dtype) -> dict[str, float | None]:
     with _disable_current_modes(), torch.no_grad():
-        found = {}
+        found: dict[str, float | None] = {}
         for size in SIZES:
             shape = (size, _WIDTH)
             found[_key(PRODUCT, size)] = _ratio(_mm, dtype, shape, (_WIDTH, _WIDTH))
@@ -109,7 +110,7 @@ def _measured(dtype: torch.dtype) -> Table:
         heads = (1, 4, 128, 64)
         attend = torch.nn.functional.scaled_dot_product_attention
         found[ATTENTION] = _ratio(attend, dtype, heads, heads, heads)
-        return {key: ratio for key, ratio in found.items() if ratio is not None}
+        return found
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import is_low
+from amp_fx.graphs.casts import CONVERT
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor rounded to a low dtype, in its own dtype."""
     return x.to(dtype).to(x.dtype)
 
-
-CAST = torch.ops.prims.convert_element_type.default
 
 PRODUCT, BATCHED, CONVOLUTION, ATTENTION = "product", "batched", "convolution", "attention"
 KINDS: Mapping[Any, str] = {
@@ -121,7 +120,7 @@ def _widened(source: fx.Node) -> fx.Node:
         last = last.next
     value = source.meta["val"]
     with graph.inserting_after(last):
-        cast = graph.call_function(CAST, (source, torch.float32))
+        cast = graph.call_function(CONVERT, (source, torch.float32))
     with graph.inserting_after(cast):
         exact = graph.call_function(torch.ops.amp_fx.rounded.default, (cast, value.dtype))
     cast.meta, exact.meta = {"val": value.float()}, {"val": value.float()}
@@ -146,7 +145,7 @@ def _round(node: fx.Node) -> None:
     with graph.inserting_after(node):
         exact = graph.call_function(torch.ops.amp_fx.rounded.default, (node, value.dtype))
     with graph.inserting_after(exact):
-        cast = graph.call_function(CAST, (exact, value.dtype))
+        cast = graph.call_function(CONVERT, (exact, value.dtype))
     exact.meta, cast.meta = {"val": value.float()}, {"val": value}
     for user in users:
         user.replace_input_with(node, cast)

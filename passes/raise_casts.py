@@ -17,14 +17,11 @@ casting all of it would be more work.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.passes.base import PassResult
-from amp_fx.passes.narrow_gathers import evaluate, narrowing_cast, narrows
+from amp_fx.graphs.narrowing import evaluate, is_reinterpreting, narrowing_cast, narrows
 
 if TYPE_CHECKING:
     from torch import fx
@@ -37,17 +34,6 @@ VIEWS = frozenset(
     )
 )
 """What gives all elements of one tensor, each as it is."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RaiseCasts:
-    """Moves narrowing casts in front of views that nothing else reads."""
-
-    name: ClassVar[str] = "raise_casts"
-
-    def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``casts_raised``, by views."""
-        return PassResult(Counter(casts_raised=raise_casts(gm.graph)))
 
 
 def raise_casts(graph: fx.Graph) -> int:
@@ -73,5 +59,5 @@ def _raise(graph: fx.Graph, cast: fx.Node) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    changes_dtype = "dtype" in str(getattr(node.target, "_overloadname", ""))
-    return op_name(node) in VIEWS and not changes_dtype and len(node.all_input_nodes) == 1
+    is_known = op_name(node) in VIEWS and not is_reinterpreting(node)
+    return is_known and len(node.all_input_nodes) == 1

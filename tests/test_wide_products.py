@@ -167,7 +167,7 @@ def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.Mo
     measured = product_costs._measured
     calls: list[torch.dtype] = []
 
-    def counted(dtype: torch.dtype) -> dict[str, float]:
+    def counted(dtype: torch.dtype) -> dict[str, float | None]:
         calls.append(dtype)
         return measured(dtype)
 

@@ -20,6 +20,7 @@ from amp_fx.explanation.records import (
     WeightRecord,
 )
 from amp_fx.explanation.work import WorkMeter
+from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
@@ -137,7 +138,7 @@ def _read_backward(
     )
 
 
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CASTS = (torch.ops.aten._to_copy.default, CONVERT)
 
 
 def _casts(gm: fx.GraphModule) -> list[fx.Node]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.explanation.records import KernelRecord
 from amp_fx.inner import compile_graph
 from amp_fx.replaced import replaced
 
@@ -18,29 +18,13 @@ GENERATED, EXTERN = "generated", "extern"
 CAST, LAYOUT = "cast", "layout"
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One launch.
-
-    Attributes:
-        kind: ``"generated"`` by inductor; of those, ``"cast"`` one that does nothing but cast and
-            ``"layout"`` one that only copies into another layout; ``"extern"`` a library's.
-        name: The ops that it came from.
-        num_bytes: What it reads and writes.
-    """
-
-    kind: str
-    name: str
-    num_bytes: int
-
-
 class _ScheduledError(Exception):
     """All is known: no code is wanted."""
 
 
 def scheduled_kernels(
     gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
-) -> tuple[Kernel, ...]:
+) -> tuple[KernelRecord, ...]:
     """The kernels that inductor would make of a graph of AOTAutograd; it is edited.
 
     Relies on ``Scheduler.codegen`` having its final nodes in ``nodes``.
@@ -52,7 +36,7 @@ def scheduled_kernels(
     """
     from torch._inductor import config, scheduler
 
-    found: list[Kernel] = []
+    found: list[KernelRecord] = []
     was_scheduled = []
 
     def counted(this: Any) -> None:
@@ -77,7 +61,7 @@ def scheduled_kernels(
     return tuple(found)
 
 
-def kernel_of(node: Any) -> Kernel | None:
+def kernel_of(node: Any) -> KernelRecord | None:
     """What one node of the scheduler becomes; None for what runs nothing."""
     from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
@@ -89,8 +73,8 @@ def kernel_of(node: Any) -> Kernel | None:
         if isinstance(node.node, MultiOutput):
             return None
         name = getattr(node.node, "python_kernel_name", None) or type(node.node).__name__
-        return Kernel(EXTERN, str(name), num_bytes)
-    return Kernel(_kind_of(node), _origins_of(node), num_bytes)
+        return KernelRecord(EXTERN, str(name), num_bytes)
+    return KernelRecord(_kind_of(node), _origins_of(node), num_bytes)
 
 
 def _constant_bytes(node: Any) -> int:

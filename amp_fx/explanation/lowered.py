@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.kernels import scheduled_kernels
 from amp_fx.explanation.places import op_name, place_of
-from amp_fx.explanation.records import CollectiveRecord, KernelRecord, SavedRecord
+from amp_fx.explanation.records import CollectiveRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.traffic import num_bytes
@@ -28,7 +28,7 @@ from amp_fx.weights.kept_inputs import example_copies
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from amp_fx.explanation.kernels import Kernel
+    from amp_fx.explanation.records import KernelRecord
     from amp_fx.graphs.collectives import Collective
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
@@ -50,7 +50,7 @@ class LoweredGraph:
     gm: fx.GraphModule
     is_backward: bool
     collectives: tuple[tuple[Collective, Collective], ...]
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelRecord, ...] = ()
 
 
 def lowered_graphs(
@@ -156,8 +156,7 @@ def sent_by(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[Coll
 
 def kernels_of(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[KernelRecord, ...]:
     """The kernels of the forward or the backward of a graph."""
-    kernels = [k for g in lowered if g.is_backward == is_backward for k in g.kernels]
-    return tuple(KernelRecord(kernel.kind, kernel.name, kernel.num_bytes) for kernel in kernels)
+    return tuple(k for g in lowered if g.is_backward == is_backward for k in g.kernels)
 
 
 def saved_for_backward(

@@ -189,15 +189,10 @@ class GraphRecorder:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     ) -> None:
         """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
-        found_weights = weights_to_freeze(
-            self.seen.captured,
-            gm,
-            example_inputs,
-            self.seen.frame.modules(),
-            options,
-            plain=plain_inputs(example_inputs),
+        plain, modules = plain_inputs(example_inputs), self.seen.frame.modules()
+        weights = tuple(
+            weights_to_freeze(self.seen.captured, gm, example_inputs, modules, options, plain=plain)
         )
-        weights = tuple(found_weights)
         if not weights:
             return
         try:

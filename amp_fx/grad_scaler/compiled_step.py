@@ -21,10 +21,9 @@ from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler.local_parts import can_step_parts, stepping_parts
-from amp_fx.grad_scaler.outputs import widen
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
-from amp_fx.grad_scaler.two_pass import TwoPassStep
+from amp_fx.grad_scaler.two_pass import TwoPassStep, overflow_flag, total_norm
 from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
 if TYPE_CHECKING:
@@ -302,7 +301,7 @@ class CompiledStep:
             found_inf = unscale_and_check(grads, inv_scale)
             norm = factor = None
             if max_norm is not None:
-                norm = _total_norm(grads, norm_type)
+                norm = total_norm(grads, norm_type)
                 factor = clip_factor(norm, max_norm)
             result = step_or_put_back(params, written, grads, found_inf, factor)
             return result, found_inf, norm
@@ -360,8 +359,7 @@ def unscale_and_check(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
     """Multiply gradients by `inv_scale`, and return 1.0 if one of them is not finite, else 0.0."""
     for grad in grads:
         grad.mul_(inv_scale)
-    overflowed = torch.stack([grad.isfinite().all() for grad in grads]).all().logical_not()
-    return overflowed.to(torch.float32)
+    return overflow_flag(grads)
 
 
 def _grads(params: list[Tensor]) -> list[Tensor]:
@@ -381,12 +379,6 @@ def _widest(tensors: list[Tensor]) -> torch.dtype:
     """The real dtype that all of these fit in; float32 at least."""
     dtypes = [tensor.dtype.to_real() for tensor in tensors]
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
-
-
-def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm
 
 
 def _numbers(optimizer: Any) -> dict[Any, Any]:

@@ -179,10 +179,9 @@ class TwoPassStep:
             grads = [grad for grad in grads if grad.numel()]
             if inv_scale is not None:
                 grads = [grad * inv_scale for grad in grads]
-                are_finite = torch.stack([grad.isfinite().all() for grad in grads])
-                found_inf = are_finite.all().logical_not().to(torch.float32)
+                found_inf = overflow_flag(grads)
             if max_norm is not None:
-                norm = _total_norm(grads, norm_type)
+                norm = total_norm(grads, norm_type)
                 factor = clip_factor(norm, max_norm)
                 if found_inf is not None:
                     # Unclipped on overflow, so that infinities and NaNs can still be counted.
@@ -234,8 +233,15 @@ def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
     return new if found_inf is None else torch.where(found_inf != 0, old, new)
 
 
-def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norms = [torch.linalg.vector_norm(widen(grad), norm_type) for grad in grads]
+def overflow_flag(grads: list[Tensor]) -> Tensor:
+    """1.0 if one of some gradients is not finite, else 0.0: float32, 0-dim."""
+    are_finite = torch.stack([grad.isfinite().all() for grad in grads])
+    return are_finite.all().logical_not().to(torch.float32)
+
+
+def total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients as one vector, of ops that inductor fuses."""
+    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 

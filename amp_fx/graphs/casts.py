@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CAPTURED_DTYPE = "captured dtype"
 """The reason of casts back to what capture saw, for an op that takes no mixture."""
 
+CONVERT = torch.ops.prims.convert_element_type.default
+"""The cast in graphs that AOTAutograd makes."""
+
 KERNEL_RESULT = "result of a kernel"
 """The reason of casts after an island: they say what eager autocast gives there."""
 

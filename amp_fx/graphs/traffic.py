@@ -12,10 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from amp_fx.graphs.values import storage_id
+from amp_fx.graphs.values import storage_id, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -98,7 +97,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs an op and counts it."""
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in _tensors(args, kwargs)):
+        if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in(args, kwargs)):
             return NotImplemented  # it comes back with what is inside
         result = self.run(func, args, kwargs)
         self.moved = self.moved.plus(moved_by(func, args, kwargs, result))
@@ -123,7 +122,7 @@ def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -
         return Moved()
     given, written = _by_use(func, args, kwargs)
     known = {storage_id(tensor) for tensor in (*given, *written)}
-    made = [tensor for tensor in _tensors(result) if storage_id(tensor) not in known]
+    made = [tensor for tensor in tensors_in(result) if storage_id(tensor) not in known]
     if not made and not written:
         return Moved()  # ``_unsafe_view`` and others that give what they got
     num_made, num_written = _sum(made), _sum(written)
@@ -144,7 +143,7 @@ def _by_use(
     """The tensors that are only read, and those that are written to."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    given = [(argument, _tensors(value)) for argument, value in _arguments(func, args, kwargs)]
+    given = [(argument, tensors_in(value)) for argument, value in _arguments(func, args, kwargs)]
     names = {argument.name for argument, tensors in given if tensors}
     for argument, tensors in given:
         is_write = argument.alias_info is not None and argument.alias_info.is_write
@@ -164,10 +163,6 @@ def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[
 def _is_out(func: OpOverload) -> bool:
     """Whether an overload writes into tensors that it is given as ``out=``."""
     return any(argument.is_out for argument in func._schema.arguments)
-
-
-def _tensors(*values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ import torch
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_copies import CACHE, same_bits, watch, watch_swaps
 from amp_fx.weights.recipes import key_of, make, ops_of, packing_key, sources_of
-from amp_fx.weights.shared_values import known_to, packed_alike, packed_by
+from amp_fx.weights.shared_values import Known, packed_alike
 from amp_fx.weights.write_signals import install, is_watchable, is_written_by_replays
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Values:
             for name, recipe in self.graph.recipes.items()
             if stale & self._sources[recipe] or name not in self.constants
         }
-        known, packed = known_to(others), packed_by(others)
+        known = Known(others)
         made: dict[Recipe, torch.Tensor] = {}
         for recipe in wanted.values():
             if recipe in made:
@@ -172,7 +172,7 @@ class Values:
                 found = make(recipe, self.aliases)
                 self.num_made += 1
                 if self._is_trusted(recipe):
-                    found = packed_alike(found, packed.get(self.packing_key_of(recipe), ()))
+                    found = packed_alike(found, known.packed_of(self.packing_key_of(recipe)))
             made[recipe] = found
         return {name: made[recipe] for name, recipe in wanted.items()}
 

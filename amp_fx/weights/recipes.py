@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from amp_fx.graphs.casts import CONVERT
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
@@ -191,12 +192,9 @@ def _made(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> dict[Recipe, A
     return made
 
 
-_CAST = torch.ops.prims.convert_element_type.default
-
-
 def _run(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op; a cast, which is torch's own Python and takes long, as ATen has it."""
-    if op is _CAST and _is_dense(args[0]) and args[0].dtype is not args[1]:
+    if op is CONVERT and _is_dense(args[0]) and args[0].dtype is not args[1]:
         return args[0].to(args[1])
     return op(*args, **kwargs)
 
@@ -281,7 +279,7 @@ class Recipes:
 
 def _is_no_cast(gm: fx.GraphModule, node: Node) -> bool:
     """Whether a node casts to the dtype that a value has, as inductor does when it has folded."""
-    if node.target is not torch.ops.prims.convert_element_type.default:
+    if node.target is not CONVERT:
         return False
     source, dtype = node.args
     assert isinstance(source, Node)
@@ -293,5 +291,4 @@ def _is_no_cast(gm: fx.GraphModule, node: Node) -> bool:
 
 def _is_cast(recipe: Recipe) -> bool:
     """Whether a value is no weight's own memory: a cast made it."""
-    cast = torch.ops.prims.convert_element_type.default
-    return any(isinstance(part, Made) and part.op is cast for part in _parts(recipe))
+    return any(isinstance(part, Made) and part.op is CONVERT for part in _parts(recipe))

@@ -16,9 +16,10 @@ import torch
 from amp_fx.weights.kept_copies import CACHE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from amp_fx.weights.kept_values import Values
+    from amp_fx.weights.recipes import Recipe
 
 
 def others_of(values: Values) -> list[Values]:
@@ -30,28 +31,35 @@ def others_of(values: Values) -> list[Values]:
     ]
 
 
-def known_to(others: Iterable[Values]) -> dict[str, torch.Tensor]:
-    """What others have fresh, by the keys of its recipes."""
-    found: dict[str, torch.Tensor] = {}
-    for other in others:
-        fresh = other.fresh_positions()
-        for name, value in other.constants.items():
-            recipe = other.graph.recipes[name]
-            if other.sources_of(recipe) <= fresh:
-                found[other.key_of(recipe)] = value
-    return found
+class Known:
+    """What other graphs have fresh, for one who keeps others out.
 
+    Args:
+        others: The graphs' values.
+    """
 
-def packed_by(others: Iterable[Values]) -> dict[str, list[torch.Tensor]]:
-    """What others have fresh of packed weights, by what was packed."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for other in others:
-        fresh = other.fresh_positions()
-        for name, value in other.constants.items():
-            recipe = other.graph.recipes[name]
-            if value.is_mkldnn and other.sources_of(recipe) <= fresh:
-                found.setdefault(other.packing_key_of(recipe), []).append(value)
-    return found
+    def __init__(self, others: Iterable[Values]) -> None:
+        self._by_key: dict[str, torch.Tensor] = {}
+        self._packed: dict[str, list[torch.Tensor]] = {}
+        for other in others:
+            fresh = other.fresh_positions()
+            for name, value in other.constants.items():
+                recipe = other.graph.recipes[name]
+                if other.sources_of(recipe) <= fresh:
+                    self._add(other, recipe, value)
+
+    def _add(self, other: Values, recipe: Recipe, value: torch.Tensor) -> None:
+        self._by_key[other.key_of(recipe)] = value
+        if value.is_mkldnn:
+            self._packed.setdefault(other.packing_key_of(recipe), []).append(value)
+
+    def get(self, key: str) -> torch.Tensor | None:
+        """What the same ops made of the same weights (``Values.key_of``)."""
+        return self._by_key.get(key)
+
+    def packed_of(self, key: str) -> Sequence[torch.Tensor]:
+        """What was packed of the same (``Values.packing_key_of``), whatever packing was told."""
+        return self._packed.get(key, ())
 
 
 def packed_alike(value: torch.Tensor, known: Iterable[torch.Tensor]) -> torch.Tensor:

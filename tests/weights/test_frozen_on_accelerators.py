@@ -20,7 +20,7 @@ from tests.weights.accelerator_like import CPU, Accelerator, accelerator_like
 from tests.weights.alarms import alarms
 from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, random, twin_of
 from tests.weights.test_cuda_like import LIST_WRITES, of_data
-from tests.weights.test_frozen_writes import MODELS, FrozenGraph, changed
+from tests.weights.test_frozen_writes import FrozenGraph, check_made_again
 from tests.weights.test_writes import check_never_stale
 from tests.weights.writes import WRITES
 
@@ -127,23 +127,11 @@ def test_never_stale(write: str) -> None:
     check_never_stale(write, (FROZEN, EVAL))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "name", ["attention", pytest.param("convolutions", marks=pytest.mark.slow)]
 )
 def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
-    build, make_input, options = MODELS[name]
-    model, x = build().eval(), make_input()
-    twin = twin_of(model)
-    compiled = FROZEN.compile(model, fallback=False, **options)
-    for seed in range(3):
-        changed(model, seed)
-        changed(twin, seed)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                expected = twin(x).float()
-            torch.testing.assert_close(compiled(x).float(), expected, rtol=0.04, atol=0.04)
-    assert sum(values.hits for values in kept_values()) >= 3
+    check_made_again(name, FROZEN)
 
 
 # --------------------------------------------------------------------------------------- streams

@@ -7,17 +7,18 @@ import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from amp_fx.explanation.kernels import kernel_of
 from amp_fx.graphs.collectives import collectives_in
+from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from amp_fx.explanation.kernels import Kernel
+    from amp_fx.explanation.records import KernelRecord
 
 
 @dataclasses.dataclass
@@ -33,7 +34,7 @@ class Graph:
 
     saved_bytes: int = 0
     wire_bytes: int = 0
-    kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    kernels: list[KernelRecord] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -142,12 +143,8 @@ class _Unbuilt:
 def _saved_bytes(gm: fx.GraphModule) -> int:
     """What a backward gets, but for the gradients and the inputs of the program."""
     return sum(
-        tensor_bytes(node.meta.get("val"))
+        num_bytes(value)
         for node in gm.graph.find_nodes(op="placeholder")
+        for value in tensors_in(node.meta.get("val"))
         if not node.name.startswith(("primals", "tangents"))
     )
-
-
-def tensor_bytes(value: Any) -> int:
-    """The size of a tensor; 0 for anything else."""
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

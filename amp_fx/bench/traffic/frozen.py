@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.bench.traffic.counting import tensor_bytes
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.replaced import replaced
 from amp_fx.weights.recipes import steps
@@ -81,5 +81,5 @@ def _made(recipes: Any, weights: Mapping[int, torch.Tensor]) -> list[Made]:
         for inputs, output in steps(recipe, weights):
             storages = {tensor.untyped_storage()._cdata for tensor in inputs}
             if output.untyped_storage()._cdata not in storages:
-                found.append((1, sum(map(tensor_bytes, inputs)), tensor_bytes(output), False))
+                found.append((1, sum(map(num_bytes, inputs)), num_bytes(output), False))
     return found
