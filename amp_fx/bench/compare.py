@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING
@@ -14,7 +15,9 @@ from torch._dynamo.utils import counters
 from amp_fx import weight_cache
 from amp_fx.bench.contenders import (
     AMP_FX,
+    LIMIT_FROZEN,
     NATIVE,
+    NATIVE_FROZEN,
     UNCACHED,
     compiling,
     contenders_of,
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CASTS = "casts"
+
+OUTSIDE = 0.05
+"""How often a figure's interval may miss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +92,21 @@ class Comparison:
         Unlike `ratio` it does not see a machine that becomes slower or faster from round to
         round. None if one of them is missing.
         """
-        rounds = self.rounds(name, reference)
-        return statistics.median(a / b for a, b in rounds) if rounds else None
+        ratios = self._ratios(name, reference)
+        return statistics.median(ratios) if ratios else None
+
+    def paired_interval(self, name: str, reference: str) -> tuple[float, float] | None:
+        """Between which ratios the median of endless rounds lies, with 95 % confidence.
+
+        Those of the rounds that stand so far from either end (the sign test's interval; nothing
+        is assumed of how times are spread). None with fewer than six rounds.
+        """
+        ratios = sorted(self._ratios(name, reference))
+        skipped = _skipped_at_either_end(len(ratios))
+        return None if skipped is None else (ratios[skipped], ratios[-1 - skipped])
+
+    def _ratios(self, name: str, reference: str) -> list[float]:
+        return [a / b for a, b in self.rounds(name, reference)]
 
     def rounds(self, name: str, other: str) -> list[tuple[float, float]]:
         """The samples of two contenders, round by round; none if one of them is missing."""
@@ -95,6 +114,14 @@ class Comparison:
         if name not in samples or other not in samples:
             return []
         return list(zip(samples[name], samples[other], strict=True))
+
+
+def _skipped_at_either_end(num_rounds: int) -> int | None:
+    """How many of some sorted samples the interval of their median leaves out on each side."""
+    beyond, skipped = 0.0, -1
+    while (beyond := beyond + math.comb(num_rounds, skipped + 1) / 2**num_rounds) <= OUTSIDE / 2:
+        skipped += 1
+    return None if skipped < 0 else skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +132,13 @@ class Figure:
         name: What it is.
         value: How much.
         unit: Of what.
+        interval: Where it lies with 95 % confidence; None if that is not known.
     """
 
     name: str
     value: float
     unit: str
+    interval: tuple[float, float] | None = None
 
 
 def compare(
@@ -218,14 +247,27 @@ def _casting(workload: Workload, settings: Settings) -> Run:
     return run
 
 
+_PAIRS = (
+    (NATIVE, AMP_FX),
+    (NATIVE, UNCACHED),
+    (NATIVE_FROZEN, AMP_FX),
+    (LIMIT_FROZEN, AMP_FX),
+)
+
+
 def _speedup_figures(comparison: Comparison) -> list[Figure]:
-    """The headline, to a digit more than the table has, and beside it what the cache does to it."""
-    speedups = {name: comparison.paired_ratio(NATIVE, name) for name in (AMP_FX, UNCACHED)}
-    return [
-        Figure(f"{comparison.workload}: {NATIVE} / {name}, round by round", speedup, "times")
-        for name, speedup in speedups.items()
-        if speedup is not None
-    ]
+    """The headline, how sure it is, and beside it what the cache does to it."""
+    figures = (paired_figure(comparison, *pair) for pair in _PAIRS)
+    return [figure for figure in figures if figure is not None]
+
+
+def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure | None:
+    """One contender's time by that of another, round by round; None if one is missing."""
+    ratio = comparison.paired_ratio(name, reference)
+    if ratio is None:
+        return None
+    what = f"{comparison.workload}: {name} / {reference}, round by round"
+    return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
 
 
 def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:

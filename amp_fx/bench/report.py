@@ -93,7 +93,7 @@ def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> 
     """One table or one line."""
     if isinstance(outcome, Figure):
         value = three_digits(outcome.value)
-        line = f"{case}: {outcome.name}: {value} {outcome.unit}"
+        line = f"{case}: {outcome.name}: {value} {outcome.unit}{_interval(outcome)}"
         console.print(line, markup=False, soft_wrap=True)
         return
     console.print(comparison_table(case, outcome))
@@ -103,6 +103,13 @@ def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> 
         console.print(
             f"{outcome.num_recompiled} graphs were compiled while timing: do not trust this"
         )
+
+
+def _interval(figure: Figure) -> str:
+    if figure.interval is None:
+        return ""
+    low, high = map(three_digits, figure.interval)
+    return f" ({low} to {high} with 95 % confidence)"
 
 
 def print_footer(console: Console, report: Report) -> None:

@@ -230,9 +230,20 @@ def nesting() -> int:
 def in_disabled_region() -> bool:
     """Whether the thread is in regions, of which none is on: full precision was asked for.
 
-    No device is on either where no region is, but there a graph may be one of its own.
+    No device is on either where no region is, but there a graph may be one of its own. Guards call
+    this before each call of compiled code.
     """
-    return nesting() > 0 and not any(map(torch.is_autocast_enabled, autocast_device_types()))
+    return nesting() > 0 and not _is_any_enabled()
+
+
+def _is_any_enabled() -> bool:
+    """Whether autocast is on for any device.
+
+    ``torch._C._is_any_autocast_enabled`` is quick but does not ask for all: MPS is left out.
+    """
+    if torch._C._is_any_autocast_enabled():
+        return True
+    return any(map(torch.is_autocast_enabled, autocast_device_types()))
 
 
 @contextlib.contextmanager

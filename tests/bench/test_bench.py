@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -118,6 +119,30 @@ def test_a_paired_ratio_compares_samples_of_the_same_round() -> None:
     assert comparison.paired_ratio(NATIVE, AMP_FX) == 2.0
     assert comparison.ratio(NATIVE, AMP_FX) == 4.0
     assert comparison.paired_ratio(NATIVE, UNCACHED) is None
+
+
+@pytest.mark.parametrize("num_rounds", [6, 7, 12, 20, 61])
+def test_the_interval_of_a_paired_ratio_holds_the_median_as_often_as_it_says(
+    num_rounds: int,
+) -> None:
+    """Of rounds drawn from a skewed spread whose median is 1."""
+    rng = random.Random(num_rounds)
+    held = 0
+    for _ in range(1000):
+        ours = Timing(tuple(rng.lognormvariate(0.0, 0.3) for _ in range(num_rounds)))
+        native = Timing((1.0,) * num_rounds)
+        comparison = Comparison("w", (Measured(AMP_FX, ours), Measured(NATIVE, native)))
+        interval = comparison.paired_interval(AMP_FX, NATIVE)
+        assert interval is not None
+        held += interval[0] <= 1 <= interval[1]
+    assert 930 <= held <= 995
+
+
+def test_a_few_rounds_give_no_interval() -> None:
+    timing = Timing((1.0,) * 5)
+    comparison = Comparison("w", (Measured(AMP_FX, timing), Measured(NATIVE, timing)))
+    assert comparison.paired_interval(AMP_FX, NATIVE) is None
+    assert comparison.paired_interval(AMP_FX, UNCACHED) is None
 
 
 def test_each_compiled_contender_compiles_once_and_before_the_timing(

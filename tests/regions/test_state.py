@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.regions.policy_codes import CARRIERS
-from amp_fx.regions.state import AutocastState, autocast_device_types, no_autocast
+from amp_fx.regions.state import (
+    AutocastState,
+    autocast_device_types,
+    in_disabled_region,
+    no_autocast,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +113,19 @@ def test_every_device_that_torch_can_autocast_is_known() -> None:
             if torch.amp.is_autocast_available(name):
                 available.add(name)
     assert {*autocast_device_types(), *CARRIERS} == available
+
+
+@pytest.mark.parametrize("device_type", autocast_device_types())
+def test_no_region_is_taken_for_a_disabled_one_because_of_its_device(device_type: str) -> None:
+    """``torch._C._is_any_autocast_enabled`` alone would take MPS for off."""
+    with AutocastState.ambient().turned(device_type, enabled=False).applied():
+        torch.autocast_increment_nesting()
+        try:
+            assert in_disabled_region()
+            torch.set_autocast_enabled(device_type, True)
+            assert not in_disabled_region()
+        finally:
+            torch.autocast_decrement_nesting()
 
 
 def test_no_autocast_turns_all_off_and_regions_inside_on_again() -> None:

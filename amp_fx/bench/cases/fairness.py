@@ -9,13 +9,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from amp_fx.bench.cases import mlp
-from amp_fx.bench.compare import Figure, compare
+from amp_fx.bench.compare import compare, paired_figure
 from amp_fx.bench.contenders import BY_NAME, NATIVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.bench.compare import Comparison, Watch
+    from amp_fx.bench.compare import Comparison, Figure, Watch
     from amp_fx.bench.settings import Settings
 
 TWIN = dataclasses.replace(BY_NAME[NATIVE], name=f"{NATIVE}-twin")
@@ -28,6 +28,6 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     workload = next(mlp.train_workloads(settings))
     comparison, _ = compare(workload, settings, watch, (BY_NAME[NATIVE], TWIN))
     yield comparison
-    ratio = comparison.paired_ratio(NATIVE, TWIN.name)
-    if ratio is not None:
-        yield Figure(f"{NATIVE} / {TWIN.name}, round by round", ratio, "times")
+    figure = paired_figure(comparison, NATIVE, TWIN.name)
+    if figure is not None:
+        yield figure
