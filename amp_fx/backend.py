@@ -44,7 +44,6 @@ from amp_fx.regions.state import (
 from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record_graph
 from amp_fx.transforms import watch_transforms
-from amp_fx.weights.first_call import CompiledLater, with_casts_inside
 from amp_fx.weights.kept_inputs import (
     example_copies,
     has_aliases,
@@ -56,6 +55,13 @@ from amp_fx.weights.kept_inputs import (
 )
 from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
+from amp_fx.weights.variants import (
+    CompiledLater,
+    TwoVariants,
+    canary_of,
+    slots_inside,
+    with_casts_inside,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -409,14 +415,17 @@ def _compile_with_plan(
     options: Options,
     passes: Sequence[Pass],
 ) -> Callable[..., Any]:
-    """Compiles a graph that takes kept copies, or the variant for a first call, and it later."""
-    if not plan.inside or options.compiler == "eager":
+    """Compiles a graph that takes kept copies, or the variant that casts, and that one later."""
+    inside = () if plan.specs or not has_aliases() else slots_inside(gm, plan.passed)
+    if not inside or options.compiler == "eager":
         return plan.wrap(_compile_or_run_eagerly(gm, example_inputs, options))
-    inside = {len(plan.passed) + i for i in plan.inside}
-    outside = [value for i, value in enumerate(example_inputs) if i not in inside]
-    casting = with_casts_inside(gm, plan.inside, plan.passed)
+    left_out = {len(plan.passed) + i for i in inside}
+    outside = [value for i, value in enumerate(example_inputs) if i not in left_out]
+    casting = with_casts_inside(gm, inside, plan.passed)
+    canary = canary_of(gm, plan, inside)
     first = _compile_or_run_eagerly(casting, outside, options)
-    return plan.wrap_two(_later(gm, options, passes), first)
+    taking = _later(gm, options, passes)
+    return TwoVariants(plan, inside, canary, first, taking)
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:

@@ -25,13 +25,13 @@ from amp_fx.inner import (
 )
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine
-from amp_fx.weights.first_call import is_dynamic, without_kept_inputs
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
 from amp_fx.weights.frozen_on_accelerator import FrozenOnAccelerator
 from amp_fx.weights.kept_copies import making_copies
 from amp_fx.weights.kept_inputs import is_pure, keepable_weights
 from amp_fx.weights.stored_low import stored_tensors
+from amp_fx.weights.variants import is_dynamic, without_kept_inputs
 from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:

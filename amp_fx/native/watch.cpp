@@ -252,15 +252,13 @@ struct Copy {
   char is_distrusted; // written where nothing sees it: made again for every call
   char is_suspect; // a sample differed
   char is_sampled;
-  char is_hollow; // its memory was given back: it is about to be replaced
   at::ScalarType source_type, low_type;
   uint8_t source_size, low_size; // bytes of an element
   const char* low_data;
   int64_t numel;
   int64_t canary_at;
   uint64_t canary;
-  uint64_t writes_at_start; // the record's, when a call last cast the weight itself
-  long long hits, refreshes, hits_at_start;
+  long long hits, refreshes;
 };
 
 const at::Tensor& low_of(const Copy* copy) {
@@ -276,7 +274,6 @@ uint64_t bits_at(const char* data, int64_t index, size_t size) {
 void set_low(Copy* copy, PyObject* low) {
   PyObject* old = copy->low;
   copy->low = low;
-  copy->is_hollow = 0;
   copy->low_data = static_cast<const char*>(low_of(copy).const_data_ptr());
   Py_XDECREF(old);
 }
@@ -558,7 +555,6 @@ struct Look {
   std::vector<Py_ssize_t>* passed;
   std::vector<Place>* places; // one graph may serve many layers, each with its own weights
   char is_pure, samples;
-  char num_unused; // first calls in a row whose casts no later call took
   char found_mismatch;
   uint64_t random;
 };
@@ -764,7 +760,7 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
   std::vector<at::Tensor> lows, sources;
   for (auto& item : stale) {
     const at::Tensor& low = low_of(item.copy);
-    const bool is_kept = !makes_new && !item.copy->is_hollow && !is_in_use(item.copy);
+    const bool is_kept = !makes_new && !is_in_use(item.copy);
     lows.push_back(is_kept ? low : at::empty_strided(low.sizes(), low.strides(), low.options()));
     sources.push_back(item.source);
   }
@@ -785,106 +781,10 @@ void make_again(std::vector<Stale>& stale, bool makes_new) {
   }
 }
 
-PyObject* look_knows(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(find_place(reinterpret_cast<Look*>(self), args) != nullptr);
-  END_HANDLE_TH_ERRORS
-}
-
 void watch_again(const Place& place) {
   for (Copy* copy : place.copies) {
     watch_again(copy);
   }
-}
-
-void give_memory_back(Copy* copy) {
-  copy->seen = 0;
-  if (!copy->is_hollow && !is_in_use(copy)) {
-    StorageImpl* storage = low_of(copy).storage().unsafeGetStorageImpl();
-    storage->set_data_ptr_noswap(c10::DataPtr(nullptr, storage->device()));
-    storage->set_nbytes(0);
-    copy->is_hollow = 1;
-  }
-}
-
-// start(args, inside) -> (inputs, ((copy, writes, version), ...)) for a call that casts the
-// weights at the positions `inside` itself, and hands the casts to `adopt`; None unless all of
-// them are stale, and nothing else is. The second is empty where the casts are not wanted: each
-// update is followed by one call, and would only take memory until the next.
-constexpr int max_unused = 2;
-PyObject* look_start(PyObject* self, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *args = nullptr, *inside = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &args, &PyTuple_Type, &inside)) {
-    return nullptr;
-  }
-  auto* look = reinterpret_cast<Look*>(self);
-  Place* place = find_place(look, args);
-  if (place == nullptr) {
-    Py_RETURN_NONE;
-  }
-  watch_again(*place);
-  const Py_ssize_t count = PyTuple_GET_SIZE(inside);
-  std::vector<bool> is_inside(place->copies.size());
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    is_inside[PyLong_AsSsize_t(PyTuple_GET_ITEM(inside, i))] = true;
-  }
-  bool was_used = false;
-  for (size_t i = 0; i < is_inside.size(); ++i) {
-    Copy* copy = place->copies[i];
-    was_used = was_used || copy->hits > copy->hits_at_start ||
-        copy->writes_at_start == (*copy->record)->writes;
-    copy->hits_at_start = copy->hits;
-    copy->writes_at_start = (*copy->record)->writes;
-    if (copy->is_alias && copy->seen != (*copy->record)->writes) {
-      copy->seen = (*copy->record)->writes;
-    }
-    if (is_inside[i] == is_fresh(copy, source_at(look, args, i))) {
-      Py_RETURN_NONE;
-    }
-  }
-  look->num_unused = was_used ? 0 : std::min(look->num_unused + 1, 100);
-  PyObject* ticket = PyTuple_New(look->num_unused > max_unused ? 0 : count);
-  for (Py_ssize_t k = 0; ticket != nullptr && k < count; ++k) {
-    const size_t i = PyLong_AsSsize_t(PyTuple_GET_ITEM(inside, k));
-    Copy* copy = place->copies[i];
-    give_memory_back(copy);
-    if (PyTuple_GET_SIZE(ticket) == 0) {
-      continue;
-    }
-    const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
-    const auto version = static_cast<long long>(version_of(source_at(look, args, i)));
-    PyTuple_SET_ITEM(ticket, k, Py_BuildValue("OKL", copy, writes, version));
-  }
-  PyObject* inputs = inputs_of(look, *place, args, &is_inside);
-  return Py_BuildValue("NN", inputs, ticket);
-  END_HANDLE_TH_ERRORS
-}
-
-// adopt(ticket, lows): the casts that such a call made are the copies from here on.
-PyObject* look_adopt(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *ticket = nullptr, *lows = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &ticket, &PyTuple_Type, &lows)) {
-    return nullptr;
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ticket); ++i) {
-    Copy* copy = nullptr;
-    unsigned long long writes = 0;
-    long long version = 0;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(ticket, i), "OKL", &copy, &writes, &version)) {
-      return nullptr;
-    }
-    PyObject* low = PyTuple_GET_ITEM(lows, i);
-    const at::Tensor& made = THPVariable_Unpack(low);
-    if (copy->low == nullptr || made.strides() != low_of(copy).strides()) {
-      continue; // dropped meanwhile, or laid out as no other graph expects it
-    }
-    set_low(copy, Py_NewRef(low));
-    note_made(copy, writes, version);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 // refresh(args, may_arm, makes_new) -> (inputs, number made) | None where the place is not known.
@@ -1024,9 +924,6 @@ PyMethodDef look_methods[] = {
     {"begin", look_begin, METH_NOARGS, "What a successful enter does besides."},
     {"leave", look_leave, METH_NOARGS, "Ends what enter or begin began."},
     {"refresh", look_refresh, METH_VARARGS, "Makes stale copies again."},
-    {"knows", look_knows, METH_O, "Whether weights lie where a call's did."},
-    {"start", look_start, METH_VARARGS, "Begins a call that casts weights itself."},
-    {"adopt", look_adopt, METH_VARARGS, "Takes its casts for copies."},
     {"remember", look_remember, METH_O, "Takes the copies of a new place."},
     {"forget", look_forget, METH_NOARGS, "Knows no place any more."},
     {nullptr, nullptr, 0, nullptr}};
@@ -1068,7 +965,7 @@ PyObject* begin_step(PyObject*, PyObject* arguments) {
     }
     if (copy->is_alias) {
       lows.push_back(Py_NewRef(Py_None));
-    } else if (makes_new || copy->is_hollow || is_in_use(copy)) {
+    } else if (makes_new || is_in_use(copy)) {
       const at::Tensor& low = low_of(copy);
       lows.push_back(
           THPVariable_Wrap(at::empty_strided(low.sizes(), low.strides(), low.options())));

@@ -6,12 +6,9 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.device_sample import DeviceSample
 from amp_fx.weights.engine import engine
-from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, making_copies, same_bits
 from amp_fx.weights.spread import spreading, with_parts
 from amp_fx.weights.stream_order import accelerator_devices
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.weights.first_call import CompiledLater
     from amp_fx.weights.kept_cast import Slot
 
 log = logging.getLogger(__name__)
@@ -44,7 +40,6 @@ class Plan:
         verify: ``"sample"``, ``"full"`` or ``"off"``: how much of the copies each call compares
             with the weights.
         on_accelerator: Whether any weight is on a device that has streams.
-        inside: Which slots a first call casts itself (``first_call``).
         num_inputs: Number of inputs that Dynamo gives.
         specs: For the slots whose weights are DTensors, by position, how their copies lie.
     """
@@ -58,7 +53,6 @@ class Plan:
         is_pure: bool,
         verify: str,
         on_accelerator: bool = False,
-        inside: Sequence[int] = (),
         num_inputs: int = 0,
         specs: Mapping[int, Any] | None = None,
     ) -> None:
@@ -75,7 +69,6 @@ class Plan:
         self.is_pure = is_pure
         self.verify = verify
         self.on_accelerator = on_accelerator
-        self.inside = tuple(inside)
         self.devices: tuple[torch.device, ...] = ()
         self.look = self._new_look(self.slots, self.passed)
         self.device_sample: DeviceSample | None = None
@@ -87,6 +80,16 @@ class Plan:
         sources = tuple(slot.source_index for slot in slots)
         return engine().Look(sources, tuple(passed), self.is_pure, self.verify == "sample")
 
+    def of(self, slots: Sequence[Slot]) -> Plan:
+        """The plan of a graph that takes the same inputs and other copies."""
+        return Plan(
+            slots,
+            owner=self.owner,
+            passed=self.passed,
+            is_pure=self.is_pure,
+            verify=self.verify,
+        )
+
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows.
 
@@ -94,77 +97,14 @@ class Plan:
             compiled: Takes the inputs that are passed, and the copies.
         """
         wrap = self._wrap_on_accelerator if self.on_accelerator else self._wrap
-        return with_parts(self.spread, self._verifying(wrap(spreading(self.specs, compiled))))
+        return with_parts(self.spread, self.verifying(wrap(spreading(self.specs, compiled))))
 
-    def wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a graph in two variants.
-
-        Args:
-            compiled: Takes the inputs that are passed, and the copies.
-            first: For a first call after weights were written: it casts some itself.
-        """
-        return self._verifying(self._wrap_two(compiled, first))
-
-    def _verifying(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def verifying(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that compares all copies first, where that was asked for."""
         return self._wrap_verified(call) if self.verify == "full" else call
 
-    def _wrap_two(self, compiled: CompiledLater, first: Callable[..., Any]) -> Callable[..., Any]:
-        enter, leave, adopt = self.look.enter, self.look.leave, self.look.adopt
-        prepare_first = self._prepare_first
-        num_casts = len(self.inside)
-
-        def call(*args: Any) -> Any:
-            inputs, ticket = enter(args), None
-            if inputs is None:
-                inputs, ticket = prepare_first(args)
-            if ticket is None and not compiled.is_ready and not self._may_compile(args):
-                inputs, ticket = self._without_inside(inputs), ()
-            try:
-                outputs = compiled(*inputs) if ticket is None else first(*inputs)
-            finally:
-                leave()  # which takes its own reads of the weights for what they are
-            if ticket is None:
-                return outputs
-            if ticket:
-                with CACHE.exclusive():
-                    adopt(ticket, tuple(outputs[-num_casts:]))
-            return outputs[:-num_casts]
-
-        return call
-
-    def _may_compile(self, args: tuple[Any, ...]) -> bool:
-        """Whether compiling disturbs no other thread, nor Dynamo's ``DDPOptimizer``.
-
-        That calls with fake tensors what it has compiled, to learn of its outputs, and counts
-        how often AOTAutograd is called.
-        """
-        return is_alone() and not any(isinstance(a, FakeTensor) for a in args)
-
-    def _without_inside(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs of a first call, from those of another."""
-        inside = {len(self.passed) + i for i in self.inside}
-        return tuple(value for i, value in enumerate(inputs) if i not in inside)
-
-    def _prepare_first(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """The inputs of a call, and what makes it a first one; it begins with that."""
-        with CACHE.exclusive() as is_first, making_copies():
-            started = self._start(args) if is_first else None
-            if started is not None:
-                self.look.begin()
-                return started  # type: ignore[no-any-return]
-        return self._prepare(args), None
-
-    def _start(self, args: tuple[Any, ...]) -> Any:
-        if self.look.found_mismatch or not may_watch():
-            return None
-        started = self.look.start(args, self.inside)
-        if started is None and not self.look.knows(args):
-            self._remember(args)
-            started = self.look.start(args, self.inside)
-        return started
-
     def _wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        enter, leave, prepare = self.look.enter, self.look.leave, self._prepare
+        enter, leave, prepare = self.look.enter, self.look.leave, self.prepare
 
         def call(*args: Any) -> Any:
             inputs = enter(args)
@@ -179,7 +119,7 @@ class Plan:
 
     def _wrap_on_accelerator(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """With the order of streams, and captures that cast for themselves."""
-        enter, leave, prepare = self.look.enter, self.look.leave, self._prepare
+        enter, leave, prepare = self.look.enter, self.look.leave, self.prepare
         indices = [slot.source_index for slot in self.slots]
         num_passed = len(self.passed)
 
@@ -219,7 +159,7 @@ class Plan:
 
         return call_verified
 
-    def _prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def prepare(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs of a call where something is stale or new; the call begins with it."""
         if self.look.found_mismatch:
             self._investigate([args[slot.source_index] for slot in self.slots])

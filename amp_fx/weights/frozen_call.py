@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.cast_plan import ADVICE, warn_of_unseen_write
 from amp_fx.weights.engine import engine
-from amp_fx.weights.first_call import is_alone
 from amp_fx.weights.kept_copies import CACHE, described, making_copies
 from amp_fx.weights.kept_values import Values
 from amp_fx.weights.recipes import sources_of
 from amp_fx.weights.shared_values import num_bytes_of, others_of
+from amp_fx.weights.variants import is_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -55,6 +55,28 @@ class KeptCopy:
         return self.copy.low  # type: ignore[no-any-return]
 
 
+class Uses:
+    """Whether calls take copies that are made again and again.
+
+    Args:
+        most_unused: How often in a row a copy may be asked about that no call took in between.
+    """
+
+    def __init__(self, most_unused: int) -> None:
+        self._most_unused = most_unused
+        self._seen: weakref.WeakKeyDictionary[KeptCopy, tuple[int, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def is_used(self, kept: KeptCopy) -> bool:
+        """Whether a copy is worth making again; to be asked once each time that it could be."""
+        hits, num_unused = self._seen.get(kept, (-1, 0))
+        now = kept.copy.hits
+        num_unused = num_unused + 1 if hits == now else 0
+        self._seen[kept] = now, num_unused
+        return num_unused <= self._most_unused
+
+
 class WeightCache:
     """All copies of the process.
 

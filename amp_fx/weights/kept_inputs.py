@@ -18,7 +18,6 @@ from amp_fx.graphs.values import is_written, value_of
 from amp_fx.weights import python_watch
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.engine import engine
-from amp_fx.weights.first_call import slots_inside
 from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
 from amp_fx.weights.spread import is_spread, part_of, spec_like, spread_as
 from amp_fx.weights.write_signals import DEVICES
@@ -127,7 +126,6 @@ def plan_kept_casts(
         is_pure=is_pure(gm.graph),
         verify=verify_level(verify),
         on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
-        inside=slots_inside(gm) if has_aliases() and not specs else (),
         num_inputs=len(example_inputs),
         specs=specs,
     )

@@ -269,14 +269,6 @@ class Look:
         _make_again(list(stale.values()), makes_new)
         return self._inputs(copies, args), len(stale)
 
-    def knows(self, args: tuple[Any, ...]) -> bool:
-        """Whether weights lie where a call's did."""
-        return self._find(args) is not None
-
-    def start(self, args: tuple[Any, ...], inside: tuple[int, ...]) -> Any:  # noqa: ARG002
-        """Begins a call that casts weights itself: not here."""
-        return None
-
     def remember(self, copies: tuple[Copy, ...]) -> None:
         """Takes the copies of a new place."""
         alive = [p for p in self.places if p != copies and all(c.low is not None for c in p)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -30,6 +30,13 @@ def is_spread(value: Any) -> bool:
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's part in this process, in the same memory; any other tensor as it is."""
     return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def parts_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``part_of`` for many."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = module and module.DTensor
+    return [t._local_tensor if type(t) is kind else t for t in tensors]  # type: ignore[attr-defined]
 
 
 def spec_like(weight: torch.Tensor, dtype: torch.dtype) -> Any:

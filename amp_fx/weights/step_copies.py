@@ -14,11 +14,10 @@ copies are made again by the next call.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE, KeptCopy, making_copies
+from amp_fx.weights.kept_copies import CACHE, Uses, making_copies
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import torch
+
+    from amp_fx.weights.kept_copies import KeptCopy
 
 MOST_UNUSED = 8
 """Steps in a row after which a copy that no call took is written no more."""
@@ -47,9 +48,7 @@ class StepCopies:
     """The copies that one optimizer's steps write."""
 
     def __init__(self) -> None:
-        self._uses: weakref.WeakKeyDictionary[KeptCopy, tuple[int, int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._uses = Uses(MOST_UNUSED)
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
@@ -87,16 +86,8 @@ class StepCopies:
             and kept.source() is weight
             and not kept.copy.is_distrusted
             and kept.copy.lies_where(weight)
-            and self._is_used(kept)
+            and self._uses.is_used(kept)
         ]
-
-    def _is_used(self, kept: KeptCopy) -> bool:
-        """Whether calls take a copy that steps write."""
-        hits, num_unused = self._uses.get(kept, (-1, 0))
-        now = kept.copy.hits
-        num_unused = num_unused + 1 if hits == now else 0
-        self._uses[kept] = now, num_unused
-        return num_unused <= MOST_UNUSED
 
 
 def _targets(

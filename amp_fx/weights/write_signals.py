@@ -39,7 +39,7 @@ from amp_fx.weights import python_watch
 from amp_fx.weights.engine import engine
 from amp_fx.weights.managed import is_managed
 from amp_fx.weights.python_watch import other_threads_wait
-from amp_fx.weights.spread import part_of
+from amp_fx.weights.spread import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -121,7 +121,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
     """Takes all weights of an optimizer for written."""
     if torch.compiler.is_compiling():
         return  # a compiled step writes through pointers that its kernels ask for
-    weights = [part_of(p) for group in optimizer.param_groups for p in group["params"]]
+    weights = parts_of([p for group in optimizer.param_groups for p in group["params"]])
     engine().mark(weights)
     if is_capturing({weight.device for weight in weights}):
         for weight in weights:

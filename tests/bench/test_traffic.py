@@ -33,13 +33,13 @@ def _unpatched() -> Any:
     """What counting replaces is back afterwards."""
     from torch._inductor import compile_fx, scheduler
 
-    from amp_fx.weights import cast_plan, kept_inputs
+    from amp_fx.weights import cast_plan, kept_inputs, variants
 
     places: list[tuple[Any, str]] = [
         (compile_fx, "compile_fx_inner"),
         (scheduler.Scheduler, "codegen"),
         (cast_plan.Plan, "wrap"),
-        (cast_plan.Plan, "wrap_two"),
+        (variants.TwoVariants, "__call__"),
         (kept_inputs, "_is_weight"),
     ]
     before = [getattr(place, name) for place, name in places]

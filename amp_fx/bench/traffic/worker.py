@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import sys
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,34 +166,33 @@ class _Kept:
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
         """Has plans cast on every call, and take fake parameters for weights."""
-        from amp_fx.weights import cast_plan, kept_inputs
+        from amp_fx.weights import cast_plan, kept_inputs, variants
 
         plan: Any = cast_plan.Plan
+        two: Any = variants.TwoVariants
         is_weight = kept_inputs._is_weight
-        wrap, wrap_two = plan.wrap, plan.wrap_two
+        wrap, call_two = plan.wrap, two.__call__
+
+        cast_once: weakref.WeakSet[Any] = weakref.WeakSet()
 
         def wrap_casting(this: Any, compiled: Any) -> Any:
             return lambda *args: compiled(*self._cast(this, args, ()))
 
-        def wrap_two_casting(this: Any, compiled: Any, first: Any) -> Any:
-            num_calls = itertools.count()
-
-            def call(*args: Any) -> Any:
-                if next(num_calls):
-                    return compiled(*self._cast(this, args, ()))
-                return first(*self._cast(this, args, this.inside))[: -len(this.inside)]
-
-            return call
+        def call_one_of_two(this: Any, *args: Any) -> Any:
+            if this in cast_once:
+                return this.taking(*self._cast(this.keeping, args, ()))
+            cast_once.add(this)
+            return this.casting(*self._cast(this.keeping, args, this.inside))
 
         def is_fake_weight(node: Any, example: Any) -> bool:
             return isinstance(example, torch.nn.Parameter) or is_weight(node, example)
 
-        plan.wrap, plan.wrap_two = wrap_casting, wrap_two_casting
+        plan.wrap, two.__call__ = wrap_casting, call_one_of_two
         kept_inputs._is_weight = is_fake_weight
         try:
             yield
         finally:
-            plan.wrap, plan.wrap_two = wrap, wrap_two
+            plan.wrap, two.__call__ = wrap, call_two
             kept_inputs._is_weight = is_weight
 
     def _cast(self, plan: Any, args: tuple[Any, ...], inside: Sequence[int]) -> list[Any]:
