@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from amp_fx import weight_cache
 from amp_fx.bench.contenders import (
     AMP_FX,
+    LEAN,
+    LIMIT,
     LIMIT_FROZEN,
     NATIVE,
     NATIVE_FROZEN,
@@ -252,6 +254,8 @@ _PAIRS = (
     (NATIVE, UNCACHED),
     (NATIVE_FROZEN, AMP_FX),
     (LIMIT_FROZEN, AMP_FX),
+    (NATIVE, LEAN),
+    (LIMIT, LEAN),
 )
 
 

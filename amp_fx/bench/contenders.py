@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
+LEAN = "amp_fx-lean"
 SEED = 0
 LEARNING_RATE = 1e-5
 MICRO_BATCHES = (1, 4, 16)
@@ -70,6 +71,7 @@ class Contender:
         is_amp_fx: Whether amp_fx compiles it.
         options: What amp_fx is told besides, by name.
         is_for_inference: Whether there is no backward of it.
+        is_for_training: Whether only that is of interest.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Contender:
     is_amp_fx: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     is_for_inference: bool = False
+    is_for_training: bool = False
 
     @property
     def is_low(self) -> bool:
@@ -125,6 +128,14 @@ CONTENDERS = (
         is_amp_fx=True,
         options=(("weight_cache", False),),
     ),
+    Contender(
+        LEAN,
+        "amp_fx with the lean preset: a low residual stream, float32 gradients of weights",
+        is_compiled=True,
+        is_amp_fx=True,
+        options=(("policy", "lean"),),
+        is_for_training=True,
+    ),
     Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
     Contender(
         LIMIT_FROZEN,
@@ -140,13 +151,15 @@ BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
-    """Who takes part: freezing is inductor's and knows no backward."""
-    is_inference = workload.micro_batches == 0 and settings.compiler == "inductor"
-    return [
-        contender
+    """Who takes part: freezing is inductor's and knows no backward, and lean is for it."""
+    is_frozen = workload.micro_batches == 0 and settings.compiler == "inductor"
+    left_out = {
+        contender.name
         for contender in CONTENDERS
-        if settings.takes_part(contender.name) and (is_inference or not contender.is_for_inference)
-    ]
+        if (contender.is_for_inference and not is_frozen)
+        or (contender.is_for_training and not workload.micro_batches)
+    }
+    return [c for c in CONTENDERS if settings.takes_part(c.name) and c.name not in left_out]
 
 
 def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run:

@@ -108,7 +108,12 @@ def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueReco
 def first_lines(reason: str) -> str:
     """The first line of Dynamo's words and its explanation, as one line."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return " ".join([*lines[:1], *(x for x in lines[1:] if x.startswith("Explanation:"))])
+    said = [*lines[:1], *(x for x in lines[1:] if x.startswith("Explanation:"))]
+    return " ".join([*said, _RNN_ADVICE] if "RNN, GRU, or LSTM" in reason else said)
+
+
+_RNN_ADVICE = "torch._dynamo.config.allow_rnn = True has it capture them."
+"""What Dynamo does not say itself."""
 
 
 def _regions(seen: SeenGraph, device: str | None) -> tuple[str, ...]:

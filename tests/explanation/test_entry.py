@@ -421,3 +421,11 @@ def test_a_reason_says_what_every_cast_policy_means(policy: CastPolicy) -> None:
         lean = amp_fx.explain(nn.LayerNorm(4), policy="lean", device_type="cuda")
         [norm] = [n for n in lean(torch.ones(2, 4)).nodes if n.op == "aten.layer_norm"]
         assert norm.reason == f"layer_norm: lower_precision_io (cuda table), {effect}"
+
+
+def test_an_lstm_says_how_dynamo_captures_it() -> None:
+    lstm, x = nn.LSTM(4, 4), torch.ones(3, 2, 4)
+    with pytest.raises(ExplainError, match="allow_rnn = True"):
+        amp_fx.explain(lstm)(x)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert "lstm" in str(amp_fx.explain(lstm)(x)).lower()
