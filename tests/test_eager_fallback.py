@@ -16,7 +16,7 @@ from amp_fx import fallback
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
-from amp_fx.weights import cast_plan
+from amp_fx.weights import variants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,7 +175,7 @@ def test_the_next_graph_compiles(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cast_plan, "is_alone", lambda: False)  # nothing is compiled later
+    monkeypatch.setattr(variants, "is_alone", lambda: False)  # nothing is compiled later
     inject = Inject(1)
     with config.patch(post_grad_custom_pre_pass=inject):
         check_trains(model, x, "bare")

@@ -58,6 +58,7 @@ def trained(
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("left_out", ["", "frozen a", "a.bias"])
 @pytest.mark.parametrize("pattern", [[1, 1, 1, 1, 1], [3, 3], [1, 4, 1, 1, 1, 1, 2, 1]], ids=str)
+@pytest.mark.usefixtures("alone")
 def test_losses_and_gradients_are_those_without_kept_casts(
     compiler: str, pattern: list[int], left_out: str
 ) -> None:
@@ -67,6 +68,7 @@ def test_losses_and_gradients_are_those_without_kept_casts(
     assert_same(kept, plain)
 
 
+@pytest.mark.usefixtures("alone")
 def test_further_calls_of_an_update_cast_nothing() -> None:
     net = make_net()
     compiled = compile_amp_fx(net, compiler="aot_eager")
@@ -79,6 +81,7 @@ def test_further_calls_of_an_update_cast_nothing() -> None:
         optimizer.step()
 
 
+@pytest.mark.usefixtures("alone")
 def test_casts_that_no_second_call_takes_are_not_kept() -> None:
     weight_cache.clear()
     _, net = trained("aot_eager", [1] * 6, has_cache=True)
@@ -86,6 +89,7 @@ def test_casts_that_no_second_call_takes_are_not_kept() -> None:
     del net
 
 
+@pytest.mark.usefixtures("alone")
 def test_weights_whose_smallest_is_never_written_are_tried_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,6 +116,7 @@ def test_weights_whose_smallest_is_never_written_are_tried_ever_more_rarely(
     assert taken[0] > taken[1] >= taken[2] > 0
 
 
+@pytest.mark.usefixtures("alone")
 def test_they_are_kept_again_once_a_second_call_comes() -> None:
     net = make_net()
     compiled = compile_amp_fx(net, compiler="aot_eager")
@@ -139,11 +144,11 @@ def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_other_variant_is_compiled_when_a_call_finds_weights_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compilations = count_compilations(monkeypatch)
-    monkeypatch.setattr("amp_fx.weights.variants.is_alone", lambda: True)
     net = make_net()
     compiled = compile_amp_fx(net, compiler="aot_eager")
     for _ in range(3):
@@ -169,6 +174,7 @@ def test_frozen_weights_are_cast_once() -> None:
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.usefixtures("alone")
 def test_an_evaluation_between_updates_sees_each(num_calls: int) -> None:
     net, twin = make_net(), make_net()
     compiled, evaluated = compile_amp_fx(net, compiler="aot_eager"), EVAL.compile(net)
