@@ -45,8 +45,6 @@ class Workload:
         micro_batches: Backward passes for each update of the weights; 0 for inference.
         has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
             left, such as a key-value cache, and so are stored low.
-        is_fused: Whether AdamW is the fused one, for every contender; else it is what torch
-            chooses for the device.
     """
 
     name: str
@@ -54,7 +52,6 @@ class Workload:
     inputs: tuple[torch.Tensor, ...]
     micro_batches: int = 0
     has_low_inputs: bool = False
-    is_fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +177,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     region = functools.partial(region_of, contender, settings)
     if workload.micro_batches == 0:
         return _inference(call, inputs, region)
-    return _training(call, inputs, region, _optimizer(workload, model), workload.micro_batches)
+    return _training(call, inputs, region, _optimizer(model), workload.micro_batches)
 
 
 def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
@@ -228,9 +225,9 @@ def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _optimizer(workload: Workload, model: nn.Module) -> torch.optim.Optimizer:
-    fused = True if workload.is_fused else None  # None: torch chooses
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The fused AdamW, for every contender: on the CPU torch chooses the slowest by itself."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
 def _inference(

@@ -41,7 +41,6 @@ def train_workloads(settings: Settings) -> Iterator[Workload]:
             functools.partial(_loss, width, depth),
             (x, classes),
             micro_batches=micro_batches,
-            is_fused=True,
         )
 
 
