@@ -59,7 +59,7 @@ CASES = {
         mlp.train_workloads,
     ),
     "gpt-decode": _workloads("one token after a context, GPT-2 small", gpt.decode_workloads),
-    "gpt-train": _workloads("AdamW steps of 1, 4 and 16 micro-batches", gpt.train_workloads),
+    "gpt-train": _workloads("fused AdamW steps of 1, 4 and 16 micro-batches", gpt.train_workloads),
     "vit": _workloads("a small vision Transformer, inference and training", vit.workloads),
     "conv": _workloads("shaped like ResNet-18, inference and training", conv.workloads),
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", lstm.workloads),
