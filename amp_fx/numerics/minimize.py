@@ -115,12 +115,16 @@ class Minimizer(Generic[T]):
         return first + second
 
     def _shrunk(self, chosen: list[T]) -> list[T]:
-        """Without what can be left out, the least promising first."""
+        """Without what can be left out, the least promising first.
+
+        What is needed next to others need not be without them: until nothing changes any more.
+        """
+        before = len(chosen)
         for member in reversed(self._sorted(chosen)):
             fewer = [other for other in chosen if other != member]
             if self._asks(fewer):
                 chosen = fewer
-        return chosen
+        return chosen if len(chosen) == before else self._shrunk(chosen)
 
     def _merged(self, chosen: list[T]) -> list[T]:
         """With one member in the place of two, where that does."""
