@@ -16,6 +16,7 @@ from amp_fx.weights import element_sample, frozen_call, write_signals
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.kept_copies import CACHE
+from tests import needs
 from tests.weights.accelerator_like import CPU, Accelerator, accelerator_like
 from tests.weights.alarms import alarms
 from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, random, twin_of
@@ -70,18 +71,21 @@ def kept_values() -> list[Any]:
     ],
     ids=str,
 )
+@needs.FROZEN_GRAPHS
 def test_it_is_frozen_where_that_is_asked_for(options: dict[str, Any], is_frozen: bool) -> None:
     wanted = {"freezing": True, **options}
     parsed = Options.parse({name: v for name, v in wanted.items() if v is not None}, None)
     assert freezing.is_wanted(parsed, [inputs()]) == is_frozen
 
 
+@needs.FROZEN_GRAPHS
 def test_the_switch_of_inductor_asks_for_it() -> None:
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
         assert freezing.is_wanted(Options.parse({}, None), [inputs()])
         assert not freezing.is_wanted(Options.parse({"freezing": False}, None), [inputs()])
 
 
+@needs.FROZEN_GRAPHS
 def test_graphs_on_several_devices_are_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     options = Options.parse({"freezing": True}, None)
@@ -101,6 +105,7 @@ IN_PLACE = ["data_mul_", "data_replaced", "storage_copy_"]
 
 
 @torch.no_grad()
+@needs.FROZEN_GRAPHS
 def test_never_stale_after_writes() -> None:
     """Those that CUDA's kernels do unseen among them, one after the other."""
     net = make_net()
@@ -130,6 +135,7 @@ def test_never_stale(write: str) -> None:
 @pytest.mark.parametrize(
     "name", ["attention", pytest.param("convolutions", marks=pytest.mark.slow)]
 )
+@needs.FROZEN_GRAPHS
 def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
     check_made_again(name, FROZEN)
 
@@ -138,6 +144,7 @@ def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
 
 
 @torch.no_grad()
+@needs.FROZEN_GRAPHS
 def test_another_stream_waits_for_what_was_made_and_holds_it(accelerator: Accelerator) -> None:
     net = make_net()
     twin = twin_of(net)
@@ -155,6 +162,7 @@ def test_another_stream_waits_for_what_was_made_and_holds_it(accelerator: Accele
 
 
 @torch.no_grad()
+@needs.FROZEN_GRAPHS
 def test_what_another_stream_may_still_read_is_not_written(accelerator: Accelerator) -> None:
     net = make_net()
     compiled = FROZEN.compile(net)
@@ -208,6 +216,7 @@ def test_a_refresh_between_a_look_and_the_call_is_waited_for(
 
 @torch.no_grad()
 @pytest.mark.parametrize("verify", ["sample", "full"])
+@needs.FROZEN_GRAPHS
 def test_a_capture_makes_its_values_itself(accelerator: Accelerator, verify: str) -> None:
     net = make_net()
     twin = twin_of(net)

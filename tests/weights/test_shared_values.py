@@ -15,6 +15,7 @@ from amp_fx import weight_cache
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.weights import frozen_call, shared_values
 from amp_fx.weights.kept_copies import CACHE
+from tests import needs
 from tests.weights.nets import random, twin_of
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def test_after_a_write_no_graph_is_stale_and_nothing_is_kept_twice() -> None:
     assert kept()[0] == LOW_BYTES, "what is stale in the other graph is let go"
 
 
+@needs.FROZEN_GRAPHS
 def test_what_needs_no_packing_is_made_once() -> None:
     """The bias is cast for all batch sizes alike."""
     model = make_net()
@@ -93,6 +95,7 @@ def test_what_needs_no_packing_is_made_once() -> None:
     assert kept()[1] - before == 2, "two weights were packed, the bias was not cast again"
 
 
+@needs.FROZEN_GRAPHS
 def test_an_unknown_layout_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_values, "_is_laid_out_alike", lambda *_: False)
     model = make_net()
@@ -133,6 +136,7 @@ def test_models_share_nothing() -> None:
     assert kept()[0] == 2 * LOW_BYTES
 
 
+@needs.FROZEN_GRAPHS
 def test_values_go_with_the_last_graph() -> None:
     model = make_net()
     programs = [functools.partial(program, model) for program in (first, second)]
