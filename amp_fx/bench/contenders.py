@@ -148,15 +148,17 @@ BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
-    """Who takes part: freezing is inductor's and knows no backward, and lean is for it."""
-    is_frozen = workload.micro_batches == 0 and settings.compiler == "inductor"
-    left_out = {
-        contender.name
-        for contender in CONTENDERS
-        if (contender.is_for_inference and not is_frozen)
-        or (contender.is_for_training and not workload.micro_batches)
-    }
-    return [c for c in CONTENDERS if settings.takes_part(c.name) and c.name not in left_out]
+    """Who takes part."""
+    asked = [contender for contender in CONTENDERS if settings.takes_part(contender.name)]
+    return [contender for contender in asked if _is_for(contender, workload, settings)]
+
+
+def _is_for(contender: Contender, workload: Workload, settings: Settings) -> bool:
+    """Whether a contender is of interest: freezing is inductor's and knows no backward."""
+    if workload.micro_batches:
+        return not contender.is_for_inference
+    is_frozen = settings.compiler == "inductor"
+    return not contender.is_for_training and (is_frozen or not contender.is_for_inference)
 
 
 def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run:

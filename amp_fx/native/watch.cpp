@@ -638,16 +638,9 @@ bool samples_agree(Look* look, Place& place, PyObject* args) {
 }
 
 // What a graph is called with: the inputs that it is passed, and its copies but those left out.
-PyObject* inputs_of(
-    const Look* look,
-    const Place& place,
-    PyObject* args,
-    const std::vector<bool>* is_left_out = nullptr) {
-  const size_t num_left_out =
-      is_left_out == nullptr ? 0 : std::count(is_left_out->begin(), is_left_out->end(), true);
+PyObject* inputs_of(const Look* look, const Place& place, PyObject* args) {
   const size_t num_passed = look->passed->size();
-  PyObject* inputs =
-      PyTuple_New(static_cast<Py_ssize_t>(num_passed + place.copies.size() - num_left_out));
+  PyObject* inputs = PyTuple_New(static_cast<Py_ssize_t>(num_passed + place.copies.size()));
   if (inputs == nullptr) {
     return nullptr;
   }
@@ -655,10 +648,8 @@ PyObject* inputs_of(
   for (Py_ssize_t index : *look->passed) {
     PyTuple_SET_ITEM(inputs, position++, Py_NewRef(PyTuple_GET_ITEM(args, index)));
   }
-  for (size_t i = 0; i < place.copies.size(); ++i) {
-    if (is_left_out == nullptr || !(*is_left_out)[i]) {
-      PyTuple_SET_ITEM(inputs, position++, Py_NewRef(place.copies[i]->low));
-    }
+  for (const Copy* copy : place.copies) {
+    PyTuple_SET_ITEM(inputs, position++, Py_NewRef(copy->low));
   }
   return inputs;
 }

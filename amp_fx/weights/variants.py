@@ -240,7 +240,7 @@ class TwoVariants:
         outside = [slot for i, slot in enumerate(keeping.slots) if i not in self.inside]
         self._cast = keeping.of(outside).wrap(casting) if outside else self._given(casting)
         self._take = keeping.verifying(self._call_taking)
-        self._canary = _Canary(canary, keeping.owner)
+        self._canary = _Canary(canary, keeping)
         self._is_keeping = False
         self._uses = Uses(MOST_UNUSED)
         self._num_unchanged = 0
@@ -309,13 +309,13 @@ class _Canary:
 
     Args:
         slot: The alias.
-        owner: The name under which ``stats`` counts it.
+        plan: The kept casts of the graph that is called.
     """
 
-    def __init__(self, slot: Slot, owner: str) -> None:
-        self._slot, self._owner = slot, owner
-        self._look = engine().Look((slot.source_index,), (), True, False)
-        self.leave = self._look.leave  # takes the call's reads of weights for what they are
+    def __init__(self, slot: Slot, plan: Plan) -> None:
+        self._slot, self._owner = slot, plan.owner
+        self._look = engine().Look((slot.source_index,), (), plan.is_pure, False)
+        self.leave = self._look.leave  # takes a pure graph's reads of weights for what they are
 
     def enter(self, args: tuple[Any, ...]) -> bool:
         """Begins a call; whether no signal tells of a write since the last."""

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from amp_fx import backend, inner, weight_cache
+from amp_fx.weights.cast_plan import Plan
+from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.kept_copies import CACHE
 from amp_fx.weights.kept_inputs import has_aliases
-from amp_fx.weights.variants import CompiledLater
+from amp_fx.weights.variants import CompiledLater, TwoVariants
 from tests.weights.nets import (
     EVAL,
     SIZE,
@@ -218,3 +221,22 @@ def test_a_graph_of_symbolic_shapes_has_one_variant(monkeypatch: pytest.MonkeyPa
         net.a.weight.data.mul_(1.5)
         twin.a.weight.data.mul_(1.5)
     assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("is_pure", [True, False])
+def test_a_graph_that_writes_weights_does_not_take_that_for_its_reads(is_pure: bool) -> None:
+    """Kernels ask for a pointer whether they read or write; only pure graphs are known to read."""
+    net = make_net()
+    evaluated = compile_amp_fx(net, compiler="aot_eager", freezing=False)
+    with torch.no_grad():
+        evaluated(inputs())
+    weight = net.b.weight
+    copy = CACHE.copy_of(Slot(0, torch.bfloat16), weight, "a test")
+    assert copy.is_fresh(weight)
+    plan = Plan(
+        [Slot(0, torch.bfloat16)], owner="a test", passed=[0], is_pure=is_pure, verify="off"
+    )
+    canary = Slot(0, torch.float32, is_alias=True)
+    graph = TwoVariants(plan, [0], canary, torch.Tensor.data_ptr, CompiledLater(lambda _: id))
+    graph(weight)
+    assert copy.is_fresh(weight) == is_pure

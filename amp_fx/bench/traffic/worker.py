@@ -24,6 +24,7 @@ from amp_fx.bench.traffic.frozen import freezing
 from amp_fx.bench.traffic.models import CASES, TINY
 from amp_fx.bench.traffic.pretend import pretend_cuda
 from amp_fx.dtypes import as_dtype
+from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -168,11 +169,7 @@ class _Kept:
         """Has plans cast on every call, and take fake parameters for weights."""
         from amp_fx.weights import cast_plan, kept_inputs, variants
 
-        plan: Any = cast_plan.Plan
-        two: Any = variants.TwoVariants
         is_weight = kept_inputs._is_weight
-        wrap, call_two = plan.wrap, two.__call__
-
         cast_once: weakref.WeakSet[Any] = weakref.WeakSet()
 
         def wrap_casting(this: Any, compiled: Any) -> Any:
@@ -187,13 +184,12 @@ class _Kept:
         def is_fake_weight(node: Any, example: Any) -> bool:
             return isinstance(example, torch.nn.Parameter) or is_weight(node, example)
 
-        plan.wrap, two.__call__ = wrap_casting, call_one_of_two
-        kept_inputs._is_weight = is_fake_weight
-        try:
+        with replaced(
+            (cast_plan.Plan, "wrap", wrap_casting),
+            (variants.TwoVariants, "__call__", call_one_of_two),
+            (kept_inputs, "_is_weight", is_fake_weight),
+        ):
             yield
-        finally:
-            plan.wrap, two.__call__ = wrap, call_two
-            kept_inputs._is_weight = is_weight
 
     def _cast(self, plan: Any, args: tuple[Any, ...], inside: Sequence[int]) -> list[Any]:
         """The inputs of a call, but for the copies that the graph makes itself."""
