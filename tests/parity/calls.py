@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,21 @@ def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:
     return tree_map_only(torch.Tensor, cast, tree)
 
 
-def op_calls(op: Any, low_dtype: torch.dtype, *, exhaustive: bool) -> Iterator[Call]:
-    """Calls of an op: float32, low, and mixed inputs; as function, method and in place."""
+@functools.lru_cache(maxsize=4)
+def samples_of(name: str) -> tuple[Any, ...]:
+    """The samples of an op, for all combinations it is tested in; not to be written to."""
+    op = OPS[name]
     torch.manual_seed(SEED)
     try:
-        samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+        return tuple(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
     except Exception:  # noqa: BLE001, the op has no samples for the CPU build
+        return ()
+
+
+def op_calls(op: Any, low_dtype: torch.dtype, *, exhaustive: bool) -> Iterator[Call]:
+    """Calls of an op: float32, low, and mixed inputs; as function, method and in place."""
+    samples = samples_of(op.formatted_name)
+    if not samples:
         return
     picked = list(range(len(samples))) if exhaustive else sorted({0, len(samples) // 2})
     for i in picked:

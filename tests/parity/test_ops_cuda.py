@@ -4,7 +4,8 @@ AutocastCUDA's kernels are in every build of torch and act on fake CUDA tensors.
 are made once in eager autocast and once through amp_fx, both on fake tensors, and what reaches the
 kernels is compared: the ops below autocast, in order, with the dtypes of their inputs, and the
 dtypes of the outputs. Casts themselves are left out of the comparison. Numbers and the backward
-need a GPU.
+need a GPU. As on the CPU (``test_ops_cpu.py``) calls of one op are one program, which is taken
+call by call where it differs or breaks up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.parity.calls import OPS, Call, op_calls
 from tests.parity.oracle import Way
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.parity.oracle import Program
 
@@ -107,14 +108,17 @@ def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.d
     return made
 
 
-def check(call: Call, way: Way, dtype: torch.dtype) -> str | None:
-    """How amp_fx differs from eager autocast on one call; None if it does not."""
+def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
+    """How amp_fx differs from eager autocast on a program of calls; None if it does not."""
+    functions = tuple(call.function for call in calls)
 
-    def program(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = given
-        return call.function(*args, **kwargs)
+    def program(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        results = []
+        for function, (args, kwargs) in zip(functions, given, strict=True):
+            results.append(function(*args, **kwargs))
+        return results
 
-    args = (call.args, call.kwargs)
+    args = [(call.args, call.kwargs) for call in calls]
     expected = eager_trace(program, args, way, dtype)
     oracle.reset()
     try:
@@ -130,7 +134,8 @@ def check(call: Call, way: Way, dtype: torch.dtype) -> str | None:
         return None
     if actual == reference:
         return None
-    return f"{call.name}\n  expected {expected}\n  captured {reference}\n  got      {actual!r}"
+    names = ", ".join(call.name for call in calls)
+    return f"{names}\n  expected {expected}\n  captured {reference}\n  got      {actual!r}"
 
 
 def on_fake_cuda(call: Call) -> Call:
@@ -141,6 +146,15 @@ def on_fake_cuda(call: Call) -> Call:
 
     args, kwargs = tree_map_only(torch.Tensor, fake, (call.args, call.kwargs))
     return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def as_eager_runs_it(call: Call, way: Way, dtype: torch.dtype) -> Call | None:
+    """The call on fake CUDA tensors; None if it cannot be had, or eager code cannot make it."""
+    try:
+        fake = on_fake_cuda(call)
+    except Exception:  # noqa: BLE001, sparse tensors and the like
+        return None
+    return fake if can_run(fake, way, dtype) else None
 
 
 def can_run(call: Call, way: Way, dtype: torch.dtype) -> bool:
@@ -156,22 +170,16 @@ def can_run(call: Call, way: Way, dtype: torch.dtype) -> bool:
 
 def check_calls(calls: list[Call], way: Way, dtype: torch.dtype) -> None:
     """Fail with every call that differs."""
-    wrong, num_run = [], 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for call in calls:
-            try:
-                fake = on_fake_cuda(call)
-            except Exception:  # noqa: BLE001, sparse tensors and the like
-                continue
-            if not can_run(fake, way, dtype):
-                continue
-            num_run += 1
-            found = check(fake, way, dtype)
-            if found:
-                wrong.append(found)
-    if not num_run:
-        pytest.skip("eager autocast cannot run this op on fake CUDA tensors")
+        fakes = [fake for call in calls if (fake := as_eager_runs_it(call, way, dtype))]
+        if not fakes:
+            pytest.skip("eager autocast cannot run this op on fake CUDA tensors")
+        together = check(fakes, way, dtype)
+        if together is None and (len(fakes) == 1 or oracle.is_one_graph()):
+            return
+        wrong = [found for fake in fakes if (found := check([fake], way, dtype))]
     assert not wrong, "\n".join(wrong)
+    assert together is None, f"only all calls together differ: {together}"
 
 
 def listed_calls() -> Iterator[Call]:
