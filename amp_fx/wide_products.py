@@ -39,16 +39,18 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
-PRODUCT, BATCHED, CONVOLUTION, ATTENTION = "product", "batched", "convolution", "attention"
+PRODUCT, BATCHED = "product", "batched"
+CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 KINDS: Mapping[Any, str] = {
     aten.mm.default: PRODUCT,
     aten.addmm.default: PRODUCT,
     aten.bmm.default: BATCHED,
     aten.baddbmm.default: BATCHED,
     aten.convolution.default: CONVOLUTION,
-    aten.convolution_backward.default: CONVOLUTION,
+    aten.convolution_backward.default: CONVOLUTION_BACKWARD,
     aten._scaled_dot_product_flash_attention_for_cpu.default: ATTENTION,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION_BACKWARD,
 }
 """The ops that are widened, by the kind of kernel that they take."""
 
@@ -67,17 +69,17 @@ def widen_products(graph: fx.Graph, pays: Callable[[str, torch.dtype, int], bool
     Returns:
         How many were widened.
     """
-    casts: dict[fx.Node, fx.Node] = {}
     found = [node for node in graph.nodes if _is_widened(node, pays)]
     if found:
         _lower_rounded()
+    wide: dict[fx.Node, fx.Node] = {}
     for node in found:
         for source in node.all_input_nodes:
-            if _is_low_value(source.meta["val"]) and source not in casts:
-                casts[source] = _widened(source)
-        node.args = torch.fx.node.map_arg(node.args, lambda n: casts.get(n, n))
-        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: casts.get(n, n))
-        _round_results(node)
+            if _is_low_value(source.meta["val"]):
+                _widen(source, wide)
+        node.args = torch.fx.node.map_arg(node.args, lambda n: wide.get(n, n))
+        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: wide.get(n, n))
+        _round_results(node, wide)
     if found:
         graph.lint()
     return len(found)
@@ -95,11 +97,16 @@ def _is_widened(node: fx.Node, pays: Callable[[str, torch.dtype, int], bool]) ->
 
 
 def least_size(kind: str, tensors: list[torch.Tensor]) -> int:
-    """The least of the rows, columns and terms of a product; what is not known is guessed."""
-    if kind not in (PRODUCT, BATCHED):
-        return _USUAL_SIZE
-    left, right = tensors[-2:]
-    return min(_known(size) for size in (*left.shape[-2:], *right.shape[-2:]))
+    """The least of the sizes that a kernel's speed goes by; what is not known is guessed.
+
+    Of a product the rows, columns and terms; of attention the queries and keys.
+    """
+    if kind in (PRODUCT, BATCHED):
+        left, right = tensors[-2:]
+        return min(_known(size) for size in (*left.shape[-2:], *right.shape[-2:]))
+    if kind in (ATTENTION, ATTENTION_BACKWARD):
+        return min(_known(tensor.shape[-2]) for tensor in tensors if tensor.dim() == 4)
+    return _USUAL_SIZE
 
 
 def _known(size: Any) -> int:
@@ -113,7 +120,39 @@ def _is_low_value(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_low(value.dtype)
 
 
-def _widened(source: fx.Node) -> fx.Node:
+def _widen(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Finds, or makes, the float32 node that has a low node's numbers.
+
+    Of a view it is the same view of what it is taken of, so that views of one value share its
+    float32 form.
+    """
+    if source not in wide:
+        is_view = source.target in _VIEWS and _is_low_value(source.args[0].meta["val"])
+        wide[source] = _viewed(source, wide) if is_view else _converted(source)
+    return wide[source]
+
+
+_VIEWS = frozenset(
+    (
+        *(aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default),
+        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+        *(aten.squeeze.dim, aten.squeeze.dims),
+    )
+)
+"""Views of the whole of a tensor."""
+
+
+def _viewed(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
+    base, *rest = source.args
+    widened = _widen(base, wide)
+    with source.graph.inserting_after(source):
+        view = source.graph.call_function(source.target, (widened, *rest), source.kwargs)
+    values = torch.fx.node.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+    view.meta = {"val": source.target(*values[0], **values[1])}
+    return view
+
+
+def _converted(source: fx.Node) -> fx.Node:
     """A low value in float32, rounded; behind all inputs if it is one."""
     graph, last = source.graph, source
     while source.op == "placeholder" and last.next.op == "placeholder":
@@ -121,25 +160,28 @@ def _widened(source: fx.Node) -> fx.Node:
     value = source.meta["val"]
     with graph.inserting_after(last):
         cast = graph.call_function(CONVERT, (source, torch.float32))
+    cast.meta = {"val": value.float()}
+    if source.op != "call_function":  # it comes from memory: no kernel takes its rounding back
+        return cast
     with graph.inserting_after(cast):
         exact = graph.call_function(torch.ops.amp_fx.rounded.default, (cast, value.dtype))
-    cast.meta, exact.meta = {"val": value.float()}, {"val": value.float()}
+    exact.meta = {"val": value.float()}
     return exact
 
 
-def _round_results(node: fx.Node) -> None:
+def _round_results(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> None:
     """Rounds what a node gives, now in float32, where it gave low tensors."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
-        _round(node)
+        _round(node, wide)
         return
     node.meta["val"] = tuple(v.float() if _is_low_value(v) else v for v in value)
     for user in list(node.users):
         if user.target is operator.getitem and _is_low_value(user.meta["val"]):
-            _round(user)
+            _round(user, wide)
 
 
-def _round(node: fx.Node) -> None:
+def _round(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> None:
     graph, users, value = node.graph, list(node.users), node.meta["val"]
     node.meta["val"] = value.float()
     with graph.inserting_after(node):
@@ -149,6 +191,7 @@ def _round(node: fx.Node) -> None:
     exact.meta, cast.meta = {"val": value.float()}, {"val": value}
     for user in users:
         user.replace_input_with(node, cast)
+    wide[cast] = exact
 
 
 @functools.cache

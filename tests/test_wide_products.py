@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx import product_costs, weight_cache
@@ -34,13 +35,12 @@ class WidelyByHand(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in KINDS:
             return func(*args, **(kwargs or {}))
-        low = next((a.dtype for a in args if is_low(a)), None)
         wide = func(*[a.float() if is_low(a) else a for a in args], **(kwargs or {}))
-        if low is None:
-            return wide
+        low = func(*args, **(kwargs or {}))  # for its dtypes
         if isinstance(wide, torch.Tensor):
-            return wide.to(low)
-        return tuple(None if each is None else each.to(low) for each in wide)
+            return wide.to(low.dtype)
+        pairs = zip(wide, low, strict=True)
+        return tuple(None if w is None else w.to(like.dtype) for w, like in pairs)
 
 
 def is_low(value: Any) -> bool:
@@ -80,10 +80,24 @@ class Batched(nn.Module):
         return (x @ self.first) @ self.second
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [
+            layer(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        return functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linears": (Linears, (64, 32)),
     "convolutions": (Convolutions, (2, 8, 12, 12)),
     "batched": (Batched, (4, 24, 16)),
+    "attention": (Attention, (2, 24, 32)),
 }
 
 
@@ -148,6 +162,51 @@ def test_forward_and_backward_follow_the_option(
     assert len(targets) == 3 + 5, "three layers, and no gradient of the input"
 
 
+def test_views_of_a_value_share_its_float32_form() -> None:
+    """A gradient goes into two products, for its input and, transposed, for its weight."""
+    found: list[tuple[int, int]] = []
+
+    def note(graph: fx.Graph) -> None:
+        products = [node for node in graph.nodes if node.target in KINDS]
+        read = {behind(VIEWS, source) for node in products for source in node.all_input_nodes}
+        found.append((len(read), len({behind(VIEWS | ROUNDINGS, node) for node in read})))
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=note, fx_graph_cache=False):
+        train("wide")
+    assert found[-1][0] == 3 + 3 + 2, "of three layers: gradients, inputs, and two weights"
+    assert all(num_forms == num_values for num_forms, num_values in found), found
+
+
+VIEWS = frozenset((aten.permute.default, aten.t.default, aten.view.default))
+ROUNDINGS = frozenset(
+    (torch.ops.amp_fx.rounded.default, torch.ops.prims.convert_element_type.default)
+)
+
+
+def behind(targets: frozenset[Any], node: fx.Node) -> fx.Node:
+    while node.target in targets:
+        node = node.all_input_nodes[0]
+    return node
+
+
+@pytest.mark.parametrize(
+    ("positions", "seen"), [(64, torch.float32), (256, FLOAT16)], ids=["few", "many"]
+)
+def test_backward_of_attention_goes_by_its_own_measure(
+    positions: int,
+    seen: torch.dtype,
+    targets: list[tuple[Any, torch.dtype]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = {"attention backward 64": 3.0, "attention backward 256": 1.2}
+    monkeypatch.setattr(product_costs, "table", lambda *_: table)
+    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
+    compiled = torch.compile(Attention(), backend="amp_fx", options=options)
+    compiled(torch.randn(2, positions, 32)).sum().backward()
+    kinds = [(KINDS[target], dtype) for target, dtype in targets if "attention" in KINDS[target]]
+    assert kinds == [("attention", FLOAT16), ("attention backward", seen)]
+
+
 def test_auto_goes_by_what_was_measured(
     targets: list[tuple[Any, torch.dtype]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,9 +220,13 @@ def test_auto_goes_by_what_was_measured(
     assert {seen for _, seen in targets} == {FLOAT16}, "small ones read fewer bytes"
 
 
+SIZES = (1, 3, 4, 17, 64, 100, 256, 1000, 1024, 5000)
+"""Least sizes of products of all classes."""
+
+
 def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(product_costs, "SIZES", (1,))
+    monkeypatch.setattr(product_costs, "_is_settled", lambda _: True)
     measured = product_costs._measured
     calls: list[torch.dtype] = []
 
@@ -175,7 +238,8 @@ def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.Mo
     for _ in range(2):
         product_costs.table.cache_clear()
         found = product_costs.table(BFLOAT16, 1)
-        assert found.keys() == {"product 1", "batched 1", "convolution", "attention"}
+        asked = {product_costs._key(kind, size) for kind in KINDS.values() for size in SIZES}
+        assert found.keys() == asked
         assert all(ratio > 0 for ratio in found.values())
     assert calls == [BFLOAT16]
     [path] = (tmp_path / "amp_fx").iterdir()
@@ -190,19 +254,21 @@ def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.Mo
     [
         ([9.0, 1.0, 50.0, 1.1, 7.0, 1.05], 1.0),  # stopped now and then
         ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], None),  # it was that fast once only
+        ([9.0, 1.0, 1.0, 2e3, 1.0], None),  # it takes too long
     ],
 )
 def test_times_are_those_of_calls_that_nothing_stopped(
     durations: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Durations are in ms, and go on growing."""
     now = [0.0]
     left = iter([0.0, *durations, *[60.0 * 2**i for i in range(100)]])
 
     def call() -> None:
-        now[0] += next(left)
+        now[0] += next(left) / 1e3
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert product_costs._least_times(call) == [pytest.approx(expected) if expected else None]
+    assert product_costs._least_times(call) == [expected and pytest.approx(expected / 1e3)]
 
 
 def test_what_does_not_settle_is_low_and_kept_for_nobody(
@@ -222,7 +288,6 @@ def test_what_holds_for_one_processor_is_not_taken_for_another(
 ) -> None:
     """Held to AVX2, oneDNN uses no bfloat16 units: another machine, as far as it goes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(product_costs, "SIZES", (1,))
     kinds = ("product 1", "batched 1", "convolution", "attention")
     monkeypatch.setattr(product_costs, "_measured", lambda _: dict.fromkeys(kinds, 1.0))
     keys = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
