@@ -127,7 +127,7 @@ def _widen(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
     float32 form.
     """
     if source not in wide:
-        is_view = source.target in _VIEWS and _is_low_value(source.args[0].meta["val"])
+        is_view = source.target in _VIEWS
         wide[source] = _viewed(source, wide) if is_view else _converted(source)
     return wide[source]
 
@@ -143,12 +143,12 @@ _VIEWS = frozenset(
 
 
 def _viewed(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
-    base, *rest = source.args
-    widened = _widen(base, wide)
+    op: Any = source.target
+    args = (_widen(source.all_input_nodes[0], wide), *source.args[1:])
     with source.graph.inserting_after(source):
-        view = source.graph.call_function(source.target, (widened, *rest), source.kwargs)
-    values = torch.fx.node.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
-    view.meta = {"val": source.target(*values[0], **values[1])}
+        view = source.graph.call_function(op, args, source.kwargs)
+    given, kwargs = torch.fx.node.map_arg((args, source.kwargs), lambda n: n.meta["val"])
+    view.meta = {"val": op(*given, **kwargs)}
     return view
 
 

@@ -59,7 +59,7 @@ def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:
 @functools.lru_cache(maxsize=4)
 def samples_of(name: str) -> tuple[Any, ...]:
     """The samples of an op, for all combinations it is tested in; not to be written to."""
-    op = OPS[name]
+    op: Any = OPS[name]
     torch.manual_seed(SEED)
     try:
         return tuple(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
