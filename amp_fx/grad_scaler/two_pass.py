@@ -86,6 +86,7 @@ class TwoPassStep:
         self._options = {"dynamic": False, **compile_options}
         self._copies = StepCopies()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
+        self._lay_out = torch.compile(with_own_code(_lay_out), **self._options)
         self._numbers: tuple[Any, Tensor] | None = None
 
     def work(self) -> Work | None:
@@ -119,8 +120,11 @@ class TwoPassStep:
             found_inf, norm, factor, scalars = self._kept(found)
             with self._copies.written(work.weights) as (weights, lows):
                 _mark(work, weights, lows)
+                fused, apart = _split(weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
-                update(weights, lows, work.states, *read)
+                update(weights, fused, work.states, *read)
+                if apart:
+                    self._lay_out(apart)
             _count(work.counts, found_inf)
         mark_stepped(self._optimizer)
         return Found(found_inf, norm)
@@ -217,6 +221,31 @@ class TwoPassStep:
                     grad.copy_(unscaled)
 
         return update
+
+
+def _split(
+    weights: list[Tensor], lows: list[list[Tensor]]
+) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """The copies that an update writes itself, and weights with those that are written after it.
+
+    On a CPU those are the copies that are laid out in another way than their weights, such as a
+    convolution's: next to one, inductor updates in the small tiles that are turned in registers,
+    3 times as slowly as all in a row.
+    """
+    if weights[0].device.type != "cpu":
+        return lows, []
+    pairs = [(w, low) for w, some in zip(weights, lows, strict=True) for low in some]
+    apart = [(weight, low) for weight, low in pairs if weight.stride() != low.stride()]
+    fused = [
+        [low for low in some if low.stride() == weight.stride()]
+        for weight, some in zip(weights, lows, strict=True)
+    ]
+    return fused, apart
+
+
+def _lay_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for weight, low in pairs:
+        low.copy_(weight)
 
 
 def _mark(work: Work, weights: list[Tensor], lows: list[list[Tensor]]) -> None:

@@ -16,6 +16,7 @@ there, casts inside a launch each, and CUDA graphs want copies that keep their a
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -162,8 +163,20 @@ def is_alone() -> bool:
     While torch traces, such a thread is refused with an error, by a flag that all share
     (``torch.fx._symbolic_trace._is_fx_tracing_flag``).
     """
-    current = threading.current_thread()
-    return all(t is current or _is_housekeeping(t) for t in threading.enumerate())
+    harmless = {threading.current_thread(), *_kernel_compilers()}
+    return all(t in harmless or _is_housekeeping(t) for t in threading.enumerate())
+
+
+def _kernel_compilers() -> set[threading.Thread]:
+    """The threads in which inductor waits for C++ compilers; they stay when all is compiled.
+
+    Relies on ``AsyncCompile.pool`` of ``torch._inductor.async_compile``, which is cached, and on
+    ``ThreadPoolExecutor._threads``.
+    """
+    module = sys.modules.get("torch._inductor.async_compile")
+    if module is None or not module.AsyncCompile.pool.cache_info().currsize:
+        return set()
+    return set(module.AsyncCompile.pool()._threads)
 
 
 def _is_housekeeping(thread: threading.Thread) -> bool:

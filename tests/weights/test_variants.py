@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.async_compile import AsyncCompile
 
 from amp_fx import backend, inner, weight_cache
+from amp_fx.weights import variants
 from amp_fx.weights.cast_plan import Plan
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.kept_copies import CACHE
@@ -205,6 +208,21 @@ def test_next_to_other_threads_it_is_not_compiled(monkeypatch: pytest.MonkeyPatc
     thread.join()
     assert_same(outs, [outs[0]] * 5)
     assert compilations == [4]
+
+
+def test_the_threads_of_inductor_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They outlive the first kernel that is compiled; with them copies would never be kept."""
+    with torch._inductor.config.patch(compile_threads=2):
+        compilers = AsyncCompile.pool()
+    others = ThreadPoolExecutor(1)
+    for pool in (compilers, others):
+        pool.submit(int).result()
+    known = [threading.current_thread(), *compilers._threads]
+    monkeypatch.setattr(threading, "enumerate", lambda: known)
+    assert variants.is_alone()
+    known.extend(others._threads)
+    assert not variants.is_alone()
+    others.shutdown()
 
 
 def test_a_graph_of_symbolic_shapes_has_one_variant(monkeypatch: pytest.MonkeyPatch) -> None:
