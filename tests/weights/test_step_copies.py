@@ -286,6 +286,27 @@ def test_all_copies_of_a_weight_are_written_however_they_lie() -> None:
 
 
 @needs_hook
+def test_compiled_steps_write_copies_that_are_laid_out_otherwise() -> None:
+    """On a CPU those, a convolution's, are written after the update, by a function of their own."""
+    conv = nn.Conv2d(4, 8, 3, bias=False)
+    step = Step(conv, has_scaler=True)
+    slots = [Slot(0, torch.bfloat16, memory_format=form) for form in MEMORY_FORMATS]
+    as_weight, turned = keep(conv.weight, *slots)
+    for seed, bad in ((1, None), (2, float("inf")), (3, None)):
+        before = conv.weight.detach().clone()
+        step(seed, bad=bad)
+        assert torch.equal(conv.weight, before) == (bad is not None)
+        for copy in (as_weight, turned):
+            assert copy.is_fresh(conv.weight)
+            assert_same(copy.low, conv.weight.detach().to(torch.bfloat16))
+    assert as_weight.low.is_contiguous()
+    assert turned.low.is_contiguous(memory_format=torch.channels_last)
+
+
+MEMORY_FORMATS = (torch.preserve_format, torch.channels_last)
+
+
+@needs_hook
 def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
     flat = torch.zeros(12)
     weights = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:].view(2, 4))]
