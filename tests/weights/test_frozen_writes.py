@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
 from amp_fx.inner import has_cpp_compiler
+from amp_fx.tables.presets import torch_version
 from amp_fx.weights import frozen_call, kept_values
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_copies import CACHE
@@ -59,8 +60,13 @@ def never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_call, "MAX_UNUSED", 10**6)
 
 
+TURNED = {"transpose_in_place", "data_transposed", "data_transposed_and_written"}
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_never_stale(write: str) -> None:
+    if write in TURNED and torch_version() < (2, 12):
+        pytest.skip("inductor's code refuses a weight whose strides changed, natively too")
     check_never_stale(write, (FROZEN, EVAL))
 
 
