@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from amp_fx.tables.presets import torch_version
 from tests.weights.nets import (
     TRAIN,
     assert_same,
@@ -238,16 +239,19 @@ def test_clearing_the_cache_does_not_touch_a_pending_backward() -> None:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_by_inputs() -> None:
+    """From torch 2.14 on Dynamo captures nothing of it: a region is what says autocast then."""
     forward_ad: Any = torch.autograd.forward_ad
     net, twin = make_net(), make_net()
     compiled = compile_amp_fx(net)
     tangents = []
-    programs: tuple[Any, ...] = (compiled, lambda v: autocast(twin, v))
+    programs: list[Any] = [lambda v: autocast(twin, v), lambda v: autocast(compiled, v)]
+    if torch_version() < (2, 14):
+        programs.append(compiled)
     for program in programs:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(inputs(), random(3, 4, seed=5))
             tangents.append(forward_ad.unpack_dual(program(dual)).tangent)
-    assert_same(tangents[0], tangents[1])
+    assert_same(tangents, [tangents[0]] * len(tangents))
 
 
 def test_training_for_some_steps() -> None:
