@@ -20,6 +20,7 @@ import torch
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.narrowing import evaluate, is_whole_view
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
@@ -127,29 +128,19 @@ def _widen(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
     float32 form.
     """
     if source not in wide:
-        is_view = source.target in _VIEWS
-        wide[source] = _viewed(source, wide) if is_view else _converted(source)
+        if is_whole_view(source):
+            wide[source] = _same_view(source, _widen(source.all_input_nodes[0], wide))
+        else:
+            wide[source] = _converted(source)
     return wide[source]
 
 
-_VIEWS = frozenset(
-    (
-        *(aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default),
-        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-        *(aten.squeeze.dim, aten.squeeze.dims),
-    )
-)
-"""Views of the whole of a tensor."""
-
-
-def _viewed(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
-    op: Any = source.target
-    args = (_widen(source.all_input_nodes[0], wide), *source.args[1:])
-    with source.graph.inserting_after(source):
-        view = source.graph.call_function(op, args, source.kwargs)
-    given, kwargs = torch.fx.node.map_arg((args, source.kwargs), lambda n: n.meta["val"])
-    view.meta = {"val": op(*given, **kwargs)}
-    return view
+def _same_view(view: fx.Node, base: fx.Node) -> fx.Node:
+    viewed = view.all_input_nodes[0]
+    with view.graph.inserting_after(view):
+        same = view.graph.node_copy(view, lambda node: base if node is viewed else node)
+    evaluate(same)
+    return same
 
 
 def _converted(source: fx.Node) -> fx.Node:

@@ -31,7 +31,13 @@ from torch import fx
 
 from amp_fx.graphs.collectives import collectives_in, op_name
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.narrowing import evaluate, is_reinterpreting, narrowing_cast, narrows
+from amp_fx.graphs.narrowing import (
+    WHOLE_VIEWS,
+    evaluate,
+    is_reinterpreting,
+    narrowing_cast,
+    narrows,
+)
 from amp_fx.passes.base import PassResult
 
 MOVING = frozenset(
@@ -45,12 +51,8 @@ MOVING = frozenset(
 )
 """Collectives that move elements. ``permute_tensor`` is an ``all_to_all_single``."""
 
-_VIEWS = (
-    *("_reshape_alias", "_unsafe_view", "alias", "cat", "clone", "detach", "expand", "permute"),
-    *("reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose"),
-    *("unsqueeze", "view"),
-)
-CARRYING = frozenset(("_c10d_functional::wait_tensor", *(f"aten::{name}" for name in _VIEWS)))
+_PARTS = ("cat", "clone", "expand", "select", "slice", "split", "split_with_sizes")
+CARRYING = WHOLE_VIEWS | {"_c10d_functional::wait_tensor", *(f"aten::{name}" for name in _PARTS)}
 """What may stand between a collective and a cast: each element stays what it is."""
 
 

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING
 
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.narrowing import evaluate, is_reinterpreting, narrowing_cast, narrows
+from amp_fx.graphs.narrowing import (
+    WHOLE_VIEWS,
+    evaluate,
+    is_reinterpreting,
+    narrowing_cast,
+    narrows,
+)
 
 if TYPE_CHECKING:
     from torch import fx
 
-VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("_reshape_alias", "_unsafe_view", "alias", "clone", "detach", "expand", "permute"),
-        *("reshape", "squeeze", "t", "transpose", "unsqueeze", "view"),
-    )
-)
+VIEWS = WHOLE_VIEWS | {"aten::clone", "aten::expand"}
 """What gives all elements of one tensor, each as it is."""
 
 

@@ -8,6 +8,7 @@ are those of the copy. Gradients are read and, unless that is asked for, not wri
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,7 +87,6 @@ class TwoPassStep:
         self._options = {"dynamic": False, **compile_options}
         self._copies = StepCopies()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
-        self._lay_out = torch.compile(with_own_code(_lay_out), **self._options)
         self._numbers: tuple[Any, Tensor] | None = None
 
     def work(self) -> Work | None:
@@ -138,6 +138,11 @@ class TwoPassStep:
         if not may_be_graph:
             return found
         return [value if value is None else value.clone() for value in found]
+
+    @functools.cached_property
+    def _lay_out(self) -> Any:
+        """Writes the copies that an update does not."""
+        return torch.compile(with_own_code(_lay_out), **self._options)
 
     def _functions(self, rule: Rule, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
         key = rule, work.flags, work.weights[0].dtype, has_scale
@@ -234,12 +239,9 @@ def _split(
     """
     if weights[0].device.type != "cpu":
         return lows, []
-    pairs = [(w, low) for w, some in zip(weights, lows, strict=True) for low in some]
-    apart = [(weight, low) for weight, low in pairs if weight.stride() != low.stride()]
-    fused = [
-        [low for low in some if low.stride() == weight.stride()]
-        for weight, some in zip(weights, lows, strict=True)
-    ]
+    pairs = list(zip(weights, lows, strict=True))
+    fused = [[low for low in some if low.stride() == w.stride()] for w, some in pairs]
+    apart = [(w, low) for w, some in pairs for low in some if low.stride() != w.stride()]
     return fused, apart
 
 

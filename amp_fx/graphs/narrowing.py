@@ -13,6 +13,20 @@ from torch.utils import _pytree as pytree
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
 
+WHOLE_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_reshape_alias", "_unsafe_view", "alias", "detach", "permute", "reshape"),
+        *("squeeze", "t", "transpose", "unsqueeze", "view"),
+    )
+)
+"""What gives all elements of one tensor, each once and, but for ``aten.view.dtype``, as it is."""
+
+
+def is_whole_view(node: fx.Node) -> bool:
+    """Whether a node is one of ``WHOLE_VIEWS``, and of the same dtype."""
+    return op_name(node) in WHOLE_VIEWS and not is_reinterpreting(node)
+
 
 def is_reinterpreting(node: fx.Node) -> bool:
     """Whether a view is of another dtype: ``aten.view.dtype``."""

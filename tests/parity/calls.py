@@ -11,10 +11,12 @@ import torch
 from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_map_only
 
-from tests.parity import exceptions
+from tests.parity import exceptions, oracle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+    Given = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 SEED = 1234
 
@@ -42,6 +44,35 @@ def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 common_methods_invocations.wrapper_set_seed = plain_call  # type: ignore[assignment, attr-defined]
 
 OPS = {op.formatted_name: op for op in common_methods_invocations.op_db}
+
+
+def program_of(calls: Sequence[Call]) -> tuple[Callable[[Given], list[Any]], Given]:
+    """One program that makes all the calls, and what it takes: their (args, kwargs)."""
+    functions = tuple(call.function for call in calls)
+
+    def program(given: Given) -> list[Any]:
+        results = []
+        for function, (args, kwargs) in zip(functions, given, strict=True):
+            results.append(function(*args, **kwargs))
+        return results
+
+    return program, [(call.args, call.kwargs) for call in calls]
+
+
+def assert_alike(calls: Sequence[Call], check: Callable[[Sequence[Call]], str | None]) -> None:
+    """Checks calls as one program, and one by one where they differ or it breaks up.
+
+    Args:
+        calls: The calls.
+        check: Says how a program of calls differs from its oracle; None if it does not.
+    """
+    together = check(calls)
+    if together is None and oracle.is_one_graph():
+        return
+    found = [(call.name, check([call])) for call in calls]
+    wrong = [f"{name}: {how}" for name, how in found if how]
+    assert not wrong, "\n".join(wrong)
+    assert together is None, f"only all calls together differ: {together}"
 
 
 def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:

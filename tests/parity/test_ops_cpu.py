@@ -11,6 +11,7 @@ it captured, run in eager autocast, are the oracle (see ``oracle.py``).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
-from tests.parity.calls import OPS, Call, op_calls
+from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 if TYPE_CHECKING:
@@ -58,15 +59,8 @@ LISTED = {call.name: call for call in listed_calls()}
 
 def as_subject(calls: Sequence[Call]) -> Subject:
     """One program that makes all the calls; it takes a list of their (args, kwargs)."""
-    functions = tuple(call.function for call in calls)
-
-    def program(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        results = []
-        for function, (args, kwargs) in zip(functions, given, strict=True):
-            results.append(function(*args, **kwargs))
-        return results
-
-    return Subject(program, (oracle.fresh([(call.args, call.kwargs) for call in calls]),))
+    program, given = program_of(calls)
+    return Subject(program, (oracle.fresh(given),))
 
 
 def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
@@ -98,13 +92,7 @@ def check_calls(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> None:
     calls = [call for call in tried if call]
     if not calls:
         pytest.skip("eager autocast cannot run this op")
-    together = check(calls, way, dtype)
-    if together is None and oracle.is_one_graph():
-        return
-    found = [(call.name, check([call], way, dtype)) for call in calls]
-    wrong = [f"{name}: {how}" for name, how in found if how]
-    assert not wrong, "\n".join(wrong)
-    assert together is None, f"only all calls together differ: {together}"
+    assert_alike(calls, functools.partial(check, way=way, dtype=dtype))
 
 
 def cases(names: Sequence[str], combinations: Iterable[tuple[Way, torch.dtype]]) -> list[Any]:

@@ -11,6 +11,7 @@ call by call where it differs or breaks up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from amp_fx.dtypes import dtype_name
 from tests.parity import exceptions, oracle
-from tests.parity.calls import OPS, Call, op_calls
+from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of
 from tests.parity.oracle import Way
 
 if TYPE_CHECKING:
@@ -110,15 +111,7 @@ def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.d
 
 def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
     """How amp_fx differs from eager autocast on a program of calls; None if it does not."""
-    functions = tuple(call.function for call in calls)
-
-    def program(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        results = []
-        for function, (args, kwargs) in zip(functions, given, strict=True):
-            results.append(function(*args, **kwargs))
-        return results
-
-    args = [(call.args, call.kwargs) for call in calls]
+    program, args = program_of(calls)
     expected = eager_trace(program, args, way, dtype)
     oracle.reset()
     try:
@@ -134,8 +127,7 @@ def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
         return None
     if actual == reference:
         return None
-    names = ", ".join(call.name for call in calls)
-    return f"{names}\n  expected {expected}\n  captured {reference}\n  got      {actual!r}"
+    return f"\n  expected {expected}\n  captured {reference}\n  got      {actual!r}"
 
 
 def on_fake_cuda(call: Call) -> Call:
@@ -174,12 +166,7 @@ def check_calls(calls: list[Call], way: Way, dtype: torch.dtype) -> None:
         fakes = [fake for call in calls if (fake := as_eager_runs_it(call, way, dtype))]
         if not fakes:
             pytest.skip("eager autocast cannot run this op on fake CUDA tensors")
-        together = check(fakes, way, dtype)
-        if together is None and (len(fakes) == 1 or oracle.is_one_graph()):
-            return
-        wrong = [found for fake in fakes if (found := check([fake], way, dtype))]
-    assert not wrong, "\n".join(wrong)
-    assert together is None, f"only all calls together differ: {together}"
+        assert_alike(fakes, functools.partial(check, way=way, dtype=dtype))
 
 
 def listed_calls() -> Iterator[Call]:

@@ -15,10 +15,10 @@ from torch import nn
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights import step_copies
-from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.kept_copies import CACHE, making_copies
 from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
+from tests import needs
 from tests.weights.nets import (
     HALF,
     TRAIN,
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-needs_hook = pytest.mark.skipif(
-    not engine().has_hook, reason="steps write copies where torch has a hook on storages"
-)
 
 
 class Step:
@@ -90,7 +86,7 @@ def take_weights(twin: nn.Module, net: nn.Module) -> None:
             theirs.copy_(ours)
 
 
-@needs_hook
+@needs.HOOK
 @pytest.mark.parametrize("has_scaler", [True, False])
 def test_the_next_call_finds_them_fresh(has_scaler: bool) -> None:
     net = make_net()
@@ -110,7 +106,7 @@ def test_the_next_call_finds_them_fresh(has_scaler: bool) -> None:
             assert count() == 0
 
 
-@needs_hook
+@needs.HOOK
 def test_a_skipped_step_changes_no_bit() -> None:
     net = make_net()
     twin = twin_of(net)
@@ -174,7 +170,7 @@ def test_never_stale(sequence: list[tuple[str, Any]]) -> None:
         graph.check(program, net, twin)
 
 
-@needs_hook
+@needs.HOOK
 def test_a_copy_that_a_backward_holds_is_left_alone() -> None:
     """Eager autocast holds a cast of its own there, too."""
     net = make_net()
@@ -192,7 +188,7 @@ def test_a_copy_that_a_backward_holds_is_left_alone() -> None:
     assert_same(compiled(inputs()), autocast(twin, inputs()))
 
 
-@needs_hook
+@needs.HOOK
 @pytest.mark.parametrize("how", ["in place", "by .data", "by the optimizer, in another thread"])
 def test_a_write_in_the_midst_of_a_step_is_seen(how: str) -> None:
     net = make_net()
@@ -268,7 +264,7 @@ def write(step: StepCopies, weights: Sequence[Tensor], value: float) -> Any:
     return targets
 
 
-@needs_hook
+@needs.HOOK
 def test_all_copies_of_a_weight_are_written_however_they_lie() -> None:
     weight = nn.Parameter(random(2, 3, 4, 5))
     lows = keep(
@@ -285,7 +281,7 @@ def test_all_copies_of_a_weight_are_written_however_they_lie() -> None:
     assert lows[2].low.is_contiguous(memory_format=torch.channels_last)
 
 
-@needs_hook
+@needs.HOOK
 def test_compiled_steps_write_copies_that_are_laid_out_otherwise() -> None:
     """On a CPU those, a convolution's, are written after the update, by a function of their own."""
     conv = nn.Conv2d(4, 8, 3, bias=False)
@@ -306,7 +302,7 @@ def test_compiled_steps_write_copies_that_are_laid_out_otherwise() -> None:
 MEMORY_FORMATS = (torch.preserve_format, torch.channels_last)
 
 
-@needs_hook
+@needs.HOOK
 def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
     flat = torch.zeros(12)
     weights = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:].view(2, 4))]
@@ -318,7 +314,7 @@ def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
     assert not any(c.is_fresh(w) for c, w in zip(copies, weights, strict=True))
 
 
-@needs_hook
+@needs.HOOK
 def test_a_copy_that_somebody_holds_is_replaced() -> None:
     weight = nn.Parameter(random(4))
     (copy,) = keep(weight, Slot(0, torch.bfloat16))
@@ -333,7 +329,7 @@ def test_a_copy_that_somebody_holds_is_replaced() -> None:
     assert copy.is_fresh(weight)
 
 
-@needs_hook
+@needs.HOOK
 def test_a_step_that_fails_leaves_no_copy_fresh() -> None:
     weight = nn.Parameter(random(4))
     (copy,) = keep(weight, Slot(0, torch.bfloat16))
@@ -349,7 +345,7 @@ def test_a_step_that_fails_leaves_no_copy_fresh() -> None:
     assert not copy.is_fresh(weight)
 
 
-@needs_hook
+@needs.HOOK
 def test_autograd_knows_that_the_weight_was_written() -> None:
     weight = nn.Parameter(random(4))
     keep(weight, Slot(0, torch.bfloat16))
@@ -359,7 +355,7 @@ def test_autograd_knows_that_the_weight_was_written() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-@needs_hook
+@needs.HOOK
 def test_a_copy_that_no_call_takes_is_written_no_more() -> None:
     weight = nn.Parameter(random(4))
     (copy,) = keep(weight, Slot(0, torch.bfloat16))

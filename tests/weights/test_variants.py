@@ -14,11 +14,11 @@ from torch._inductor.async_compile import AsyncCompile
 from amp_fx import backend, inner, weight_cache
 from amp_fx.weights import variants
 from amp_fx.weights.cast_plan import Plan
-from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.kept_copies import CACHE
 from amp_fx.weights.kept_inputs import has_aliases
 from amp_fx.weights.variants import CompiledLater, TwoVariants
+from tests import needs
 from tests.weights.nets import (
     EVAL,
     SIZE,
@@ -242,7 +242,7 @@ def test_a_graph_of_symbolic_shapes_has_one_variant(monkeypatch: pytest.MonkeyPa
     assert len(compilations) == 1
 
 
-@pytest.mark.skipif(not engine().has_hook, reason="wants torch's hook on storages")
+@needs.HOOK
 @pytest.mark.parametrize("is_pure", [True, False])
 def test_a_graph_that_writes_weights_does_not_take_that_for_its_reads(is_pure: bool) -> None:
     """Kernels ask for a pointer whether they read or write; only pure graphs are known to read."""
