@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from amp_fx import __version__
+from amp_fx import __version__, native
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.table import piped_width
 from amp_fx.inner import has_cpp_compiler
+from amp_fx.native.build import find
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
 from amp_fx.processor import bfloat16_units
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
+
+WITHOUT = {
+    "amp_fx_watch": "weights are cast per call",
+    "amp_fx_kernels": "threads in eager code under a policy may wait for each other",
+}
+"""What follows where a compiled part is not there."""
 
 EXAMPLES = """\
 examples:
@@ -51,7 +58,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    rows = [*versions(), *tools(), *devices(), *([] if args.no_drift else drift())]
+    rows = [
+        *versions(),
+        *tools(),
+        *compiled_parts(),
+        *devices(),
+        *([] if args.no_drift else drift()),
+    ]
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False, width=piped_width()).print(table)
@@ -104,6 +117,20 @@ def _dot_version() -> str:
         return "missing: pictures need Graphviz"
     done = subprocess.run(["dot", "-V"], capture_output=True, text=True, check=False)
     return (done.stderr or done.stdout).strip()
+
+
+def compiled_parts() -> Iterator[tuple[str, str]]:
+    """Where the compiled parts are, or what follows if there are none."""
+    for name, source in native.parts().items():
+        path = find(name, source)
+        if native.why_off():
+            yield source.name, f"not used: {native.why_off()}; {WITHOUT[name]}"
+        elif path is not None:
+            yield source.name, str(path)
+        elif has_cpp_compiler():
+            yield source.name, "built on first use, or by: python -m amp_fx build"
+        else:
+            yield source.name, f"cannot be built without a compiler; {WITHOUT[name]}"
 
 
 def devices() -> Iterator[tuple[str, str]]:

@@ -1,28 +1,25 @@
-"""The compiled parts, built on first use and kept on disk.
+"""The compiled parts, built on first use and kept on disk (``amp_fx.native.build``).
 
-``watch.cpp`` looks at weights, ``kernels.cpp`` calls kernels without the GIL. Where a part
-cannot be built (no compiler, an unknown torch), ``load`` and ``load_kernels`` give None, and
-Python does the same: slower (``amp_fx.weights.python_watch``), or with less safety next to
-other threads (``amp_fx.regions.kernels``).
+``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL. Where a part cannot
+be built (no compiler, an unknown torch), ``load`` and ``load_kernels`` return None. Weights are
+then cast on every call, and threads are less safe (``amp_fx.regions.kernels``).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 import logging
 import os
 import sys
-import sysconfig
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from amp_fx.native import build
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from types import ModuleType
 
 log = logging.getLogger(__name__)
@@ -34,70 +31,108 @@ SWITCH = "AMP_FX_NATIVE"
 """Environment variable; ``0`` has Python do all."""
 
 
+def parts() -> dict[str, Path]:
+    """Returns the source of each compiled part, by the name of its module."""
+    return {"amp_fx_watch": SOURCE, "amp_fx_kernels": KERNELS_SOURCE}
+
+
+def why_off() -> str:
+    """Returns why nothing compiled is to be used; an empty string if it is to be.
+
+    The compiled parts rely on the GIL to order what they do.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0"
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return "" if has_gil else "this Python runs without the GIL"
+
+
+def start() -> None:
+    """Starts to build what looks at weights, if it is not on disk, and returns at once.
+
+    The compiler is a process of its own, which a thread waits for. It runs beside all that this
+    process does until ``load`` is first called, so the backend calls this first, and ``load``
+    late. A failure is not reported here: ``load`` reports it.
+    """
+    if why_off():
+        return
+    try:
+        with _state.lock:
+            if "amp_fx_watch" not in _state.started and build.find("amp_fx_watch", SOURCE) is None:
+                _state.started["amp_fx_watch"] = build.start("amp_fx_watch", SOURCE)
+    except Exception:
+        log.debug("not started", exc_info=True)
+
+
 @functools.cache
 def load() -> Any:
-    """The module of ``watch.cpp``; None if there is none.
+    """Returns the module of ``watch.cpp``; None if there is none.
 
-    The first call on a machine compiles it, some 20 seconds.
+    The first call on a machine waits for the compiler, some 10 seconds.
     """
     return _load("amp_fx_watch", SOURCE)
 
 
 @functools.cache
 def load_kernels() -> Any:
-    """The module of ``kernels.cpp``; None if there is none. It takes as long to compile."""
+    """Returns the module of ``kernels.cpp``; None if there is none. It takes as long."""
     return _load("amp_fx_kernels", KERNELS_SOURCE)
 
 
 def _load(name: str, source: Path) -> Any:
-    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()  # which orders what they do
-    if os.environ.get(SWITCH) == "0" or not has_gil:
+    if why_off():
         return None
     try:
-        with _lock:
-            return _import(name, _built(name, source))
+        return imported(name, source)
     except Exception as error:
         log.debug("no compiled part", exc_info=True)
-        log.info("going on in Python, as %s cannot be built: %s", source.name, error)
+        log.info("going on without %s, which cannot be built: %s", source.name, error)
         return None
 
 
-_lock = threading.Lock()
+class _State:
+    """What threads share.
 
-
-def _built(name: str, source: Path) -> Path:
-    """The path of the library, which is there afterwards.
-
-    Relies on inductor's ``CppBuilder`` and ``CppTorchOptions`` to know the compiler, and
-    torch's headers and libraries.
+    Attributes:
+        lock: Held by who imports a part, or begins to build one.
+        started: The builds that `start` began, by the name of the module.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    folder = Path(cache_dir()) / "amp_fx" / _key(source)
-    path = folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # Two processes that build at once each finish their own; the later one stays.
-            Path(_compiled(name, source, scratch)).replace(path)
-    return path
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts afresh, as in a forked process: it has no thread that builds."""
+        self.lock = threading.Lock()
+        self.started: dict[str, Future[Path]] = {}
 
 
-def _compiled(name: str, source: Path, folder: str) -> str:
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-
-    options = CppTorchOptions(warning_all=False, include_pytorch=True)
-    options._libraries.append("torch_python")
-    builder = CppBuilder(name, str(source), options, folder)
-    log.info("building %s, once on this machine", source.name)
-    builder.build()
-    return builder.get_target_file_path()
+_state = _State()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_state.reset)
 
 
-def _key(source: Path) -> str:
-    """What a library depends on: source, torch, Python."""
-    versions = f"{torch.__version__} {torch.__file__} {sys.version} {sys.executable}"
-    return hashlib.sha256(source.read_bytes() + versions.encode()).hexdigest()[:16]
+def imported(name: str, source: Path) -> ModuleType:
+    """Imports a part, and builds it first if it is not on disk.
+
+    Raises:
+        NativeBuildError: It cannot be built.
+        ImportError: It can be built, and not be imported.
+    """
+    with _state.lock:
+        return _imported(name, source)
+
+
+def _imported(name: str, source: Path) -> ModuleType:
+    building = _state.started.pop(name, None)
+    found = build.find(name, source) if building is None else None
+    if found is not None:
+        try:
+            return _import(name, found)
+        except ImportError as error:  # built against a newer C library, for example
+            log.info("building %s again: %s", source.name, error)
+    building = building or build.start(name, source, rejected=found)
+    return _import(name, building.result())
 
 
 def _import(name: str, path: Path) -> ModuleType:

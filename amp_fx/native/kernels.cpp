@@ -9,8 +9,9 @@
 #include <Python.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/library.h>
+
+#include <memory>
+#include <vector>
 
 namespace {
 
@@ -28,23 +29,28 @@ class Kept : public c10::OperatorKernel {
 // keep(name, overload, key, standby): puts the kernel that an op has for a key under another,
 // both given as the numbers of torch._C.DispatchKey.
 PyObject* keep(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
   const char *name = nullptr, *overload = nullptr;
   int key = 0, standby = 0;
   if (!PyArg_ParseTuple(args, "ssii", &name, &overload, &key, &standby)) {
     return nullptr;
   }
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-  auto kernel = op.getComputedKernelForDispatchKey(static_cast<c10::DispatchKey>(key));
-  const std::string full = name;
-  const auto space = full.find("::");
-  auto* library = new torch::Library( // for the process, as the kernel that takes its place
-      torch::Library::IMPL, full.substr(0, space), static_cast<c10::DispatchKey>(standby), __FILE__, __LINE__);
-  const std::string rest = full.substr(space + 2) + (*overload ? "." : "") + overload;
-  library->impl(
-      rest.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kept>(std::move(kernel))));
+  // For the process, as the kernel that takes its place.
+  static auto* kernels = new std::vector<c10::RegistrationHandleRAII>();
+  try {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    auto kernel = op.getComputedKernelForDispatchKey(static_cast<c10::DispatchKey>(key));
+    kernels->push_back(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(),
+        static_cast<c10::DispatchKey>(standby),
+        c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kept>(std::move(kernel))),
+        std::nullopt,
+        nullptr,
+        "amp_fx"));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {

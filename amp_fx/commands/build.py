@@ -1,0 +1,67 @@
+"""``python -m amp_fx build``: builds the compiled parts ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from amp_fx import native
+from amp_fx.errors import NativeBuildError
+from amp_fx.native.build import FOLDER_VARIABLE, cache_folder, find
+
+EXAMPLES = """\
+examples:
+  python -m amp_fx build                                 where inductor keeps its caches
+  AMP_FX_CACHE_DIR=/opt/amp_fx python -m amp_fx build    in a folder of your choice
+
+In an image, set the variable for the programs too; they only read the folder:
+  ENV AMP_FX_CACHE_DIR=/opt/amp_fx
+  RUN python -m amp_fx build
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``build`` to the command line."""
+    parser = subparsers.add_parser(
+        "build",
+        help="build the compiled parts ahead of time, as for an image",
+        description="Builds the compiled parts of amp_fx, which the first call of a model would\n"
+        "otherwise build. A library serves every process with the same Python and torch.\n"
+        f"{FOLDER_VARIABLE} names the folder.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+
+
+def run(_: argparse.Namespace) -> int:
+    """Builds what is missing and prints where it is; returns 1 if that fails, else 0."""
+    if native.why_off():
+        sys.stderr.write(f"amp_fx build: nothing is built: {native.why_off()}\n")
+        return 1
+    try:
+        for name, source in native.parts().items():
+            _build(name, source)
+    except (NativeBuildError, ImportError) as error:
+        sys.stderr.write(f"amp_fx build: {error}\n")
+        return 1
+    return 0
+
+
+def _build(name: str, source: Path) -> None:
+    """Builds one part unless it is there, and prints where it is.
+
+    Raises:
+        NativeBuildError: It cannot be built, or not be kept.
+        ImportError: It is built, and cannot be imported.
+    """
+    begin = time.perf_counter()
+    found = find(name, source)
+    path = Path(str(native.imported(name, source).__file__))
+    seconds = time.perf_counter() - begin
+    if not path.is_relative_to(cache_folder()):
+        raise NativeBuildError(f"{cache_folder()} cannot be written ({FOLDER_VARIABLE})")
+    how = "was there" if path == found else f"built in {seconds:.1f} s"
+    sys.stdout.write(f"{source.name}: {how}, {path}\n")

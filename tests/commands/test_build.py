@@ -1,0 +1,80 @@
+"""``python -m amp_fx build``, and what ``env`` says of the compiled parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from amp_fx import native
+from amp_fx.cli import main
+from amp_fx.commands import env
+from amp_fx.inner import has_cpp_compiler
+from amp_fx.native import build
+from tests.native.parts import write_part
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Small modules in place of the compiled parts, and where they are kept."""
+    monkeypatch.setattr(native, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
+    monkeypatch.setattr(native, "KERNELS_SOURCE", write_part(tmp_path, "amp_fx_kernels"))
+    monkeypatch.setattr(native._state, "started", {})
+    monkeypatch.delenv(native.SWITCH, raising=False)
+    chosen = tmp_path / "kept"
+    monkeypatch.setenv(build.FOLDER_VARIABLE, str(chosen))
+    build._private_folder.cache_clear()
+    return chosen
+
+
+@needs_compiler
+def test_both_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["amp_fx_watch.cpp", "amp_fx_kernels.cpp"]
+    assert all(" built in " in line and line.endswith(build.SUFFIX) for line in lines)
+    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 2
+    assert main(["build"]) == 0
+    assert capsys.readouterr().out.count("was there") == 2
+
+
+@needs_compiler
+def test_what_the_compiler_says_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    native.SOURCE.write_text("#error not for this torch\n")
+    assert main(["build"]) == 1
+    assert "not for this torch" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.write_text("a file")
+    assert main(["build"]) == 1
+    assert f"{folder} cannot be written" in capsys.readouterr().err
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert main(["build"]) == 1
+    assert f"{native.SWITCH}=0" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_env_says_where_they_are() -> None:
+    native.imported("amp_fx_watch", native.SOURCE)
+    rows = dict(env.compiled_parts())
+    assert rows["amp_fx_watch.cpp"] == str(build.find("amp_fx_watch", native.SOURCE))
+    assert "python -m amp_fx build" in rows["amp_fx_kernels.cpp"]
+
+
+def test_env_says_what_follows_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "has_cpp_compiler", lambda: False)
+    row = dict(env.compiled_parts())["amp_fx_watch.cpp"]
+    assert "cannot be built" in row
+    assert "cast per call" in row
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert f"{native.SWITCH}=0" in dict(env.compiled_parts())["amp_fx_watch.cpp"]
