@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.watching import watch
     from amp_fx.stored.entry import store_low
     from amp_fx.stored.report import StorageReport
+    from amp_fx.weights.keep import Keep, keep
 
 __version__ = "0.2.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "CastPolicy",
     "Explanation",
     "GradScaler",
+    "Keep",
     "Policy",
     "SearchResult",
     "StorageReport",
@@ -57,6 +59,7 @@ __all__ = [
     "export",
     "for_onnx",
     "fsdp_policy",
+    "keep",
     "package",
     "preset",
     "register_device",
@@ -71,6 +74,7 @@ __all__ = [
 
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
+    "Keep": "amp_fx.weights.keep",
     "SearchResult": "amp_fx.numerics.search_result",
     "StorageReport": "amp_fx.stored.report",
     "Explanation": "amp_fx.explanation.explanation",
@@ -79,6 +83,7 @@ _LAZY = {
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
     "for_onnx": "amp_fx.exporting.onnx_form",
+    "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.package",
     "fsdp_policy": "amp_fx.integrations.fsdp",
     "register_pass": "amp_fx.added_passes",

@@ -19,7 +19,7 @@ from torch._dynamo.aot_compile_types import (
 
 from amp_fx.errors import AheadOfTimeError
 from amp_fx.regions.state import left_on_error, no_autocast
-from amp_fx.weights.cast_plan import Plan
+from amp_fx.weights.kept_inputs import KeptInputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ class SavedGraph(SerializableCallable):
 
     Args:
         compiled: What inductor made; it takes what the plan passes, and the copies.
-        plan: The arguments of the ``Plan`` of its kept casts; None if it keeps none.
+        plan: The arguments of the ``KeptInputs`` of its kept casts; None if it keeps none.
         is_off: Whether autocast is off in each call: casts are in the graph.
         has_regions: Whether an exception may leave it in the midst of a region.
     """
@@ -42,7 +42,9 @@ class SavedGraph(SerializableCallable):
         self.plan = plan
         self.is_off = is_off
         self.has_regions = has_regions
-        self._run: Callable[..., Any] = compiled if plan is None else Plan(**plan).wrap(compiled)
+        self._run: Callable[..., Any] = (
+            compiled if plan is None else KeptInputs(**plan).wrap(compiled)
+        )
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
@@ -80,7 +82,9 @@ def is_ahead_of_time() -> bool:
     )
 
 
-def as_saved(compiled: Any, plan: Plan | None, *, is_off: bool, has_regions: bool) -> SavedGraph:
+def as_saved(
+    compiled: Any, plan: KeptInputs | None, *, is_off: bool, has_regions: bool
+) -> SavedGraph:
     """A compiled graph that can be saved.
 
     Raises:
@@ -96,9 +100,9 @@ def as_saved(compiled: Any, plan: Plan | None, *, is_off: bool, has_regions: boo
     return SavedGraph(bundled, _settings(plan), is_off=is_off, has_regions=has_regions)
 
 
-def _settings(plan: Plan | None) -> dict[str, Any] | None:
-    """What makes an equal plan in another process."""
+def _settings(plan: KeptInputs | None) -> dict[str, Any] | None:
+    """What makes equal inputs in another process."""
     if plan is None:
         return None
-    names = ("slots", "owner", "passed", "is_pure", "verify", "on_accelerator")
+    names = ("slots", "owner", "passed", "verify")
     return {name: getattr(plan, name) for name in names}

@@ -31,6 +31,10 @@ class StaleWeightError(AmpFxError, RuntimeError):
     """A kept copy of a weight differs from the weight (found by the ``verify`` option)."""
 
 
+class KeepError(AmpFxError, ValueError):
+    """``amp_fx.keep`` got something that cannot be kept; the message says what."""
+
+
 class RegionError(AmpFxError, RuntimeError, ValueError):
     """An autocast region cannot be entered, or is left where it is not the innermost one.
 
@@ -120,6 +124,10 @@ class ScalerStateDictError(AmpFxError, RuntimeError, KeyError, ValueError):
     """
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class NativeBuildError(AmpFxError, RuntimeError):
+    """A compiled part cannot be built; gives the compiler's command and message."""
 
 
 class ScaleCollapseError(AmpFxError, RuntimeError):

@@ -2,8 +2,8 @@
 
 ``torch._inductor.config.freezing`` does that too, and goes on with the old numbers after a
 weight was written. Here every value has a recipe, and is made again before the first call
-after a write (``amp_fx.weights.frozen_call``). Next to the frozen graph stands the one that
-keeps casts: it is compiled and called where weights turn out to change on every call.
+after a write (``amp_fx.weights.kept_call``). Next to the frozen graph stands the one that
+casts: it is compiled and called where weights turn out to change on every call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from amp_fx.graphs.metadata import SITE
 from amp_fx.graphs.values import is_written, tensors_in, value_of
 from amp_fx.inner import (
     after_autograd,
@@ -24,14 +26,13 @@ from amp_fx.inner import (
     uses_inductor,
 )
 from amp_fx.passes.keep_weight_casts import weight_name
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
-from amp_fx.weights.frozen_call import FrozenCall, GaveUpError
-from amp_fx.weights.frozen_on_accelerator import FrozenOnAccelerator
-from amp_fx.weights.kept_copies import making_copies
-from amp_fx.weights.kept_inputs import is_pure, keepable_weights
+from amp_fx.weights.kept_call import FrozenCall
+from amp_fx.weights.kept_inputs import keepable_weights
+from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stored_low import stored_tensors
-from amp_fx.weights.variants import is_dynamic, without_kept_inputs
+from amp_fx.weights.variants import is_dynamic
 from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.options import Options
+    from amp_fx.rewrite import Rewritten
     from amp_fx.weights.freeze import FrozenGraph
     from amp_fx.weights.recipes import Recipe
 
@@ -57,7 +59,7 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
     tensors = tensors_in(example_inputs)
     has_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     is_off = options.freezing is False or not options.weight_cache
-    if is_off or has_gradients or not engine().has_hook:
+    if is_off or has_gradients or not has_hook():
         return False
     device_type = _device_type_of(tensors)
     if device_type in ACCELERATORS:
@@ -96,31 +98,6 @@ def _is_any_on(options: Options, names: Sequence[str]) -> bool:
     return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
 
 
-class Frozen:
-    """A frozen graph, or the other one once it gave up.
-
-    Args:
-        frozen: Raises ``GaveUpError`` to have the other called.
-        other: The other.
-    """
-
-    def __init__(self, frozen: Compiled, other: Compiled) -> None:
-        self._frozen: Compiled | None = frozen
-        self._other = other
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the graph."""
-        frozen = self._frozen
-        if frozen is None:
-            return self._other(*args)
-        try:
-            return frozen(*args)
-        except GaveUpError:
-            log.debug("no longer frozen", exc_info=True)
-            self._frozen = None
-        return self._other(*args)
-
-
 def compile_freezing(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -129,36 +106,31 @@ def compile_freezing(
     *,
     owner: str,
     verify: str,
+    may_give_up: bool,
 ) -> Compiled:
     """Compiles a rewritten graph with its weights frozen.
 
     Args:
-        gm: The graph, with or without inputs for kept casts.
+        gm: The graph, which casts weights itself.
         example_inputs: What Dynamo gave.
         weights: Names of the inputs that are frozen, by position.
         options: The options of the backend.
         owner: The name under which ``stats`` counts what is kept.
         verify: How much of it each call compares with the weights.
+        may_give_up: As for ``KeptCall``.
 
     Raises:
         CannotFreezeError: There is nothing to gain, or no way to do it.
     """
+    current = {i: example_inputs[i] for i in weights}
     aliases = constants_for(example_inputs, weights)
-    gm = without_kept_inputs(gm)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    num_inputs = len(example_inputs)  # which the compiled graph must not hold
-    settings: dict[str, Any] = {
-        "owner": owner,
-        "is_pure": is_pure(gm.graph),
-        "verify": verify,
-        "on_accelerator": _device_type_of(tensors_in(example_inputs)) in ACCELERATORS,
-        "may_give_up": not any(is_dynamic(value_of(n)) for n in placeholders),
-    }
+    started = STORE.start(tuple(current.values()))
+    num_inputs = len(example_inputs)
 
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _check_alike(graph, aliases, num_inputs)
         after_autograd(options).widen_products(graph.graph)
-        frozen = compile_frozen(
+        frozen, made = compile_frozen(
             graph,
             inputs,
             aliases,
@@ -166,22 +138,35 @@ def compile_freezing(
             folds_batch_norm=options.fold_batch_norm,
             **kwargs,
         )
-        return new_call(frozen, weights, **settings)
+        call = new_call(frozen, weights, owner=owner, verify=verify, may_give_up=may_give_up)
+        if started is not None:
+            with unset_fake_temporarily():
+                call.adopt([made[v.recipe] for v in frozen.values(weights)], started, current)
+        return call
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip freezing
-        return compile_with_inductor(gm, example_inputs, options, compile_inside)
+    try:
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # it would skip freezing
+            return compile_with_inductor(gm, example_inputs, options, compile_inside)
+    finally:
+        current.clear()  # what is compiled must not hold the weights
+        aliases.clear()
 
 
 def constants_for(example_inputs: Sequence[Any], weights: Iterable[int]) -> dict[int, torch.Tensor]:
     """What stands for weights while they are frozen: their bytes, in storages of their own."""
-    with making_copies():
+    with making_values():
         return {i: engine().alias(example_inputs[i].detach()) for i in weights}
 
 
 def new_call(frozen: FrozenGraph, names: Mapping[int, str], **settings: Any) -> FrozenCall:
     """What calls a frozen graph, as ``FrozenCall`` says."""
-    kind = FrozenOnAccelerator if settings.pop("on_accelerator") else FrozenCall
-    return kind(frozen, names, **settings)
+    return FrozenCall(
+        frozen.values(names),
+        frozen.taken,
+        bind=frozen.bind,
+        handed_out=frozen.handed_out,
+        **settings,
+    )
 
 
 def values_when_frozen(
@@ -190,7 +175,7 @@ def values_when_frozen(
     """What a frozen graph would keep: nothing is computed or compiled.
 
     Args:
-        gm: The rewritten graph, with or without inputs for kept casts.
+        gm: The rewritten graph, which casts weights itself.
         example_inputs: What Dynamo gave, fake.
         weights: The inputs that are frozen.
         options: The options of the backend.
@@ -212,7 +197,7 @@ def values_when_frozen(
         return make_boxed_func(graph.forward)
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compile_with_inductor(without_kept_inputs(gm), example_inputs, options, note)
+        compile_with_inductor(gm, example_inputs, options, note)
     return found
 
 
@@ -235,30 +220,37 @@ def _check_alike(
 
 def weights_to_freeze(
     captured: fx.GraphModule,
-    rewritten: fx.GraphModule,
+    found: Rewritten,
     example_inputs: Sequence[Any],
-    modules: Iterable[Any],
     options: Options,
     *,
     plain: Sequence[Any] | None = None,
 ) -> dict[int, str]:
     """The inputs that are to be frozen, with their names; none where the graph is not to be.
 
-    Weights that were stored low to save memory are not, unless freezing is asked for.
+    Weights that were stored low to save memory are not, unless freezing is asked for; nor are
+    those of a graph in which autocast is off throughout.
 
     Args:
         captured: The graph that Dynamo captured.
-        rewritten: What became of it.
+        found: What became of it.
         example_inputs: What Dynamo gave.
-        modules: Those that the graph is of.
         options: The options of the backend.
         plain: What stands for fake inputs, where nothing is to be frozen in earnest.
     """
     if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
         return {}
-    stored = set() if options.freezing else stored_tensors(modules)
-    found = frozen_weights(captured, rewritten, example_inputs if plain is None else plain)
-    return {i: name for i, name in found.items() if id(example_inputs[i]) not in stored}
+    if not _is_on(found.cast.graph):
+        return {}
+    stored = set() if options.freezing else stored_tensors(found.frame.modules())
+    weights = frozen_weights(captured, found.cast, example_inputs if plain is None else plain)
+    return {i: name for i, name in weights.items() if id(example_inputs[i]) not in stored}
+
+
+def _is_on(graph: fx.Graph) -> bool:
+    """Whether autocast is on anywhere in a graph."""
+    ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return any(SITE.is_on(node) and SITE.of(node).state.enabled for node in ops)
 
 
 def frozen_weights(

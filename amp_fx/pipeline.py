@@ -91,7 +91,7 @@ def default_passes(
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
-        *((AliasWeightReads(),) if kept_weights and aliases_reads else ()),
+        *((AliasWeightReads(kept_weights),) if kept_weights and aliases_reads else ()),
         *((ShareRegionCasts(),) if shares_region else ()),
         WrapIslands(),
     )

@@ -1,45 +1,60 @@
-"""Keeps one low-precision copy per (weight, dtype) and makes it again when it goes stale.
+"""Shows and controls what is kept of weights, and made again when a weight was written.
 
-Graphs whose weight casts were taken out (``keep_weight_casts``) get the copies as inputs.
-All graphs of a process share them. A copy is made again, together with all other stale ones
-of the call, before the first call after a write to its weight; which signal tells of which
-write is said in ``amp_fx.weights.write_signals``. What no signal tells of is a write through a
-pointer, a NumPy array or a DLPack alias that was taken before the latest call. Every call
-compares an element or two of each copy with its weight, so that a write of a whole weight is
-noticed all the same at the next call on the CPU; then the weight is named in a warning, and cast
-on every call. ``options={"verify": "full"}`` compares all, and raises; ``"off"`` compares none.
-
-Frozen graphs (``amp_fx.freezing``) keep more: all that is computed from weights alone, packed
-weights above all. They are watched in the same way.
+Every value that is computed from weights alone, a cast, a packed or folded weight or what
+``amp_fx.keep`` was asked for, is made once and shared by all graphs of the process. It is made
+again before the first use after a write to one of its weights. No signal tells of a write through
+a pointer, a NumPy array or a DLPack alias that was taken before the latest call. So each call on
+the CPU compares one element of every weight with what it was: a write of a whole weight is
+noticed at the next call, one of a part within 64 calls if the part is at least a 32nd of the
+weight, a smaller part perhaps never. Then the weight is named in a warning, and what is made of
+it is made again on every call. ``options={"verify": "full"}`` compares all, and raises; ``"off"``
+compares none.
 
 Use::
 
     amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
-    amp_fx.weight_cache.invalidate(model)  # make its copies again at the next call
-    amp_fx.weight_cache.clear()            # drop all copies
-    amp_fx.weight_cache.set_limit(2**30)   # bytes that copies may take together
+    amp_fx.weight_cache.invalidate(model)  # make its values again at the next call
+    amp_fx.weight_cache.clear()            # drop all values
+    amp_fx.weight_cache.set_limit(2**30)   # bytes that values may take together
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE
-from amp_fx.weights.spread import part_of
+from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.store import STORE, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amp_fx.weights.kept_copies import KeptCopy
-    from amp_fx.weights.kept_values import KeptValue, Values
+    import torch
+
+    from amp_fx.weights.store import Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptValue:
+    """A value that is kept, and made again when a weight that it is made of was written.
+
+    Attributes:
+        model: The class of the model (or the function) whose graph keeps it.
+        weights: Names of the weights that it is made of.
+        ops: Names of the ops that make it, in order.
+        bytes: Bytes that it takes besides the weights; those of padding are not counted.
+    """
+
+    model: str
+    weights: tuple[str, ...]
+    ops: tuple[str, ...]
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Stats:
     """What the cache holds and did.
 
     Attributes:
-        entries: Number of copies, and of other values that take bytes.
+        entries: Number of values that take bytes.
         bytes: Bytes that they take now: one that is about to be replaced takes none.
         hits: Times that a call found one fresh.
         refreshes: Times that one was made or made again.
@@ -77,90 +92,73 @@ class Stats:
 
 def stats() -> Stats:
     """Counts of what is kept."""
-    with CACHE.exclusive():
-        copies = [kept for kept in list(CACHE.copies.values()) if kept.num_bytes]
-        frozen = [values for values in list(CACHE.values) if not values.is_dropped]
-        owners = sorted({kept.owner for kept in copies} | {values.owner for values in frozen})
+    with STORE.exclusive():
+        entries = [entry for entry in STORE.entries.values() if entry.num_bytes]
+        owners = sorted({entry.owner for entry in entries})
         by_model = {
-            owner: _count(
-                [kept for kept in copies if kept.owner == owner],
-                [values for values in frozen if values.owner == owner],
-            )
-            for owner in owners
+            owner: _count([entry for entry in entries if entry.owner == owner]) for owner in owners
         }
-        return dataclasses.replace(_count(copies, frozen), by_model=by_model)
+        return dataclasses.replace(_count(entries), by_model=by_model)
 
 
-def _count(copies: Sequence[KeptCopy], frozen: Sequence[Values]) -> Stats:
-    values = [{i: v for i, v in each.by_identity().items() if v.bytes} for each in frozen]
-    listed = {i: value for each in values for i, value in each.items()}  # what is shared, once
+def _count(entries: Sequence[Entry]) -> Stats:
+    distinct = {id(entry.value): entry for entry in entries}.values()  # what is shared, once
     return Stats(
-        entries=len(copies) + len(listed),
-        bytes=sum(kept.low.untyped_storage().nbytes() for kept in copies)
-        + sum(value.bytes for value in listed.values()),
-        hits=sum(kept.copy.hits for kept in copies)
-        + sum(each.hits * len(own) for each, own in zip(frozen, values, strict=True)),
-        refreshes=sum(kept.copy.refreshes for kept in copies)
-        + sum(each.num_made for each in frozen),
-        values=tuple(listed.values()),
+        entries=len(distinct),
+        bytes=sum(entry.num_bytes for entry in distinct),
+        hits=sum(entry.kept.hits for entry in entries),
+        refreshes=sum(entry.kept.made for entry in entries),
+        by_model={},
+        values=tuple(
+            KeptValue(entry.owner, entry.wanted.names, entry.wanted.ops, entry.num_bytes)
+            for entry in distinct
+            if not isinstance(entry.wanted, Slot)
+        ),
     )
 
 
 def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) -> None:
-    """Has copies made again before their next use.
+    """Makes values again before their next use.
 
     Args:
-        model_or_tensor: Whose copies; None for all.
+        model_or_tensor: Whose values; None for all.
+
+    Raises:
+        TypeError: It is something else.
     """
-    tensors = _tensors_of(model_or_tensor)
-    with CACHE.exclusive():
-        for kept in list(CACHE.copies.values()):
-            source = kept.source()
-            if tensors is None or id(source) in tensors:
-                kept.copy.invalidate()
-        for values in list(CACHE.values):
-            values.invalidate(tensors)
-
-
-def _tensors_of(model_or_tensor: Any) -> set[int] | None:
-    if model_or_tensor is None:
-        return None
-    if isinstance(model_or_tensor, torch.Tensor):
-        return {id(part_of(model_or_tensor))}
-    if isinstance(model_or_tensor, torch.nn.Module):
-        parts = (*model_or_tensor.parameters(), *model_or_tensor.buffers())
-        return {id(part_of(tensor)) for tensor in parts}
-    raise TypeError(
-        f"invalidate takes a module, a tensor or None, not {type(model_or_tensor).__name__}"
-    )
+    with STORE.exclusive():
+        if model_or_tensor is None:
+            found = list(STORE.entries.values())
+        else:
+            tensors = tensors_of(model_or_tensor)
+            found = [entry for tensor in tensors for entry in STORE.of_weight(tensor)]
+        for entry in found:
+            entry.kept.invalidate()
 
 
 def clear() -> None:
-    """Drops all copies and stops watching their weights, until graphs are called again."""
-    with CACHE.exclusive():
-        for key, kept in list(CACHE.copies.items()):
-            source = kept.source()
-            if source is not None and source.device.type != "meta":
-                engine().unwatch(source)
-            if key in CACHE.copies:
-                CACHE.drop(key)
-        for values in list(CACHE.values):
-            values.drop()
+    """Drops all values and stops watching their weights, until graphs are called again."""
+    with STORE.exclusive():
+        for entry in list(STORE.entries.values()):
+            for weight in entry.weights() or ():
+                if weight.device.type != "meta":
+                    engine().unwatch(weight)
+            STORE.drop(entry)
 
 
 def set_limit(num_bytes: int | None) -> None:
-    """Bounds the bytes that copies take together; past it, weights are cast per call.
+    """Bounds the bytes that values take together; past it, weights are cast per call.
 
     Args:
-        num_bytes: The bound; None for none. Copies with the fewest hits go first; a newcomer
-            takes the place of copies that were never hit, or is not kept.
+        num_bytes: The bound; None for none. Values with the fewest hits go first; a newcomer
+            takes the place of values that were never hit, or is not kept.
 
     Raises:
         ValueError: The bound is negative.
     """
     if num_bytes is not None and num_bytes < 0:
         raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
-    with CACHE.exclusive():
-        CACHE.limit = num_bytes
+    with STORE.exclusive():
+        STORE.limit = num_bytes
         if num_bytes is not None:
-            CACHE.shrink(num_bytes)
+            STORE.shrink(num_bytes)

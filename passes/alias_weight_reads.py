@@ -30,7 +30,7 @@ import torch
 from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_id, value_of
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.keep_weight_casts import add_kept_input
+from amp_fx.passes.keep_weight_casts import add_kept_input, kept_casts
 from amp_fx.weights.kept_cast import kept_cast
 from amp_fx.weights.spread import is_spread
 
@@ -41,18 +41,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class AliasWeightReads:
-    """Replaces reads of weights whose casts are kept."""
+    """Replaces reads of weights whose casts are, or could be, kept.
+
+    Attributes:
+        weights: As for ``KeepWeightCasts``.
+    """
 
     name: ClassVar[str] = "alias_weight_reads"
+    weights: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``weight_reads_aliased``."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         slots = [KEPT_INPUT.of(n) for n in placeholders if KEPT_INPUT.is_on(n)]
         aliased = {slot.source_index for slot in slots if slot.is_alias}
+        cast = {source for _, source in kept_casts(gm, [name for name, _ in self.weights])}
+        found = {slot.source_index for slot in slots} | {placeholders.index(w) for w in cast}
         handed_out = {storage_id(value_of(n)) for n in _tensor_outputs(gm.graph)}
         counts: Counter[str] = Counter()
-        for index in sorted({slot.source_index for slot in slots} - aliased):
+        for index in sorted(found - aliased):
             weight = placeholders[index]
             if is_spread(value_of(weight)):
                 continue

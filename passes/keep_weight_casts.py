@@ -37,6 +37,8 @@ from amp_fx.weights.kept_cast import Slot, kept_cast
 from amp_fx.weights.layouts import is_convolution
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import fx
 
 
@@ -56,12 +58,10 @@ class KeepWeightCasts:
         """Counts ``weight_casts_kept``; marks new placeholders with ``kept_input``."""
         counts: Counter[str] = Counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
-        keepable = self._keepable(placeholders)
+        written = {node.name for node in placeholders if is_written(node)}
+        weights = [name for name, sharing in self.weights if written.isdisjoint(sharing)]
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        for cast in list(gm.graph.nodes):
-            source = _kept_source(cast, keepable)
-            if source is None:
-                continue
+        for cast, source in kept_casts(gm, weights):
             dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
                 index = placeholders.index(source)
@@ -70,12 +70,19 @@ class KeepWeightCasts:
             counts["weight_casts_kept"] += 1
         return PassResult(counts)
 
-    def _keepable(self, placeholders: list[fx.Node]) -> dict[int, fx.Node]:
-        """Weights to which the graph does not write, by the ``id`` of their values."""
-        by_name = {node.name: node for node in placeholders}
-        written = {name for name, node in by_name.items() if is_written(node)}
-        weights = [by_name[name] for name, sharing in self.weights if written.isdisjoint(sharing)]
-        return {id(value_of(node)): node for node in weights}
+
+def kept_casts(gm: fx.GraphModule, weights: Iterable[str]) -> list[tuple[fx.Node, fx.Node]]:
+    """The casts of some weights that can be kept, each with its weight's placeholder.
+
+    Args:
+        gm: A graph with its casts.
+        weights: Names of the placeholders.
+    """
+    by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    nodes = [by_name[name] for name in weights]
+    keepable = {id(value_of(node)): node for node in nodes if not is_written(node)}
+    pairs = [(node, _kept_source(node, keepable)) for node in gm.graph.nodes]
+    return [(cast, source) for cast, source in pairs if source is not None]
 
 
 def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:

@@ -44,12 +44,6 @@ def _no_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are compiled later as in a program with one thread: tests leave some behind."""
-    monkeypatch.setattr("amp_fx.weights.variants.is_alone", lambda: True)
-
-
-@pytest.fixture
 def policy() -> Policy:
     """The default policy."""
     return preset("torch")

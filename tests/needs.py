@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from amp_fx.inner import has_cpp_compiler
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import engine, has_hook
 
-HOOK = pytest.mark.skipif(not engine().has_hook, reason="wants torch's hook on storages, of 2.13")
+WATCH = pytest.mark.skipif(engine() is None, reason="the part that watches weights is not built")
+HOOK = pytest.mark.skipif(not has_hook(), reason="needs torch's hook on storages, new in 2.13")
 FROZEN_GRAPHS = pytest.mark.skipif(
-    not has_cpp_compiler() or not engine().has_hook,
-    reason="frozen graphs want a C++ compiler and torch's hook on storages, new in 2.13",
+    not has_cpp_compiler() or not has_hook(),
+    reason="frozen graphs need a C++ compiler and torch's hook on storages, new in 2.13",
+)
+PACKING = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="oneDNN packs bfloat16 weights where the processor has AVX-512",
 )

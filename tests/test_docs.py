@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HAS_DOT = shutil.which("dot") is not None
+CACHING = ROOT / "docs" / "guide" / "caching.md"
 
 
 def name_of(path: Path) -> str:
@@ -122,7 +123,7 @@ def test_the_readme_is_one_screen_and_the_rest_is_linked() -> None:
 
 
 def test_the_table_of_signals_is_that_of_the_code() -> None:
-    text = (ROOT / "docs" / "guide" / "kept-casts.md").read_text(encoding="utf-8")
+    text = CACHING.read_text(encoding="utf-8")
     table = text.split("| a write by |", 1)[1]
     lines = [line.strip("| ").split(" | ") for line in table.split("\n\n", 1)[0].splitlines()]
     shown = {kind: dict(zip(DEVICES, cells, strict=True)) for kind, *cells in lines[2:]}
@@ -132,11 +133,38 @@ def test_the_table_of_signals_is_that_of_the_code() -> None:
     }
 
 
+def test_the_table_of_causes_is_true() -> None:
+    """Its first column holds what is run; versions and pointers are those of a new weight."""
+    table = CACHING.read_text(encoding="utf-8").split("| write | `_version`", 1)[1]
+    lines = [line.strip("| ").split(" | ") for line in table.split("\n\n", 1)[0].splitlines()]
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for code, *shown in lines[2:]:
+            weight = torch.nn.Parameter(torch.ones(2, 2))
+            weight.grad = torch.ones(2, 2)
+            kept = amp_fx.keep(lambda w: w * 2, weight)
+            kept()
+            before = weight._version, weight.data_ptr()
+            kept()
+            assert kept.is_fresh()
+            with torch.no_grad():
+                exec(code.strip("`"), {"torch": torch, "weight": weight})
+            is_stale = not kept.is_fresh()
+            after = weight._version, weight.data_ptr()
+            found = [*(a != b for a, b in zip(before, after, strict=True)), is_stale]
+            assert ["yes" if each else "no" for each in found] == shown, code
+            assert torch.equal(kept(), weight.detach() * 2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 EXAMPLES = {
     "train_gpt": ["--steps=4", "--width=16", "--layers=2", "--length=8", "--batch=2"],
     "finetune_trainer": ["--steps=3", "--length=8"],
     "serve_kv_cache": ["--width=16", "--layers=2", "--tokens=4"],
     "float16_scaler": ["--steps=4", "--width=8"],
+    "keep_float8": ["--width=16", "--updates=2", "--calls=2"],
 }
 
 
@@ -204,6 +232,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
     assert "amp_fx.options.Options" in reference
     assert "range_guard" in reference
+    examples = (tmp_path / "site" / "examples" / "index.html").read_text(encoding="utf-8")
+    assert "argparse" in examples  # the programs themselves, not the lines that include them
 
 
 @pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")

@@ -25,6 +25,7 @@ ORDER = (
         *(
             "ahead",
             "backend",
+            "rewrite",
             "pipeline",
             "added_passes",
             "options",
@@ -107,7 +108,7 @@ def test_nothing_imports_a_layer_above(path: Path) -> None:
         "import amp_fx.passes.base",
         "from amp_fx import pipeline",
         "import amp_fx",
-        "if TYPE_CHECKING:\n    from amp_fx.weights.cast_plan import Plan",
+        "if TYPE_CHECKING:\n    from amp_fx.weights.kept_call import KeptCall",
         "def f():\n    from amp_fx.backend import amp_fx",
     ],
 )

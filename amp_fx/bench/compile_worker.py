@@ -52,7 +52,7 @@ def main(given: dict[str, Any]) -> dict[str, float]:
     model.zero_grad()
     # torch.compile imports inductor when called, our backend with the first graph: not counted.
     importlib.import_module("torch._inductor.compile_fx")
-    engine()  # compiled once on a machine, some 20 seconds: not counted either
+    engine()  # compiled once on a machine, some 10 seconds: not counted either
     spent: list[float] = []
     contender, is_inference = BY_NAME[given["contender"]], given["is_inference"]
     backend = _timed(settings, spent) if contender.is_amp_fx else settings.compiler

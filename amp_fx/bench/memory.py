@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.weights.storage_watch import storage_address_of
+from amp_fx.weights.store import storage_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

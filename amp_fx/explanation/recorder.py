@@ -28,12 +28,12 @@ from amp_fx.weights.kept_inputs import example_copies
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from amp_fx.backend import Rewritten
     from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
+    from amp_fx.rewrite import Rewritten
     from amp_fx.weights.recipes import Recipe
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class GraphRecorder:
                 wants_kernels=self.wants_kernels,
             )
         if not self.is_imagined:
-            self._note_kept_values(gm, example_inputs, self.options)
+            self._note_kept_values(found, example_inputs, self.options)
         slots = [
             KEPT_INPUT.of(node)
             for node in gm.graph.find_nodes(op="placeholder")
@@ -186,21 +186,21 @@ class GraphRecorder:
         return run
 
     def _note_kept_values(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+        self, found: Rewritten, example_inputs: Sequence[Any], options: Options
     ) -> None:
         """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
-        plain, modules = plain_inputs(example_inputs), self.seen.frame.modules()
+        plain = plain_inputs(example_inputs)
         weights = tuple(
-            weights_to_freeze(self.seen.captured, gm, example_inputs, modules, options, plain=plain)
+            weights_to_freeze(self.seen.captured, found, example_inputs, options, plain=plain)
         )
         if not weights:
             return
         try:
-            found = values_when_frozen(gm, example_inputs, weights, options)
+            values = values_when_frozen(found.variant(), example_inputs, weights, options)
         except Exception:  # such a graph is not frozen
             log.debug("not frozen", exc_info=True)
             return
-        self.seen.kept_values, self.seen.weights = found, weights
+        self.seen.kept_values, self.seen.weights = values, weights
 
 
 def _bytes_per_call(cast: fx.Node) -> int:

@@ -1,23 +1,25 @@
-// Sees writes to weights, and looks at many weights at once.
+// Sees writes to weights, and checks many values computed from weights at once.
 //
 // A storage is watched through the hook that torch 2.13 has for "somebody asks for a mutable
-// pointer" (c10::StorageImpl::set_materializer): nothing about the storage changes, so that any
-// thread may set, fire or clear it at any time. Before 2.13 a storage is made copy-on-write
-// instead (`arm` below), which other threads must not be near.
+// pointer" (c10::StorageImpl::set_materializer). Nothing about the storage changes, so any thread
+// may set, fire or clear the hook at any time. Before 2.13 a storage is made copy-on-write
+// instead (`arm` below), which is not safe next to other threads.
 //
-// What Python sees: `Copy`, one low copy of a weight and what the weight was
-// when it was made; `Look`, the kept casts of one graph; and functions on tensors. They are
-// called with the GIL held, which orders all that is not atomic here; `on_write` is called by
-// any thread without it. Sizes are in elements, times in nanoseconds.
+// Python sees `Kept`, a value and what its weights were when it was made; `Look`, the values of
+// one graph; and functions on tensors. All are called with the GIL held, which orders everything
+// here that is not atomic. Only `on_write` is called by any thread without it.
 
-#include <ATen/ATen.h>
+//
+// Headers of torch with pybind11, and torch/library.h, take longer to compile than everything
+// here: what is needed of them is declared below.
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/COW.h>
-#include <ATen/record_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 #ifndef _WIN32
 #include <pthread.h>
 #endif
@@ -25,10 +27,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #if __has_include(<c10/core/StorageMaterializer.h>)
@@ -37,9 +41,42 @@
 #define HAS_HOOK 0
 #endif
 
+// Of torch/csrc/autograd/python_variable.h; `has_known_layout` checks the struct at import.
+extern PyObject* THPVariableClass;
+extern PyObject* ParameterClass;
+PyObject* THPVariable_Wrap(const at::TensorBase&);
+struct THPVariable {
+  PyObject_HEAD
+  at::Tensor cdata;
+};
+
 namespace {
 
 using c10::StorageImpl;
+
+bool is_tensor(PyObject* object) {
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+const at::Tensor& unpack(PyObject* object) {
+  TORCH_CHECK_TYPE(is_tensor(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
+  return reinterpret_cast<THPVariable*>(object)->cdata;
+}
+
+// Calls a function; what it throws becomes an exception of Python's.
+template <typename Function>
+PyObject* guarded(Function function) {
+  try {
+    return function();
+  } catch (const c10::TypeError& error) {
+    PyErr_SetString(PyExc_TypeError, error.what_without_backtrace());
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
 
 // ------------------------------------------------------------------ storages and their writes
 
@@ -49,9 +86,11 @@ struct Record {
       : storage(s), num_bytes(static_cast<int64_t>(s->nbytes())) {}
   c10::weak_intrusive_ptr<StorageImpl> storage;
   int64_t num_bytes;
-  std::atomic<uint64_t> writes{1}; // raised when a write begins; 0 stands for "never seen"
-  std::atomic<uint64_t> writer{0}; // the thread of the latest
-  std::atomic<int64_t> when{0};
+  uint64_t armed_at = 0; // the writes when the hook was set
+  bool is_distrusted = false; // written where nothing sees it: nothing made of it is ever fresh
+  std::atomic<uint64_t> writes{1}; // raised when a write begins; 0 stands for "never made"
+  std::atomic<uint64_t> writer{0}; // the thread of the latest write
+  std::atomic<int64_t> settled_at{0}; // when that write has ended for sure
 };
 using RecordRef = std::shared_ptr<Record>;
 
@@ -65,46 +104,30 @@ std::unordered_map<StorageImpl*, RecordRef>& records() {
   return *map;
 }
 
+constexpr uint64_t any_thread = 0; // the writer of a collective: torch's own threads
 std::atomic<uint64_t> next_thread{1};
 thread_local const uint64_t this_thread = next_thread++;
-std::atomic<int64_t> num_in_flight{0}; // calls that hold copies
+std::atomic<int64_t> num_in_flight{0}; // calls that read values
+thread_local int64_t num_own_in_flight = 0;
 
-// The calls that this thread is inside of. In one that is pure (it writes no weight), asking
-// for a pointer is reading: CUDA graphs compare addresses so.
-struct Calls {
-  int depth = 0;
-  int num_impure = 0;
-  std::vector<RecordRef> asked;
-};
-thread_local Calls calls;
-
-int64_t now() {
+int64_t now() { // nanoseconds
   using namespace std::chrono;
   return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// The threads that called or wrote, as long as they live.
-std::atomic<int64_t> num_threads{0};
-struct Participation {
-  bool is_counted = false;
-  ~Participation() {
-    num_threads -= is_counted ? 1 : 0;
-  }
-};
-thread_local Participation participation;
+// How long a write may go on after its pointer was taken, for all but the thread that took it.
+constexpr int64_t settling_ns = 50'000'000;
+constexpr int64_t settling_ns_of_collective = 1'000'000'000;
+constexpr int64_t settling_ns_per_byte = 10;
 
-void note_thread() {
-  if (!participation.is_counted) {
-    participation.is_counted = true;
-    num_threads++;
-  }
+void note_write(Record& record, uint64_t writer = this_thread, int64_t settling = settling_ns) {
+  record.writer = writer;
+  record.settled_at = now() + settling + settling_ns_per_byte * record.num_bytes;
+  record.writes++;
 }
 
-void note_write(Record& record) {
-  note_thread();
-  record.writer = this_thread;
-  record.when = now();
-  record.writes++;
+bool is_settling(const Record& record) {
+  return record.writer != this_thread && now() < record.settled_at;
 }
 
 RecordRef find_record(StorageImpl* storage) {
@@ -132,7 +155,7 @@ RecordRef record_of(const c10::intrusive_ptr<StorageImpl>& storage) {
 
 #if HAS_HOOK
 
-// Reading two private members of StorageImpl, by the rule that explicit instantiation may name
+// Reads two private members of StorageImpl, by the rule that explicit instantiation may name
 // them: whether our hook is set, and whether torch will look at it. Two threads that clear and
 // set it at once can leave the one without the other.
 template <typename Tag, typename Tag::type member>
@@ -152,14 +175,10 @@ struct IsChecked {
 };
 template struct Reveal<IsChecked, &StorageImpl::has_mutable_data_ptr_check_>;
 
+// Every request for a mutable pointer counts as a write. Graphs of ours read weights through
+// aliases, which have storages of their own.
 void on_write(StorageImpl* storage) {
-  RecordRef record = find_record(storage);
-  if (record == nullptr) {
-    return;
-  }
-  if (calls.depth > 0 && calls.num_impure == 0) {
-    calls.asked.push_back(std::move(record));
-  } else {
+  if (RecordRef record = find_record(storage)) {
     note_write(*record);
   }
 }
@@ -204,6 +223,20 @@ void disarm(StorageImpl* storage) {
 
 #endif
 
+// Watches a storage; that it was not watched, without a write that tells why, is a write.
+bool watch_again(StorageImpl* storage, Record& record) {
+  if (!is_armed(storage)) {
+    if (!HAS_HOOK || record.armed_at == record.writes) {
+      note_write(record);
+    }
+    if (!arm(storage)) {
+      return false;
+    }
+    record.armed_at = record.writes;
+  }
+  return true;
+}
+
 // Whether torch allocated a storage itself: others are written by those who did (NumPy, other
 // processes).
 bool is_own(const StorageImpl& storage) {
@@ -214,20 +247,12 @@ bool is_own(const StorageImpl& storage) {
 #endif
 }
 
-// Whether a write by another thread may still go on: it took its pointer a moment ago.
-constexpr int64_t settling_ns = 50'000'000;
-constexpr int64_t settling_ns_per_byte = 10;
-bool is_settling(const Record& record) {
-  const uint64_t writer = record.writer;
-  return writer != 0 && writer != this_thread &&
-      now() - record.when < settling_ns + settling_ns_per_byte * record.num_bytes;
-}
-
 const at::Tensor* plain_tensor(PyObject* object) {
-  if (!THPVariable_CheckExact(object)) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type != THPVariableClass && type != ParameterClass) {
     return nullptr;
   }
-  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const at::Tensor& tensor = unpack(object);
   return tensor.has_storage() ? &tensor : nullptr;
 }
 
@@ -235,634 +260,580 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
 }
 
-// ---------------------------------------------------------------------------------- one copy
+const char* data_of(const at::Tensor& tensor) { // asks for no pointer
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  return static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get()) +
+      impl->storage_offset() * impl->itemsize();
+}
 
-struct Copy {
-  PyObject_HEAD
-  PyObject* low; // nullptr once dropped
-  RecordRef* record;
-  StorageImpl* storage;
-  const char* source_data;
-  at::DimVector* sizes;
-  at::DimVector* strides;
-  at::DimVector* low_strides;
-  uint64_t seen; // the record's writes when it was made; 0: make it again
-  int64_t version;
-  char is_alias; // the weight's own bytes, in a storage of its own
-  char is_distrusted; // written where nothing sees it: made again for every call
-  char is_suspect; // a sample differed
-  char is_sampled;
-  at::ScalarType source_type, low_type;
-  uint8_t source_size, low_size; // bytes of an element
-  const char* low_data;
-  int64_t numel;
-  int64_t canary_at;
-  uint64_t canary;
-  long long hits, refreshes;
+// --------------------------------------------------------------------------------- one value
+
+// A weight is divided into so many stretches, and one element of each is remembered.
+constexpr uint64_t num_sampled = 64;
+
+uint64_t mixed(uint64_t x) { // splitmix64
+  x += 0x9E3779B97F4A7C15ULL;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+// Some elements of a weight in host memory, as they were when a value was made.
+struct Sample {
+  std::vector<uint64_t> bits;
+  uint64_t seed = 0;
+  uint64_t numel = 0;
+  size_t item_size = 0;
+  size_t turn = 0;
+
+  const char* place(const char* data, size_t i) const { // without a division: it is asked often
+    if (numel <= num_sampled) {
+      return data + i * item_size;
+    }
+    const uint64_t from = i * numel / num_sampled, to = (i + 1) * numel / num_sampled;
+    return data + (from + ((mixed(seed + i) >> 32) * (to - from) >> 32)) * item_size;
+  }
+  uint64_t read(const char* place) const {
+    uint64_t found = 0;
+    std::memcpy(&found, place, std::min(item_size, sizeof(found)));
+    return found;
+  }
+  void take(const at::Tensor& weight, const char* data) {
+    const bool is_readable = weight.is_cpu() && weight.is_non_overlapping_and_dense();
+    numel = is_readable ? static_cast<uint64_t>(weight.numel()) : 0;
+    item_size = weight.element_size();
+    seed = mixed(seed + static_cast<uint64_t>(now()));
+    bits.resize(std::min(num_sampled, numel));
+    for (size_t i = 0; i < bits.size(); ++i) {
+      bits[i] = read(place(data, i));
+    }
+  }
+  // Whether an element is what it was; another one each time.
+  bool agrees(const char* data) {
+    if (bits.empty()) {
+      return true;
+    }
+    const size_t i = turn < bits.size() ? turn : 0;
+    turn = i + 1;
+    return read(place(data, i)) == bits[i];
+  }
 };
 
-const at::Tensor& low_of(const Copy* copy) {
-  return THPVariable_Unpack(copy->low);
-}
+// What one weight was when a value was made of it.
+struct Stamp {
+  RecordRef record;
+  StorageImpl* storage = nullptr;
+  const char* data = nullptr;
+  at::DimVector sizes, strides;
+  at::ScalarType type = at::kFloat;
+  uint64_t seen = 0; // the record's writes when it was made; 0: make it again
+  int64_t version = 0;
+  uint64_t next_seen = 0; // the same for the value that is being made
+  int64_t next_version = 0;
+  Sample sample;
+  bool is_suspect = false; // the sample differed
 
-uint64_t bits_at(const char* data, int64_t index, size_t size) {
-  data += index * size;
-  return size == 4 ? *reinterpret_cast<const uint32_t*>(data)
-                   : *reinterpret_cast<const uint16_t*>(data);
-}
-
-void set_low(Copy* copy, PyObject* low) {
-  PyObject* old = copy->low;
-  copy->low = low;
-  copy->low_data = static_cast<const char*>(low_of(copy).const_data_ptr());
-  Py_XDECREF(old);
-}
-
-// Binds a copy to where its weight lies now.
-void bind(Copy* copy, const at::Tensor& source) {
-  const auto storage = source.storage().getWeakStorageImpl().lock();
-  *copy->record = record_of(storage);
-  copy->storage = storage.get();
-  copy->source_data = static_cast<const char*>(source.const_data_ptr());
-  *copy->sizes = at::DimVector(source.sizes());
-  *copy->strides = at::DimVector(source.strides());
-  *copy->low_strides = at::DimVector(low_of(copy).strides());
-  copy->seen = 0;
-  copy->source_type = source.scalar_type();
-  copy->low_type = low_of(copy).scalar_type();
-  copy->source_size = static_cast<uint8_t>(source.element_size());
-  copy->low_size = static_cast<uint8_t>(low_of(copy).element_size());
-  copy->numel = source.numel();
-  copy->canary_at = -1;
-  const auto is_known = [](at::ScalarType type) {
-    return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-  };
-  copy->is_sampled = !copy->is_alias && source.is_cpu() && copy->numel > 0 &&
-      source.is_non_overlapping_and_dense() &&
-      (*copy->low_strides == *copy->strides || source.is_contiguous()) &&
-      is_known(copy->source_type) && is_known(copy->low_type);
-}
-
-bool lies_where(const Copy* copy, const at::Tensor& source) {
-  const auto* impl = source.unsafeGetTensorImpl();
-  StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  return copy->low != nullptr && storage == copy->storage &&
-      static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get()) + // asks nothing
-          impl->storage_offset() * impl->itemsize() ==
-      copy->source_data &&
-      source.scalar_type() == copy->source_type && source.sizes() == *copy->sizes &&
-      source.strides() == *copy->strides;
-}
-
-bool is_fresh(const Copy* copy, const at::Tensor& source) {
-  return copy->seen != 0 && !copy->is_distrusted && copy->seen == (*copy->record)->writes &&
-      is_armed(copy->storage) && (copy->is_alias || version_of(source) == copy->version);
-}
-
-float as_float(const char* data, int64_t index, at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return reinterpret_cast<const float*>(data)[index];
-    case at::kBFloat16:
-      return reinterpret_cast<const c10::BFloat16*>(data)[index];
-    default:
-      return reinterpret_cast<const c10::Half*>(data)[index];
+  void bind(const at::Tensor& weight) {
+    const auto owner = weight.storage().getWeakStorageImpl().lock();
+    *this = Stamp();
+    record = record_of(owner);
+    storage = owner.get();
+    data = data_of(weight);
+    sizes = at::DimVector(weight.sizes());
+    strides = at::DimVector(weight.strides());
+    type = weight.scalar_type();
   }
+  bool lies_where(const at::Tensor& weight) const {
+    return weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage &&
+        data_of(weight) == data && weight.scalar_type() == type && weight.sizes() == sizes &&
+        weight.strides() == strides;
+  }
+  bool is_fresh(const at::Tensor& weight) const {
+    return seen != 0 && seen == record->writes && !record->is_distrusted && is_armed(storage) &&
+        version_of(weight) == version;
+  }
+  // The sample is taken before the value is made: what is written from here on differs from it.
+  void start(const at::Tensor& weight) {
+    watch_again(storage, *record);
+    next_seen = record->writes;
+    next_version = version_of(weight);
+    sample.take(weight, data);
+  }
+  void finish() {
+    seen = is_armed(storage) && !is_settling(*record) ? next_seen : 0;
+    version = next_version;
+    is_suspect = false;
+  }
+};
+
+struct Kept {
+  PyObject_HEAD
+  PyObject* value; // nullptr or None before it is made, and once dropped
+  std::vector<Stamp>* stamps;
+  char is_alias; // the weight's own bytes, which no write makes stale
+  long long hits, made;
+};
+
+Kept* as_kept(PyObject* object) {
+  return reinterpret_cast<Kept*>(object);
 }
 
-float rounded(float value, at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return value;
-    case at::kBFloat16:
-      return c10::BFloat16(value);
-    default:
-      return c10::Half(value);
-  }
+bool has_value(const Kept* kept) {
+  return kept->value != nullptr && kept->value != Py_None;
 }
 
-// Where a copy has the element that the weight has at an index. Only a contiguous weight may have
-// a copy that is laid out in another way.
-int64_t low_index(const Copy* copy, int64_t index) {
-  if (*copy->low_strides == *copy->strides) {
-    return index;
-  }
-  int64_t found = 0;
-  for (size_t i = copy->sizes->size(); i-- > 0; index /= (*copy->sizes)[i]) {
-    found += index % (*copy->sizes)[i] * (*copy->low_strides)[i];
+using Tensors = std::vector<const at::Tensor*>;
+
+Tensors tensors_of(PyObject* tuple) {
+  Tensors found;
+  TORCH_CHECK_TYPE(PyTuple_Check(tuple), "expected a tuple of tensors");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    found.push_back(plain_tensor(PyTuple_GET_ITEM(tuple, i)));
+    TORCH_CHECK_TYPE(found.back() != nullptr, "expected a tuple of plain tensors");
   }
   return found;
 }
 
-// Whether one element of a copy is the weight's, rounded. NaNs are alike; numbers below the
-// low dtype's normal range are not looked at, as processors may flush them.
-bool agrees_at(const Copy* copy, int64_t index) {
-  const float value = as_float(copy->source_data, index, copy->source_type);
-  const float kept = as_float(copy->low_data, low_index(copy, index), copy->low_type);
-  const float tiny = copy->low_type == at::kHalf ? 6.2e-5f : 1.2e-38f;
-  if (std::isnan(value) || std::abs(value) < tiny) {
-    return std::isnan(value) ? std::isnan(kept) : std::abs(kept) <= tiny;
-  }
-  return rounded(value, copy->low_type) == kept;
-}
-
-// Notes that a copy is what its weight was when it had been written so often.
-void note_made(Copy* copy, uint64_t writes, int64_t version) {
-  copy->version = version;
-  copy->canary_at = -1;
-  copy->is_suspect = 0;
-  copy->refreshes++;
-  // Watched from before it was read; unless a write may still have been under way then.
-  const bool is_watched = is_armed(copy->storage) && !is_settling(**copy->record);
-  copy->seen = is_watched ? writes : 0;
-}
-
-void watch_again(Copy* copy) {
-  if (!is_armed(copy->storage)) {
-    if (!HAS_HOOK || copy->seen == (*copy->record)->writes) {
-      note_write(**copy->record);
-    }
-    arm(copy->storage);
-  }
-}
-
-PyObject* copy_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  HANDLE_TH_ERRORS
-  PyObject *low = nullptr, *source = nullptr;
-  int is_alias = 0;
-  if (!PyArg_ParseTuple(args, "OOp", &low, &source, &is_alias)) {
-    return nullptr;
-  }
-  auto* copy = reinterpret_cast<Copy*>(type->tp_alloc(type, 0));
-  if (copy == nullptr) {
-    return nullptr;
-  }
-  set_low(copy, Py_NewRef(low));
-  copy->record = new RecordRef();
-  copy->sizes = new at::DimVector();
-  copy->strides = new at::DimVector();
-  copy->low_strides = new at::DimVector();
-  copy->is_alias = static_cast<char>(is_alias);
-  bind(copy, THPVariable_Unpack(source));
-  return reinterpret_cast<PyObject*>(copy);
-  END_HANDLE_TH_ERRORS
-}
-
-void copy_dealloc(PyObject* self) {
-  auto* copy = reinterpret_cast<Copy*>(self);
-  PyTypeObject* type = Py_TYPE(self);
-  Py_CLEAR(copy->low);
-  delete copy->record;
-  delete copy->sizes;
-  delete copy->strides;
-  delete copy->low_strides;
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyObject* copy_drop(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  Py_CLEAR(reinterpret_cast<Copy*>(self)->low);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_invalidate(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  reinterpret_cast<Copy*>(self)->seen = 0;
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_distrust(PyObject* self, PyObject*) {
-  reinterpret_cast<Copy*>(self)->is_distrusted = 1;
-  Py_RETURN_NONE;
-}
-
-PyObject* copy_bind(PyObject* self, PyObject* source) {
-  HANDLE_TH_ERRORS
-  bind(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_lies_where(PyObject* self, PyObject* source) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(
-      lies_where(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source)));
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_is_fresh(PyObject* self, PyObject* source) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(is_fresh(reinterpret_cast<Copy*>(self), THPVariable_Unpack(source)));
-  END_HANDLE_TH_ERRORS
-}
-
-// start(source) -> (writes, version) before something is made of a weight, and finish(writes,
-// version) afterwards: what refresh does for a copy, for what Python makes.
-PyObject* copy_start(PyObject* self, PyObject* source) {
-  HANDLE_TH_ERRORS
-  auto* copy = reinterpret_cast<Copy*>(self);
-  watch_again(copy);
-  const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
-  const auto version = static_cast<long long>(version_of(THPVariable_Unpack(source)));
-  return Py_BuildValue("KL", writes, version);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_finish(PyObject* self, PyObject* ticket) {
-  HANDLE_TH_ERRORS
-  unsigned long long writes = 0;
-  long long version = 0;
-  if (!PyArg_ParseTuple(ticket, "KL", &writes, &version)) {
-    return nullptr;
-  }
-  auto* copy = reinterpret_cast<Copy*>(self);
-  if (copy->low != nullptr) {
-    note_made(copy, writes, version);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* copy_get_low(PyObject* self, void*) {
-  PyObject* low = reinterpret_cast<Copy*>(self)->low;
-  return Py_NewRef(low == nullptr ? Py_None : low);
-}
-
-PyObject* copy_get_count(PyObject* self, void* which) {
-  auto* copy = reinterpret_cast<Copy*>(self);
-  return PyLong_FromLongLong(which == nullptr ? copy->hits : copy->refreshes);
-}
-
-PyObject* copy_get_flag(PyObject* self, void* which) {
-  auto* copy = reinterpret_cast<Copy*>(self);
-  return PyBool_FromLong(which == nullptr ? copy->is_suspect : copy->is_distrusted);
-}
-
-PyMethodDef copy_methods[] = {
-    {"drop", copy_drop, METH_NOARGS, "Lets go of the low tensor; no look finds the copy again."},
-    {"invalidate", copy_invalidate, METH_NOARGS, "Has it made again before its next use."},
-    {"distrust", copy_distrust, METH_NOARGS, "Has it made again before every use."},
-    {"bind", copy_bind, METH_O, "Says where the weight lies now; implies invalidate."},
-    {"lies_where", copy_lies_where, METH_O, "Whether a weight is where the copy's was."},
-    {"start", copy_start, METH_O, "What finish takes, before something is made of a weight."},
-    {"finish", copy_finish, METH_O, "Notes that it is made of the weight as start found it."},
-    {"is_fresh", copy_is_fresh, METH_O, "Whether no signal tells of a write."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyGetSetDef copy_getset[] = {
-    {"low", copy_get_low, nullptr, "The low tensor; None once dropped.", nullptr},
-    {"hits", copy_get_count, nullptr, "Times that a call found it fresh.", nullptr},
-    {"refreshes", copy_get_count, nullptr, "Times that it was made.", copy_getset},
-    {"is_suspect", copy_get_flag, nullptr, "Whether a sample differed.", nullptr},
-    {"is_distrusted", copy_get_flag, nullptr, "Whether it is made for every use.", copy_getset},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyType_Slot copy_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(copy_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(copy_dealloc)},
-    {Py_tp_methods, copy_methods},
-    {Py_tp_getset, copy_getset},
-    {0, nullptr}};
-PyType_Spec copy_spec = {"amp_fx_watch.Copy", sizeof(Copy), 0, Py_TPFLAGS_DEFAULT, copy_slots};
-
-// --------------------------------------------------------------------- the casts of one graph
-
-struct Place {
-  std::vector<Copy*> copies; // owned
-};
-
-struct HeldPlace {
-  explicit HeldPlace(const Place& other) : place(other) {
-    for (Copy* copy : place.copies) {
-      Py_INCREF(copy);
-    }
-  }
-  ~HeldPlace() {
-    for (Copy* copy : place.copies) {
-      Py_DECREF(copy);
-    }
-  }
-  HeldPlace(const HeldPlace&) = delete;
-  Place place;
-};
-
-struct Look {
-  PyObject_HEAD
-  std::vector<Py_ssize_t>* sources;
-  std::vector<Py_ssize_t>* passed;
-  std::vector<Place>* places; // one graph may serve many layers, each with its own weights
-  char is_pure, samples;
-  char found_mismatch;
-  uint64_t random;
-};
-
-constexpr size_t max_places = 256;
-
-uint64_t next_random(Look* look) { // xorshift64*
-  uint64_t x = look->random;
-  x ^= x >> 12;
-  x ^= x << 25;
-  x ^= x >> 27;
-  look->random = x;
-  return x * 0x2545F4914F6CDD1DULL;
-}
-
-Place* find_place(Look* look, PyObject* args) {
-  const auto& sources = *look->sources;
-  for (auto& place : *look->places) {
-    bool is_here = true;
-    for (size_t i = 0; is_here && i < sources.size(); ++i) {
-      const at::Tensor* source = plain_tensor(PyTuple_GET_ITEM(args, sources[i]));
-      is_here = source != nullptr && lies_where(place.copies[i], *source);
-    }
-    if (is_here) {
-      return &place;
-    }
-  }
-  return nullptr;
-}
-
-const at::Tensor& source_at(const Look* look, PyObject* args, size_t i) {
-  return THPVariable_Unpack(PyTuple_GET_ITEM(args, (*look->sources)[i]));
-}
-
-bool all_fresh(const Look* look, const Place& place, PyObject* args) {
-  for (size_t i = 0; i < place.copies.size(); ++i) {
-    if (!is_fresh(place.copies[i], source_at(look, args, i))) {
+// `weights` are those of a value, as many as it has stamps.
+bool lies_where(const Kept* kept, const at::Tensor* const* weights) {
+  for (const Stamp& stamp : *kept->stamps) {
+    if (*weights == nullptr || !stamp.lies_where(**weights++)) {
       return false;
     }
   }
   return true;
 }
 
-// Compares an element or two of every copy on the CPU with its weight: one place chosen anew,
-// rounded, and the place of the last time, whose bits are remembered. Stale copies are left out.
-bool samples_agree(Look* look, Place& place, PyObject* args) {
-  RECORD_FUNCTION("amp_fx::sample", c10::ArrayRef<const c10::IValue>{});
-  const size_t count = place.copies.size();
-  static thread_local std::vector<int64_t> chosen; // -1: left out
-  chosen.assign(count, -1);
-  for (size_t i = 0; i < count; ++i) {
-    const Copy* copy = place.copies[i];
-    if (!copy->is_sampled || !is_fresh(copy, source_at(look, args, i))) {
-      continue;
-    }
-    chosen[i] = static_cast<int64_t>(
-        (static_cast<unsigned __int128>(next_random(look)) * copy->numel) >> 64);
-    __builtin_prefetch(copy->source_data + chosen[i] * copy->source_size);
-    __builtin_prefetch(copy->low_data + low_index(copy, chosen[i]) * copy->low_size);
-    __builtin_prefetch(copy->source_data + std::max<int64_t>(copy->canary_at, 0) * copy->source_size);
+bool is_fresh(const Kept* kept, const at::Tensor* const* weights) {
+  if (!has_value(kept) || kept->is_alias) {
+    return has_value(kept);
   }
+  for (const Stamp& stamp : *kept->stamps) {
+    if (!stamp.is_fresh(**weights++)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject* kept_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* weights = nullptr;
+    int is_alias = 0;
+    if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &weights, &is_alias)) {
+      return nullptr;
+    }
+    auto stamps = std::make_unique<std::vector<Stamp>>();
+    for (const at::Tensor* weight : tensors_of(weights)) {
+      stamps->emplace_back().bind(*weight);
+    }
+    Kept* kept = as_kept(type->tp_alloc(type, 0));
+    if (kept != nullptr) {
+      kept->is_alias = static_cast<char>(is_alias);
+      kept->stamps = stamps.release();
+    }
+    return reinterpret_cast<PyObject*>(kept);
+  });
+}
+
+void kept_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Py_CLEAR(as_kept(self)->value);
+  delete as_kept(self)->stamps;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* kept_bind(PyObject* self, PyObject* weights) {
+  return guarded([&] {
+    const Tensors found = tensors_of(weights);
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (Stamp& stamp = as_kept(self)->stamps->at(i); !stamp.lies_where(*found[i])) {
+        stamp.bind(*found[i]);
+      }
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* kept_lies_where(PyObject* self, PyObject* weights) {
+  return guarded([&] {
+    return PyBool_FromLong(lies_where(as_kept(self), tensors_of(weights).data()));
+  });
+}
+
+PyObject* kept_is_fresh(PyObject* self, PyObject* weights) {
+  return guarded([&] {
+    const Tensors found = tensors_of(weights);
+    const Kept* kept = as_kept(self);
+    return PyBool_FromLong(lies_where(kept, found.data()) && is_fresh(kept, found.data()));
+  });
+}
+
+PyObject* kept_invalidate(PyObject* self, PyObject*) {
+  for (Stamp& stamp : *as_kept(self)->stamps) {
+    stamp.seen = stamp.next_seen = 0;
+  }
+  return Py_NewRef(Py_None);
+}
+
+PyObject* kept_suspects(PyObject* self, PyObject*) {
+  PyObject* found = PyList_New(0);
+  for (const Stamp& stamp : *as_kept(self)->stamps) {
+    PyList_Append(found, stamp.is_suspect ? Py_True : Py_False);
+  }
+  return found;
+}
+
+// adopt(other, positions): takes the weights to be what they are to another value, which was
+// started; they stand there at these positions.
+PyObject* kept_adopt(PyObject* self, PyObject* const* args, Py_ssize_t) {
+  return guarded([&]() -> PyObject* {
+    auto& stamps = *as_kept(self)->stamps;
+    for (size_t i = 0; i < stamps.size(); ++i) {
+      const auto position = PyLong_AsSize_t(PyTuple_GET_ITEM(args[1], i));
+      stamps[i] = as_kept(args[0])->stamps->at(position);
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyCFunction as_method(PyObject* (*method)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method));
+}
+
+PyMethodDef kept_methods[] = {
+    {"bind", kept_bind, METH_O, "Says where the weights lie now; those that moved are stale."},
+    {"lies_where", kept_lies_where, METH_O, "Whether the weights are where they were."},
+    {"is_fresh", kept_is_fresh, METH_O, "Whether no signal tells of a write."},
+    {"invalidate", kept_invalidate, METH_NOARGS, "Makes the value stale."},
+    {"suspects", kept_suspects, METH_NOARGS, "By weight, whether a sampled element differed."},
+    {"adopt", as_method(kept_adopt), METH_FASTCALL, "Takes what another value knows of the weights."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMemberDef kept_members[] = {
+    {"value", T_OBJECT, offsetof(Kept, value), 0, "The value; None if there is none."},
+    {"hits", T_LONGLONG, offsetof(Kept, hits), READONLY, "Times that a call found it fresh."},
+    {"made", T_LONGLONG, offsetof(Kept, made), READONLY, "Times that it was made."},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyType_Slot kept_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(kept_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(kept_dealloc)},
+    {Py_tp_methods, kept_methods},
+    {Py_tp_members, kept_members},
+    {0, nullptr}};
+PyType_Spec kept_spec = {"amp_fx_watch.Kept", sizeof(Kept), 0, Py_TPFLAGS_DEFAULT, kept_slots};
+
+// ------------------------------------------------------------------------ making values again
+
+// Calls a function with each of some values and its weights, of which there is a tuple for each.
+template <typename Function>
+void for_each(PyObject* kepts, PyObject* weights, Function function) {
+  TORCH_CHECK(PyTuple_GET_SIZE(kepts) == PyTuple_GET_SIZE(weights), "as many values as weights");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
+    function(i, as_kept(PyTuple_GET_ITEM(kepts, i)), tensors_of(PyTuple_GET_ITEM(weights, i)));
+  }
+}
+
+// stale(kepts, weights) -> the positions of the values that are not fresh; to others it is a hit.
+PyObject* stale(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&]() -> PyObject* {
+    PyObject* found = PyList_New(0);
+    for_each(args[0], args[1], [&](Py_ssize_t i, Kept* kept, const Tensors& sources) {
+      if (!lies_where(kept, sources.data()) || !is_fresh(kept, sources.data())) {
+        PyObject* position = PyLong_FromSsize_t(i);
+        PyList_Append(found, position);
+        Py_DECREF(position);
+      } else {
+        kept->hits++;
+      }
+    });
+    return found;
+  });
+}
+
+// start(kepts, weights): values are about to be made.
+PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&]() -> PyObject* {
+    for_each(args[0], args[1], [&](Py_ssize_t, Kept* kept, const Tensors& sources) {
+      for (size_t i = 0; i < sources.size(); ++i) {
+        kept->stamps->at(i).start(*sources[i]);
+      }
+    });
+    return Py_NewRef(Py_None);
+  });
+}
+
+void set_made(Kept* kept, PyObject* value) {
+  for (Stamp& stamp : *kept->stamps) {
+    stamp.finish();
+  }
+  kept->made++;
+  Py_XDECREF(std::exchange(kept->value, Py_NewRef(value)));
+}
+
+// finish(kepts, values): they are made.
+PyObject* finish(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&]() -> PyObject* {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
+      set_made(as_kept(PyTuple_GET_ITEM(args[0], i)), PyTuple_GET_ITEM(args[1], i));
+    }
+    return Py_NewRef(Py_None);
+  });
+}
+
+// finish_step(kepts, values, weights): a step made them, and wrote the weights through aliases.
+// They are of the weights as those are now, unless somebody else wrote them since `start`. To all
+// other values the step is a write.
+PyObject* finish_step(PyObject*, PyObject* const* args, Py_ssize_t) {
+  return guarded([&]() -> PyObject* {
+    std::unordered_set<Kept*> valid;
+    std::unordered_set<Record*> written;
+    for_each(args[0], args[2], [&](Py_ssize_t, Kept* kept, const Tensors& sources) {
+      bool is_valid = lies_where(kept, sources.data());
+      for (const Stamp& stamp : *kept->stamps) {
+        is_valid &= stamp.next_seen == stamp.record->writes;
+        written.insert(stamp.record.get());
+      }
+      if (is_valid) {
+        valid.insert(kept);
+      }
+    });
+    for (Record* record : written) {
+      note_write(*record);
+    }
+    for_each(args[0], args[2], [&](Py_ssize_t i, Kept* kept, const Tensors& sources) {
+      for (size_t j = 0; valid.count(kept) > 0 && j < sources.size(); ++j) {
+        kept->stamps->at(j).start(*sources[j]);
+      }
+      if (valid.count(kept) > 0) {
+        set_made(kept, PyTuple_GET_ITEM(args[1], i));
+      }
+    });
+    return Py_NewRef(Py_None);
+  });
+}
+
+bool is_shared(PyObject* object) { // as an object, a tensor or a view, by a backward, say
+  const at::Tensor* tensor = Py_REFCNT(object) > 1 ? nullptr : plain_tensor(object);
+  return tensor == nullptr || tensor->use_count() > 1 || tensor->storage().use_count() > 1;
+}
+
+// is_free(kept): whether nobody can be reading the value, so that its memory may be written.
+PyObject* is_free(PyObject*, PyObject* object) {
+  PyObject* value = as_kept(object)->value;
+  if (!has_value(as_kept(object)) || num_in_flight > 0) {
+    return PyBool_FromLong(0);
+  }
+  if (!PyTuple_CheckExact(value)) {
+    return PyBool_FromLong(!is_shared(value));
+  }
+  bool is_read = Py_REFCNT(value) > 1;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    is_read |= is_shared(PyTuple_GET_ITEM(value, i));
+  }
+  return PyBool_FromLong(!is_read);
+}
+
+// ----------------------------------------------------------------------- the values of a graph
+
+// One set of weights that a graph was called with. The run is what was made of the values; it
+// keeps those alive, so that comparing addresses tells whether they are still the same.
+struct Place {
+  std::vector<Kept*> kepts; // owned
+  PyObject* entries; // owned
+  PyObject* run; // owned, or nullptr
+  std::vector<PyObject*> of_run;
+
+  bool is_dead() const {
+    return !std::all_of(kepts.begin(), kepts.end(), has_value);
+  }
+  bool has_run() const {
+    for (size_t i = 0; run != nullptr && i < kepts.size(); ++i) {
+      if (kepts[i]->value != of_run[i]) {
+        return false;
+      }
+    }
+    return run != nullptr;
+  }
+};
+
+struct Look {
+  PyObject_HEAD
+  std::vector<Py_ssize_t>* sources; // positions of the weights, value after value
+  std::vector<Py_ssize_t>* passed;
+  std::vector<Place>* places; // one graph may serve many layers, each with its own weights
+  Py_ssize_t num_delivered; // so many values are inputs of the graph
+  char samples, runs, found_mismatch;
+};
+
+constexpr size_t max_places = 256;
+
+Look* as_look(PyObject* object) {
+  return reinterpret_cast<Look*>(object);
+}
+
+void release(const std::vector<Place>& places) {
+  for (const Place& place : places) {
+    for (Kept* kept : place.kepts) {
+      Py_DECREF(kept);
+    }
+    Py_DECREF(place.entries);
+    Py_XDECREF(place.run);
+  }
+}
+
+// The weights of all values, one value's after the other's; nullptr for what is no plain tensor.
+const Tensors& weights_in(const Look* look, PyObject* args) {
+  static thread_local Tensors found;
+  found.clear();
+  for (Py_ssize_t position : *look->sources) {
+    found.push_back(plain_tensor(PyTuple_GET_ITEM(args, position)));
+  }
+  return found;
+}
+
+template <typename Test>
+bool all_of(const Place& place, const Tensors& weights, Test test) {
+  const at::Tensor* const* next = weights.data();
+  for (Kept* kept : place.kepts) {
+    if (!test(kept, next)) {
+      return false;
+    }
+    next += kept->stamps->size();
+  }
+  return true;
+}
+
+Place* find_place(const Look* look, const Tensors& weights) {
+  for (Place& place : *look->places) {
+    if (all_of(place, weights, lies_where)) {
+      return &place;
+    }
+  }
+  return nullptr;
+}
+
+// Compares an element of each weight of fresh values with what it was. Who writes meanwhile, in
+// another thread, raises `writes` first: that is no mismatch.
+bool samples_agree(const Place& place, const Tensors& weights) {
   bool agree = true;
-  for (size_t i = 0; i < count; ++i) {
-    Copy* copy = place.copies[i];
-    if (chosen[i] < 0) {
-      continue;
+  all_of(place, weights, [&](Kept* kept, const at::Tensor* const* own) {
+    bool is_suspect = false;
+    for (Stamp& stamp : *kept->stamps) {
+      stamp.is_suspect = is_fresh(kept, own) && !kept->is_alias && !stamp.sample.agrees(stamp.data);
+      is_suspect |= stamp.is_suspect;
     }
-    const size_t size = copy->source_size;
-    const bool is_same = (copy->canary_at < 0 ||
-                          bits_at(copy->source_data, copy->canary_at, size) == copy->canary) &&
-        agrees_at(copy, chosen[i]);
-    if (!is_same) {
-      copy->is_suspect = 1;
-      agree = false;
-      continue;
-    }
-    copy->canary_at = chosen[i];
-    copy->canary = bits_at(copy->source_data, chosen[i], size);
-  }
+    agree &= !is_suspect || !is_fresh(kept, own);
+    return true;
+  });
   return agree;
 }
 
-// What a graph is called with: the inputs that it is passed, and its copies but those left out.
-PyObject* inputs_of(const Look* look, const Place& place, PyObject* args) {
-  const size_t num_passed = look->passed->size();
-  PyObject* inputs = PyTuple_New(static_cast<Py_ssize_t>(num_passed + place.copies.size()));
-  if (inputs == nullptr) {
-    return nullptr;
-  }
-  size_t position = 0;
-  for (Py_ssize_t index : *look->passed) {
-    PyTuple_SET_ITEM(inputs, position++, Py_NewRef(PyTuple_GET_ITEM(args, index)));
-  }
-  for (const Copy* copy : place.copies) {
-    PyTuple_SET_ITEM(inputs, position++, Py_NewRef(copy->low));
-  }
-  return inputs;
-}
-
-void begin_call(const Look* look) {
-  note_thread();
+PyObject* begin_call(PyObject*, PyObject*) {
   num_in_flight++;
-  calls.depth++;
-  calls.num_impure += look->is_pure ? 0 : 1;
+  num_own_in_flight++;
+  return Py_NewRef(Py_None);
 }
 
-PyObject* look_enter(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
-  auto* look = reinterpret_cast<Look*>(self);
-  look->found_mismatch = 0;
-  Place* place = find_place(look, args);
-  if (place == nullptr) {
-    Py_RETURN_NONE;
-  }
-  look->found_mismatch = look->samples && !samples_agree(look, *place, args);
-  // After the samples: a thread that wrote meanwhile raised `writes` before it wrote.
-  if (look->found_mismatch || !all_fresh(look, *place, args)) {
-    Py_RETURN_NONE;
-  }
-  PyObject* inputs = inputs_of(look, *place, args);
-  if (inputs != nullptr) {
-    for (Copy* copy : place->copies) {
-      copy->hits++;
-    }
-    begin_call(look);
-  }
-  return inputs;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* look_begin(PyObject* self, PyObject*) {
-  begin_call(reinterpret_cast<Look*>(self));
-  Py_RETURN_NONE;
-}
-
-PyObject* look_leave(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  auto* look = reinterpret_cast<Look*>(self);
+PyObject* leave_call(PyObject*, PyObject*) {
   num_in_flight--;
-  calls.depth--;
-  calls.num_impure -= look->is_pure ? 0 : 1;
-  if (calls.depth == 0 && !calls.asked.empty()) {
-    for (const RecordRef& record : calls.asked) {
-      auto storage = record->storage.lock();
-      // While it was unwatched another thread may have written: with others, it counts as one.
-      if (storage && (num_threads > 1 || !arm(storage.get()))) {
-        note_write(*record);
+  num_own_in_flight--;
+  return Py_NewRef(Py_None);
+}
+
+// enter(args) -> (run, inputs) of a call that finds all fresh, which it begins; or None.
+PyObject* look_enter(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    Look* look = as_look(self);
+    const auto num_passed = static_cast<Py_ssize_t>(look->passed->size());
+    // Whatever is allocated may start the garbage collector, which may call graphs: so it is first.
+    PyObject* inputs = PyList_New(num_passed + look->num_delivered);
+    PyObject* found = inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs);
+    if (found == nullptr) {
+      return nullptr;
+    }
+    const Tensors& weights = weights_in(look, args);
+    Place* place = find_place(look, weights);
+    look->found_mismatch = place != nullptr && look->samples && !samples_agree(*place, weights);
+    if (place == nullptr || look->found_mismatch || (look->runs && !place->has_run()) ||
+        !all_of(*place, weights, is_fresh)) {
+      Py_DECREF(found);
+      return Py_NewRef(Py_None);
+    }
+    for (Py_ssize_t i = 0; i < num_passed; ++i) {
+      PyList_SET_ITEM(inputs, i, Py_NewRef(PyTuple_GET_ITEM(args, (*look->passed)[i])));
+    }
+    for (Py_ssize_t i = 0; i < look->num_delivered; ++i) {
+      PyList_SET_ITEM(inputs, num_passed + i, Py_NewRef(place->kepts[i]->value));
+    }
+    for (Kept* kept : place->kepts) {
+      kept->hits++;
+    }
+    if (place->run != nullptr) {
+      Py_DECREF(Py_None);
+      PyTuple_SET_ITEM(found, 0, Py_NewRef(place->run));
+    }
+    Py_DECREF(begin_call(nullptr, nullptr));
+    return found;
+  });
+}
+
+// entries(args) -> what `remember` was given for the place of these weights; or None.
+PyObject* look_entries(PyObject* self, PyObject* args) {
+  return guarded([&] {
+    const Place* place = find_place(as_look(self), weights_in(as_look(self), args));
+    return Py_NewRef(place == nullptr || place->is_dead() ? Py_None : place->entries);
+  });
+}
+
+// remember(kepts, entries, run): takes the values of a place, and what was made of them.
+PyObject* look_remember(PyObject* self, PyObject* arguments) {
+  return guarded([&]() -> PyObject* {
+    PyObject *kepts = nullptr, *entries = nullptr, *run = nullptr;
+    if (!PyArg_ParseTuple(arguments, "O!OO", &PyTuple_Type, &kepts, &entries, &run)) {
+      return nullptr;
+    }
+    Place place{{}, Py_NewRef(entries), run == Py_None ? nullptr : Py_NewRef(run), {}};
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
+      place.kepts.push_back(as_kept(Py_NewRef(PyTuple_GET_ITEM(kepts, i))));
+      place.of_run.push_back(place.kepts.back()->value);
+    }
+    auto& places = *as_look(self)->places;
+    std::vector<Place> kept, gone;
+    const bool is_full = places.size() >= max_places;
+    for (Place& known : places) {
+      const bool stays = !is_full && !known.is_dead() && known.kepts != place.kepts;
+      (stays ? kept : gone).push_back(std::move(known));
+    }
+    kept.push_back(std::move(place));
+    places = std::move(kept);
+    release(gone);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// let_go(): frees places of values that are no more, and what was made of other values.
+PyObject* look_let_go(PyObject* self, PyObject*) {
+  return guarded([&] {
+    auto& places = *as_look(self)->places;
+    std::vector<Place> kept, gone;
+    std::vector<PyObject*> runs;
+    for (Place& place : places) {
+      if (place.run != nullptr && !place.has_run()) {
+        runs.push_back(std::exchange(place.run, nullptr));
       }
+      (place.is_dead() ? gone : kept).push_back(std::move(place));
     }
-    calls.asked.clear();
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-struct Stale {
-  Copy* copy;
-  at::Tensor source;
-  uint64_t writes;
-  int64_t version;
-};
-
-// Whether somebody may be reading a low tensor: another call, or a backward that saved it, as
-// a tensor, as a view or (AOTAutograd, without version checks) as a Python object.
-bool is_in_use(const Copy* copy) {
-  const at::Tensor& low = low_of(copy);
-  return num_in_flight > 0 || Py_REFCNT(copy->low) > 1 || low.use_count() > 1 ||
-      low.storage().use_count() > 1;
-}
-
-// How many elements one launch of a kernel for two lists takes: 320 blocks of 65,536
-// (ATen/native/cuda/MultiTensorApply.cuh). A larger tensor is one launch only if copied by itself.
-constexpr int64_t kMostOfOneLaunch = 320 * 65536;
-
-// A list in which one pair differs in strides would be copied tensor by tensor.
-void copy_all(const std::vector<at::Tensor>& lows, const std::vector<at::Tensor>& sources) {
-  std::vector<at::Tensor> alike_lows, alike_sources;
-  for (size_t i = 0; i < lows.size(); ++i) {
-    const bool fits = lows[i].is_cpu() || lows[i].numel() < kMostOfOneLaunch;
-    if (fits && lows[i].strides() == sources[i].strides()) {
-      alike_lows.push_back(lows[i]);
-      alike_sources.push_back(sources[i]);
-    } else {
-      lows[i].copy_(sources[i]);
+    places = std::move(kept);
+    release(gone);
+    for (PyObject* run : runs) {
+      Py_DECREF(run);
     }
-  }
-  if (!alike_lows.empty()) {
-    at::_foreach_copy_(alike_lows, alike_sources, /*non_blocking=*/false);
-  }
-}
-
-void make_again(std::vector<Stale>& stale, bool makes_new) {
-  RECORD_FUNCTION("amp_fx::refresh", c10::ArrayRef<const c10::IValue>{});
-  std::vector<at::Tensor> lows, sources;
-  for (auto& item : stale) {
-    const at::Tensor& low = low_of(item.copy);
-    const bool is_kept = !makes_new && !is_in_use(item.copy);
-    lows.push_back(is_kept ? low : at::empty_strided(low.sizes(), low.strides(), low.options()));
-    sources.push_back(item.source);
-  }
-  {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    copy_all(lows, sources);
-  }
-  for (size_t i = 0; i < stale.size(); ++i) {
-    Copy* copy = stale[i].copy;
-    if (copy->low == nullptr) { // dropped meanwhile
-      continue;
-    }
-    if (!lows[i].is_same(low_of(copy))) {
-      set_low(copy, THPVariable_Wrap(lows[i]));
-    }
-    note_made(copy, stale[i].writes, stale[i].version);
-  }
-}
-
-void watch_again(const Place& place) {
-  for (Copy* copy : place.copies) {
-    watch_again(copy);
-  }
-}
-
-// refresh(args, may_arm, makes_new) -> (inputs, number made) | None where the place is not known.
-PyObject* look_refresh(PyObject* self, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject* args = nullptr;
-  int may_arm = 1, makes_new = 0;
-  if (!PyArg_ParseTuple(arguments, "O!pp", &PyTuple_Type, &args, &may_arm, &makes_new)) {
-    return nullptr;
-  }
-  auto* look = reinterpret_cast<Look*>(self);
-  Place* found = find_place(look, args);
-  if (found == nullptr) {
-    Py_RETURN_NONE;
-  }
-  const HeldPlace held(*found); // the other may move while the GIL is released
-  const Place& place = held.place;
-  if (may_arm) {
-    watch_again(place);
-  }
-  std::vector<Stale> stale;
-  std::unordered_set<Copy*> listed;
-  for (size_t i = 0; i < place.copies.size(); ++i) {
-    Copy* copy = place.copies[i];
-    const at::Tensor& source = source_at(look, args, i);
-    if (is_fresh(copy, source)) {
-      copy->hits++;
-    } else if (copy->is_alias) {
-      copy->seen = (*copy->record)->writes;
-    } else if (listed.insert(copy).second) {
-      stale.push_back({copy, source, (*copy->record)->writes, version_of(source)});
-    }
-  }
-  if (!stale.empty()) {
-    make_again(stale, makes_new);
-  }
-  PyObject* inputs = inputs_of(look, place, args);
-  if (inputs == nullptr) {
-    return nullptr;
-  }
-  return Py_BuildValue("Nn", inputs, static_cast<Py_ssize_t>(stale.size()));
-  END_HANDLE_TH_ERRORS
-}
-
-bool is_dead(const Place& place) {
-  for (const Copy* copy : place.copies) {
-    if (copy->low == nullptr) {
-      return true;
-    }
-  }
-  return false;
-}
-
-void release(std::vector<Place> places) {
-  for (auto& place : places) {
-    for (Copy* copy : place.copies) {
-      Py_DECREF(copy);
-    }
-  }
-}
-
-PyObject* look_remember(PyObject* self, PyObject* copies) {
-  HANDLE_TH_ERRORS
-  auto* look = reinterpret_cast<Look*>(self);
-  Place place;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(copies); ++i) {
-    place.copies.push_back(reinterpret_cast<Copy*>(Py_NewRef(PyTuple_GET_ITEM(copies, i))));
-  }
-  std::vector<Place> kept, gone;
-  const bool is_full = look->places->size() >= max_places;
-  for (auto& known : *look->places) {
-    (is_full || is_dead(known) || known.copies == place.copies ? gone : kept)
-        .push_back(std::move(known));
-  }
-  kept.push_back(std::move(place));
-  *look->places = std::move(kept);
-  release(std::move(gone));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* look_forget(PyObject* self, PyObject*) {
-  auto* look = reinterpret_cast<Look*>(self);
-  std::vector<Place> gone;
-  gone.swap(*look->places);
-  release(std::move(gone));
-  Py_RETURN_NONE;
+    return Py_NewRef(Py_None);
+  });
 }
 
 std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
@@ -873,240 +844,161 @@ std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
   return indices;
 }
 
+// Look(sources, passed, num_delivered, runs, samples)
 PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  HANDLE_TH_ERRORS
   PyObject *sources = nullptr, *passed = nullptr;
-  int is_pure = 0, samples = 0;
+  Py_ssize_t num_delivered = 0;
+  int runs = 0, samples = 0;
   if (!PyArg_ParseTuple(
-          args, "O!O!pp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &is_pure, &samples)) {
+          args, "O!O!npp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &num_delivered, &runs,
+          &samples)) {
     return nullptr;
   }
-  auto* look = reinterpret_cast<Look*>(type->tp_alloc(type, 0));
-  if (look == nullptr) {
-    return nullptr;
+  Look* look = as_look(type->tp_alloc(type, 0));
+  if (look != nullptr) {
+    look->sources = indices_of(sources);
+    look->passed = indices_of(passed);
+    look->places = new std::vector<Place>();
+    look->num_delivered = num_delivered;
+    look->runs = static_cast<char>(runs);
+    look->samples = static_cast<char>(samples);
   }
-  look->sources = indices_of(sources);
-  look->passed = indices_of(passed);
-  look->places = new std::vector<Place>();
-  look->is_pure = static_cast<char>(is_pure);
-  look->samples = static_cast<char>(samples);
-  look->random = static_cast<uint64_t>(now()) | 1;
   return reinterpret_cast<PyObject*>(look);
-  END_HANDLE_TH_ERRORS
 }
 
 void look_dealloc(PyObject* self) {
-  auto* look = reinterpret_cast<Look*>(self);
   PyTypeObject* type = Py_TYPE(self);
-  Py_DECREF(look_forget(self, nullptr));
-  delete look->sources;
-  delete look->passed;
-  delete look->places;
+  release(*as_look(self)->places);
+  delete as_look(self)->sources;
+  delete as_look(self)->passed;
+  delete as_look(self)->places;
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyObject* look_get_mismatch(PyObject* self, void*) {
-  return PyBool_FromLong(reinterpret_cast<Look*>(self)->found_mismatch);
-}
-
 PyMethodDef look_methods[] = {
-    {"enter", look_enter, METH_O, "The inputs of a call that finds all fresh, or None."},
-    {"begin", look_begin, METH_NOARGS, "What a successful enter does besides."},
-    {"leave", look_leave, METH_NOARGS, "Ends what enter or begin began."},
-    {"refresh", look_refresh, METH_VARARGS, "Makes stale copies again."},
-    {"remember", look_remember, METH_O, "Takes the copies of a new place."},
-    {"forget", look_forget, METH_NOARGS, "Knows no place any more."},
+    {"enter", look_enter, METH_O, "The run and inputs of a call that finds all fresh, or None."},
+    {"begin", begin_call, METH_NOARGS, "What a successful enter does besides."},
+    {"leave", leave_call, METH_NOARGS, "Ends what enter or begin began."},
+    {"entries", look_entries, METH_O, "The entries of the place of some weights, or None."},
+    {"remember", look_remember, METH_VARARGS, "Takes the values of a place."},
+    {"let_go", look_let_go, METH_NOARGS, "Frees what was made of values that are no more."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef look_getset[] = {
-    {"found_mismatch", look_get_mismatch, nullptr, "Whether a sample differed.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMemberDef look_members[] = {
+    {"found_mismatch", T_BOOL, offsetof(Look, found_mismatch), READONLY, "A sample differed."},
+    {nullptr, 0, 0, 0, nullptr}};
 
 PyType_Slot look_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(look_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(look_dealloc)},
     {Py_tp_methods, look_methods},
-    {Py_tp_getset, look_getset},
+    {Py_tp_members, look_members},
     {0, nullptr}};
 PyType_Spec look_spec = {"amp_fx_watch.Look", sizeof(Look), 0, Py_TPFLAGS_DEFAULT, look_slots};
 
-// ------------------------------------------------------- steps that write copies with weights
-
-// begin_step(copies, makes_new) -> ((copy, low, writes), ...): a step is about to write the weights
-// of these copies through aliases, of which their storages learn nothing, and the copies with them.
-// It takes the weights for written, and gives the tensors to write the copies to: theirs, or new
-// ones where somebody may be reading those; None for an alias. Who holds such a tensor keeps other
-// threads from making the copy again in it.
-PyObject* begin_step(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject* copies = nullptr;
-  int makes_new = 0;
-  if (!PyArg_ParseTuple(arguments, "O!p", &PyTuple_Type, &copies, &makes_new)) {
-    return nullptr;
-  }
-  const Py_ssize_t count = PyTuple_GET_SIZE(copies);
-  std::vector<PyObject*> lows;
-  std::unordered_set<Record*> marked;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    auto* copy = reinterpret_cast<Copy*>(PyTuple_GET_ITEM(copies, i));
-    watch_again(copy);
-    if (marked.insert(copy->record->get()).second) {
-      note_write(**copy->record);
-    }
-    if (copy->is_alias) {
-      lows.push_back(Py_NewRef(Py_None));
-    } else if (makes_new || is_in_use(copy)) {
-      const at::Tensor& low = low_of(copy);
-      lows.push_back(
-          THPVariable_Wrap(at::empty_strided(low.sizes(), low.strides(), low.options())));
-    } else {
-      lows.push_back(Py_NewRef(copy->low));
-    }
-  }
-  PyObject* tickets = PyTuple_New(count);
-  for (Py_ssize_t i = 0; i < count; ++i) { // once all is marked: storages may be shared
-    auto* copy = reinterpret_cast<Copy*>(PyTuple_GET_ITEM(copies, i));
-    const auto writes = static_cast<unsigned long long>((*copy->record)->writes);
-    PyTuple_SET_ITEM(tickets, i, Py_BuildValue("ONK", copy, lows[i], writes));
-  }
-  return tickets;
-  END_HANDLE_TH_ERRORS
-}
-
-// end_step(tickets, weights): it has. A copy is fresh from here on unless its weight was written
-// otherwise meanwhile; steps on the same weights at once are such writes to each other.
-PyObject* end_step(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *tickets = nullptr, *weights = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyTuple_Type, &tickets, &PyTuple_Type, &weights)) {
-    return nullptr;
-  }
-  struct Written {
-    Copy* copy;
-    PyObject* low;
-    const at::Tensor* weight;
-    bool is_valid;
-  };
-  std::vector<Written> all;
-  std::unordered_set<Record*> records;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tickets); ++i) {
-    Copy* copy = nullptr;
-    PyObject* low = nullptr;
-    unsigned long long writes = 0;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(tickets, i), "OOK", &copy, &low, &writes)) {
-      return nullptr;
-    }
-    const at::Tensor& weight = THPVariable_Unpack(PyTuple_GET_ITEM(weights, i));
-    const bool is_valid = writes == (*copy->record)->writes && lies_where(copy, weight);
-    all.push_back({copy, low, &weight, is_valid});
-    records.insert(copy->record->get());
-  }
-  for (Record* record : records) {
-    note_write(*record);
-  }
-  for (const Written& written : all) {
-    if (!written.is_valid) {
-      continue;
-    }
-    Copy* copy = written.copy;
-    if (copy->is_alias) {
-      copy->seen = (*copy->record)->writes;
-      continue;
-    }
-    if (written.low != copy->low) {
-      set_low(copy, Py_NewRef(written.low));
-    }
-    note_made(copy, (*copy->record)->writes, version_of(*written.weight));
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
 // ------------------------------------------------------------------------ functions on tensors
 
+StorageImpl* storage_in(PyObject* object) {
+  return unpack(object).storage().unsafeGetStorageImpl();
+}
+
+RecordRef record_in(PyObject* object) {
+  return record_of(unpack(object).storage().getWeakStorageImpl().lock());
+}
+
 PyObject* watch(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const at::Tensor& tensor = THPVariable_Unpack(object);
-  const auto storage = tensor.storage().getWeakStorageImpl().lock();
-  if (!is_own(*storage)) {
-    Py_RETURN_FALSE;
-  }
-  const bool was_armed = is_armed(storage.get());
-  RecordRef record = record_of(storage);
-  if (!was_armed) {
-    note_write(*record);
-  }
-  return PyBool_FromLong(arm(storage.get()));
-  END_HANDLE_TH_ERRORS
+  return guarded([&] {
+    StorageImpl* storage = storage_in(object);
+    return PyBool_FromLong(is_own(*storage) && watch_again(storage, *record_in(object)));
+  });
 }
 
 PyObject* unwatch(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  StorageImpl* storage = THPVariable_Unpack(object).storage().unsafeGetStorageImpl();
-  if (is_armed(storage)) {
-    disarm(storage);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&] {
+    if (is_armed(storage_in(object))) {
+      disarm(storage_in(object));
+    }
+    return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* watched(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(is_armed(THPVariable_Unpack(object).storage().unsafeGetStorageImpl()));
-  END_HANDLE_TH_ERRORS
+  return guarded([&] { return PyBool_FromLong(is_armed(storage_in(object))); });
 }
 
-void mark_written(const std::vector<at::Tensor>& tensors) {
+PyObject* distrust(PyObject*, PyObject* object) {
+  return guarded([&] {
+    record_in(object)->is_distrusted = true;
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* is_distrusted(PyObject*, PyObject* object) {
+  return guarded([&] {
+    const RecordRef record = find_record(storage_in(object));
+    return PyBool_FromLong(record != nullptr && record->is_distrusted);
+  });
+}
+
+// Says that tensors were written, or that a collective goes on writing them.
+void mark_written(const std::vector<at::Tensor>& tensors, bool goes_on = false) {
   std::lock_guard<std::mutex> guard(records_mutex());
   const auto& known = records();
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.defined() && tensor.has_storage()) {
-      const auto found = known.find(tensor.storage().unsafeGetStorageImpl());
-      if (found != known.end()) {
-        note_write(*found->second);
-      }
+    if (!tensor.defined() || !tensor.has_storage()) {
+      continue;
+    }
+    const auto found = known.find(tensor.storage().unsafeGetStorageImpl());
+    if (found == known.end()) {
+      continue;
+    }
+    if (goes_on) {
+      note_write(*found->second, any_thread, settling_ns_of_collective);
+    } else {
+      note_write(*found->second);
     }
   }
 }
 
 PyObject* mark(PyObject*, PyObject* list) {
-  HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
   std::vector<at::Tensor> tensors;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* item = PyList_GET_ITEM(list, i);
-    if (THPVariable_Check(item)) {
-      tensors.push_back(THPVariable_Unpack(item));
+    if (is_tensor(item)) {
+      tensors.push_back(unpack(item));
     }
   }
   mark_written(tensors);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return Py_NewRef(Py_None);
+  });
 }
 
 // stands_for(whole, part): what is said of a DTensor, also by ops that write lists, is said of its
 // part in this process. Its own storage, which holds nothing, tells which DTensor that is.
 PyObject* stands_for(PyObject*, PyObject* arguments) {
-  HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
   PyObject *whole = nullptr, *part = nullptr;
   if (!PyArg_ParseTuple(arguments, "OO", &whole, &part)) {
     return nullptr;
   }
-  const at::Tensor& tensor = THPVariable_Unpack(whole);
+  const at::Tensor& tensor = unpack(whole);
   if (tensor.has_storage()) {
-    const RecordRef record = record_of(THPVariable_Unpack(part).storage().getWeakStorageImpl().lock());
+    const RecordRef record =
+        record_of(unpack(part).storage().getWeakStorageImpl().lock());
     std::lock_guard<std::mutex> guard(records_mutex());
     records()[tensor.storage().unsafeGetStorageImpl()] = record;
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return Py_NewRef(Py_None);
+  });
 }
 
 // The same bytes as a weight's in a storage of its own: who asks it for a pointer does not ask
 // the weight's. It keeps the weight's storage alive and has the weight's version.
 PyObject* alias(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const at::Tensor& source = THPVariable_Unpack(object);
+  return guarded([&]() -> PyObject* {
+  const at::Tensor& source = unpack(object);
   const auto owner = source.storage().getWeakStorageImpl().lock();
   using Owner = c10::intrusive_ptr<StorageImpl>;
   c10::DataPtr data(
@@ -1122,17 +1014,21 @@ PyObject* alias(PyObject*, PyObject* object) {
   impl->set_sizes_and_strides(source.sizes(), source.strides());
   impl->set_storage_offset(source.storage_offset());
   if (!source.is_inference()) {
-    torch::autograd::impl::set_version_counter(
-        result, torch::autograd::impl::version_counter(source));
+    impl->set_version_counter(source.unsafeGetTensorImpl()->version_counter());
   }
   return THPVariable_Wrap(std::move(result));
-  END_HANDLE_TH_ERRORS
+  });
 }
 
-// ------------------------------------------------------------ kernels on ops that write lists
+// ------------------------------------------------ kernels on ops that write lists, collectives
 
-// A CUDA kernel of such an op takes pointers that it calls constant, and asks no storage.
-using Written = std::vector<size_t>; // positions of the arguments that an op writes
+// CUDA kernels of ops that write lists take pointers that they call constant, and ask no storage.
+// Collectives ask for one, and write when they get to it.
+struct Written {
+  std::vector<size_t> positions; // of the arguments that an op writes
+  bool is_collective;
+  int64_t is_async_at; // position of the argument that says whether nobody waits; -1: there is none
+};
 std::unordered_map<std::string, Written>& list_ops() {
   static auto* map = new std::unordered_map<std::string, Written>();
   return *map;
@@ -1142,58 +1038,78 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-void list_kernel(
-    const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-  const size_t first = stack->size() - op.schema().arguments().size();
-  std::vector<at::Tensor> written;
-  for (size_t index : list_ops().at(full_name(op.operator_name()))) {
-    if ((*stack)[first + index].isTensorList()) {
-      for (at::Tensor& tensor : (*stack)[first + index].toTensorVector()) {
-        written.push_back(std::move(tensor));
-      }
+void collect(const c10::IValue& value, std::vector<at::Tensor>* found) {
+  if (value.isTensor()) {
+    found->push_back(value.toTensor());
+  } else if (value.isList()) { // of tensors, or of lists of them
+    for (const c10::IValue& item : value.toListRef()) {
+      collect(item, found);
     }
-  }
-  mark_written(written);
-  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  if (num_threads > 1) { // one may have looked meanwhile
-    mark_written(written);
   }
 }
 
-// Names all ops that write lists of tensors, and puts a kernel in front of each.
+void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const Written& known = list_ops().at(full_name(op.operator_name()));
+  std::vector<at::Tensor> written;
+  for (size_t index : known.positions) {
+    collect((*stack)[first + index], &written);
+  }
+  const bool goes_on = known.is_collective &&
+      (known.is_async_at < 0 || (*stack)[first + known.is_async_at].toBool());
+  mark_written(written, goes_on);
+  op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  mark_written(written, goes_on); // another thread may have looked meanwhile
+}
+
+// The arguments that an op may write: lists that its schema marks, and all tensors of a
+// collective, whose schemas mark none.
+Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
+  Written found{{}, is_collective, -1};
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* written = arguments[i].alias_info();
+    const bool is_list = arguments[i].type()->kind() == c10::TypeKind::ListType;
+    const bool is_marked = written != nullptr && written->isWrite() && !arguments[i].is_out();
+    const bool is_tensor = arguments[i].type()->kind() == c10::TypeKind::TensorType;
+    if (is_collective ? is_list || is_tensor : is_list && is_marked) {
+      found.positions.push_back(i);
+    }
+    if (arguments[i].name() == "async_op" || arguments[i].name() == "asyncOp") {
+      found.is_async_at = static_cast<int64_t>(i);
+    }
+  }
+  return found;
+}
+
+// Puts a kernel in front of each op that writes lists of tensors, and of each collective.
 PyObject* watch_list_ops(PyObject*, PyObject*) {
-  HANDLE_TH_ERRORS
-  static torch::Library* library = nullptr;
-  if (library != nullptr) {
-    Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+  static auto* kernels = new std::vector<c10::RegistrationHandleRAII>();
+  if (!kernels->empty()) {
+    return Py_NewRef(Py_None);
   }
-  library = new torch::Library(
-      torch::Library::IMPL, "aten", c10::DispatchKey::ADInplaceOrView, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const bool is_collective = name.name.rfind("c10d::", 0) == 0;
     auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op || name.name.rfind("aten::", 0) != 0) {
+    if (!op || (!is_collective && name.name.rfind("aten::", 0) != 0)) {
       continue;
     }
-    Written found;
-    const auto& arguments = op->schema().arguments();
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      const auto* written = arguments[i].alias_info();
-      const bool is_list = arguments[i].type()->kind() == c10::TypeKind::ListType;
-      if (is_list && written != nullptr && written->isWrite() && !arguments[i].is_out()) {
-        found.push_back(i);
-      }
-    }
-    if (found.empty()) {
+    Written found = written_by(op->schema(), is_collective);
+    if (found.positions.empty()) {
       continue;
     }
-    const std::string full = full_name(name);
-    list_ops()[full] = found;
-    library->impl(
-        full.substr(std::string("aten::").size()).c_str(),
-        torch::CppFunction::makeFromBoxedFunction<&list_kernel>());
+    list_ops()[full_name(name)] = std::move(found);
+    kernels->push_back(c10::Dispatcher::singleton().registerImpl(
+        name,
+        c10::DispatchKey::ADInplaceOrView,
+        c10::KernelFunction::makeFromBoxedFunction<&list_kernel>(),
+        std::nullopt,
+        nullptr,
+        "amp_fx"));
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return Py_NewRef(Py_None);
+  });
 }
 
 PyObject* watched_list_ops(PyObject*, PyObject*) {
@@ -1207,14 +1123,19 @@ PyObject* watched_list_ops(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
+    {"stale", as_method(stale), METH_FASTCALL, "Which values are not fresh."},
+    {"start", as_method(start), METH_FASTCALL, "Values are about to be made of weights."},
+    {"finish", as_method(finish), METH_FASTCALL, "They are made."},
+    {"finish_step", as_method(finish_step), METH_FASTCALL, "They are made by what wrote the weights."},
+    {"is_free", is_free, METH_O, "Whether nobody can be reading a value."},
     {"watch", watch, METH_O, "Watches a tensor's storage; False where that is impossible."},
     {"unwatch", unwatch, METH_O, "Watches it no longer."},
     {"watched", watched, METH_O, "Whether a write would be noticed, and none was."},
+    {"distrust", distrust, METH_O, "Makes all that is made of a tensor stale, for good."},
+    {"is_distrusted", is_distrusted, METH_O, "Whether that was said."},
     {"mark", mark, METH_O, "Says that the tensors of a list were written."},
     {"stands_for", stands_for, METH_VARARGS, "What is said of a DTensor is said of its part."},
     {"alias", alias, METH_O, "The same bytes in a storage of its own."},
-    {"begin_step", begin_step, METH_VARARGS, "Where a step writes copies with their weights."},
-    {"end_step", end_step, METH_VARARGS, "Takes what it wrote for the copies."},
     {"watch_list_ops", watch_list_ops, METH_NOARGS, "Sees ops that write lists of tensors."},
     {"watched_list_ops", watched_list_ops, METH_NOARGS, "Their names."},
     {nullptr, nullptr, 0, nullptr}};
@@ -1227,8 +1148,7 @@ void after_fork() {
   records_mutex().unlock();
 }
 void after_fork_in_child() {
-  num_in_flight = calls.depth; // other threads are not there
-  num_threads = participation.is_counted ? 1 : 0;
+  num_in_flight = num_own_in_flight; // other threads are not there
   records_mutex().unlock();
 }
 #endif
@@ -1241,11 +1161,30 @@ bool add_type(PyObject* module, const char* name, PyType_Spec* spec) {
   return type != nullptr && PyModule_AddObject(module, name, type) == 0;
 }
 
+// Whether tensors lie in Python's objects as declared above, by the address that `_cdata` tells.
+bool has_known_layout() {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), c10::kCPU);
+  PyObject* object = THPVariable_Wrap(tensor);
+  PyObject* address = object == nullptr ? nullptr : PyObject_GetAttrString(object, "_cdata");
+  const bool is_known = address != nullptr &&
+      PyLong_AsVoidPtr(address) == reinterpret_cast<THPVariable*>(object)->cdata.unsafeGetTensorImpl();
+  Py_XDECREF(address);
+  Py_XDECREF(object);
+  return is_known;
+}
+
 } // namespace
 
 PyMODINIT_FUNC PyInit_amp_fx_watch() {
+  if (!has_known_layout()) {
+    if (!PyErr_Occurred()) {
+      PyErr_SetString(PyExc_ImportError, "tensors lie otherwise in this torch's Python objects");
+    }
+    return nullptr;
+  }
   PyObject* module = PyModule_Create(&definition);
-  if (module == nullptr || !add_type(module, "Copy", &copy_spec) ||
+  if (module == nullptr || !add_type(module, "Kept", &kept_spec) ||
       !add_type(module, "Look", &look_spec)) {
     return nullptr;
   }

@@ -1,15 +1,17 @@
-"""What looks at weights: the compiled classes where they can be built, else those in Python."""
+"""The compiled part that watches weights (``native/watch.cpp``)."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from amp_fx import native
-from amp_fx.weights import python_watch
 
 
-@functools.cache
 def engine() -> Any:
-    """The module with ``Copy``, ``Look`` and the functions on tensors: see ``python_watch``."""
-    return native.load() or python_watch
+    """The module with ``Kept``, ``Look`` and the functions on tensors; None if there is none."""
+    return native.load()
+
+
+def has_hook() -> bool:
+    """Whether any thread may watch a storage at any time: since torch 2.13, if it can be built."""
+    return engine() is not None and bool(engine().has_hook)

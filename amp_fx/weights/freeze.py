@@ -19,7 +19,16 @@ import torch
 
 from amp_fx.errors import AmpFxError
 from amp_fx.replaced import replaced
-from amp_fx.weights.recipes import Recipe, Recipes, Weight, sources_of
+from amp_fx.weights.recipes import (
+    Recipe,
+    Recipes,
+    Weight,
+    key_of,
+    make,
+    ops_of,
+    packing_key,
+    sources_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +58,22 @@ class FrozenGraph:
     code: FunctionType | MethodType
     handed_out: tuple[int, ...]
 
+    def values(self, names: Mapping[int, str]) -> tuple[FrozenValue, ...]:
+        """The values that its constants are, in order.
+
+        Args:
+            names: What the user's program calls the weights, by position.
+        """
+        return tuple(FrozenValue(recipe, names) for recipe in self._distinct())
+
+    def bind(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """What runs, with such values as its constants."""
+        made = dict(zip(self._distinct(), values, strict=True))
+        return self.with_constants({name: made[r] for name, r in self.recipes.items()})
+
+    def _distinct(self) -> tuple[Recipe, ...]:
+        return tuple(dict.fromkeys(self.recipes.values()))
+
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
         """What runs, with these constants and those of no other call."""
         function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
@@ -56,6 +81,40 @@ class FrozenGraph:
         names = {**function.__globals__, **constants}
         bound = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
         return MethodType(bound, self.code.__self__) if isinstance(self.code, MethodType) else bound
+
+
+class FrozenValue:
+    """What a frozen graph keeps of its weights: one constant.
+
+    Args:
+        recipe: How it is made.
+        names: What the user's program calls the weights, by position.
+    """
+
+    def __init__(self, recipe: Recipe, names: Mapping[int, str]) -> None:
+        self.recipe = recipe
+        self.positions = tuple(sorted(sources_of(recipe)))
+        self.names = tuple(names[i] for i in self.positions)
+        self.ops = ops_of(recipe)
+        self.is_alias = isinstance(recipe, Weight)
+
+    def key(self, weights: tuple[torch.Tensor, ...]) -> str:
+        """The same in all graphs for what is made alike of the same weights."""
+        return key_of(self.recipe, self._identities(weights))
+
+    def family(self, weights: tuple[torch.Tensor, ...]) -> str:
+        """The same for all that is packed of the same, whatever the packing was told."""
+        return packing_key(self.recipe, self._identities(weights))
+
+    def make(self, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Makes the constant."""
+        return make(self.recipe, dict(zip(self.positions, weights, strict=True)))
+
+    def laid_out(self, weight: torch.Tensor) -> None:
+        """It is made by its ops, whatever they are."""
+
+    def _identities(self, weights: tuple[torch.Tensor, ...]) -> dict[int, int]:
+        return dict(zip(self.positions, map(id, weights), strict=True))
 
 
 def compile_frozen(
@@ -66,7 +125,7 @@ def compile_frozen(
     *,
     folds_batch_norm: bool = False,
     **kwargs: Any,
-) -> FrozenGraph:
+) -> tuple[FrozenGraph, dict[Recipe, torch.Tensor]]:
     """Freezes and compiles a graph.
 
     Args:
@@ -77,6 +136,9 @@ def compile_frozen(
         compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
         folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
         **kwargs: What else the inner compiler was given.
+
+    Returns:
+        The graph, and the constants that were made of the weights while it was compiled.
 
     Raises:
         CannotFreezeError: The graph holds nothing that could be frozen, or inductor made
@@ -92,7 +154,9 @@ def compile_frozen(
         with _real_constants(example_inputs), _packed_in_cache_keys():
             compiled = compile_graph(gm, inputs, **{**kwargs, "layout_opt": layout_opt})
     code, changing = _checked(gm, compiled, recipes)
-    return FrozenGraph(taken, changing, code, handed_out)
+    attributes = compiled.frozen_param_names
+    made = {recipe: getattr(gm, attributes[name]) for name, recipe in changing.items()}
+    return FrozenGraph(taken, changing, code, handed_out), made
 
 
 def folded(

@@ -9,9 +9,12 @@ neither the op nor, in the forward, the weight.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +36,36 @@ class Slot:
     is_alias: bool = False
     memory_format: torch.memory_format = torch.preserve_format
 
-    def empty_for(self, weight: torch.Tensor, device: Any = None) -> torch.Tensor:
-        """Memory for the copy of a weight; of an alias it has the dtype only.
+    ops: ClassVar[tuple[str, ...]] = ()
 
-        Args:
-            weight: The weight.
-            device: Another device than the weight's.
-        """
-        return torch.empty_like(
-            weight,
-            dtype=self.dtype,
-            device=device,
-            requires_grad=False,
-            memory_format=self.memory_format,
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Of the weight alone."""
+        return (self.source_index,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the weight alone."""
+        return (self.name,)
+
+    def key(self, weights: tuple[torch.Tensor, ...]) -> Hashable:  # noqa: ARG002
+        """Equal for casts that give the same."""
+        return self.dtype, self.is_alias, self.memory_format
+
+    def make(self, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Casts the weight."""
+        return weights[0].to(self.dtype, copy=True, memory_format=self.memory_format)
+
+    def laid_out(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and strides of the copy of a weight."""
+        if self.is_alias or (
+            self.memory_format is torch.preserve_format and weight.is_contiguous()
+        ):
+            return self.dtype, weight.stride()
+        like = torch.empty_like(
+            weight, dtype=self.dtype, device="meta", memory_format=self.memory_format
         )
+        return self.dtype, like.stride()
 
 
 _library = torch.library.Library("amp_fx", "DEF")  # type: ignore[no-untyped-call]

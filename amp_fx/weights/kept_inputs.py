@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections import defaultdict
@@ -13,17 +14,21 @@ import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT
-from amp_fx.graphs.values import is_written, value_of
-from amp_fx.weights import python_watch
-from amp_fx.weights.cast_plan import Plan
-from amp_fx.weights.engine import engine
+from amp_fx.graphs.metadata import KEPT_INPUT
+from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
-from amp_fx.weights.spread import is_spread, part_of, spec_like, spread_as
+from amp_fx.weights.spread import (
+    is_spread,
+    part_of,
+    spec_like,
+    spread_as,
+    spreading,
+    with_parts,
+)
 from amp_fx.weights.write_signals import DEVICES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,24 +98,66 @@ def _is_module_buffer(node: fx.Node) -> bool:
     return tensor_dict.get("_dynamo_static_input_type") is not None
 
 
-def plan_kept_casts(
+class KeptInputs(KeptCall):
+    """The kept casts and aliases that a graph takes as inputs.
+
+    Args:
+        slots: What to pass, in the order of the graph's added inputs.
+        passed: Positions of the inputs that the graph takes besides.
+        num_inputs: Number of inputs that Dynamo gives.
+        specs: For the slots whose weights are DTensors, by position, how their copies lie.
+        more: Values that are not inputs.
+        **settings: What else ``KeptCall`` takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        passed: Sequence[int],
+        *,
+        num_inputs: int = 0,
+        specs: Mapping[int, Any] | None = None,
+        more: Sequence[Any] = (),
+        **settings: Any,
+    ) -> None:
+        self.specs = {len(passed) + i: spec for i, spec in (specs or {}).items()}
+        self.spread = tuple(sorted({slots[i].source_index for i in specs or ()}))
+        # Behind what Dynamo gives come the parts of DTensors: those are what is watched.
+        parts = {index: num_inputs + i for i, index in enumerate(self.spread)}
+        self.slots = tuple(
+            dataclasses.replace(s, source_index=parts.get(s.source_index, s.source_index))
+            for s in slots
+        )
+        wanted = (*self.slots, *more)
+        super().__init__(wanted, passed, num_delivered=len(self.slots), **settings)
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function of the inputs that Dynamo knows."""
+        return with_parts(self.spread, super().wrap(spreading(self.specs, compiled)))
+
+
+def kept_inputs(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
     verify: str,
     root: str | None = None,
-) -> Plan | None:
-    """The plan for a rewritten graph; None if it keeps no casts.
+    more: Sequence[Any] = (),
+    may_give_up: bool = False,
+) -> KeptInputs | None:
+    """The kept inputs of a rewritten graph; None if it has none.
 
     Args:
         gm: The graph.
         example_inputs: What Dynamo gave.
         verify: ``Options.verify``.
         root: The class of the outermost module that is compiled, if it is one.
+        more: Values that are not inputs.
+        may_give_up: As for ``KeptCall``.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]
-    if not kept:
+    if not kept and not more:
         return None
     slots = [KEPT_INPUT.of(node) for node in kept]
     weights = [example_inputs[slot.source_index] for slot in slots]
@@ -119,21 +166,16 @@ def plan_kept_casts(
         for i, weight in enumerate(weights)
         if is_spread(weight)
     }
-    return Plan(
+    return KeptInputs(
         slots,
+        _passed_inputs(placeholders),
         owner=owner_of(gm, root),
-        passed=_passed_inputs(placeholders),
-        is_pure=is_pure(gm.graph),
         verify=verify_level(verify),
-        on_accelerator=any(value_of(node).device.type != "cpu" for node in kept),
         num_inputs=len(example_inputs),
         specs=specs,
+        more=more,
+        may_give_up=may_give_up,
     )
-
-
-def has_aliases() -> bool:
-    """Whether a weight's bytes can be had in another storage, its version shared."""
-    return engine() is not python_watch
 
 
 VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
@@ -147,13 +189,6 @@ def verify_level(option: str) -> str:
 _VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
 
 
-def is_pure(graph: fx.Graph) -> bool:
-    """Whether nothing in a graph can write to a weight: no write to an input, nothing opaque."""
-    return not any(
-        is_written(node) if node.op == "placeholder" else ISLAND.is_on(node) for node in graph.nodes
-    )
-
-
 def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
     """Positions of the inputs that Dynamo gives and the graph needs.
 
@@ -164,11 +199,11 @@ def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
     return tuple(i for i, node in enumerate(given) if node.users or i not in replaced)
 
 
-def keep_passed_inputs(gm: fx.GraphModule, plan: Plan) -> None:
-    """Takes the inputs that a plan does not pass out of the graph."""
-    passed = frozenset(plan.passed)
+def remove_others(gm: fx.GraphModule, passed: Sequence[int]) -> None:
+    """Removes the inputs that are not passed from a graph."""
+    needed = frozenset(passed)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if not KEPT_INPUT.is_on(node) and index not in passed:
+        if not KEPT_INPUT.is_on(node) and index not in needed:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -206,9 +241,7 @@ def _example_copy(
     weight: torch.Tensor, slot: Slot, fake_mode: FakeTensorMode | None
 ) -> torch.Tensor:
     part = part_of(weight)
-    like = part if slot.is_alias else slot.empty_for(part, device="meta")
+    dtype, strides = slot.laid_out(part)
     with fake_mode or contextlib.nullcontext():
-        copy = torch.empty_strided(
-            part.size(), like.stride(), dtype=slot.dtype, device=weight.device
-        )
+        copy = torch.empty_strided(part.size(), strides, dtype=dtype, device=weight.device)
     return spread_as(spec_like(weight, slot.dtype), copy) if is_spread(weight) else copy

@@ -2,8 +2,8 @@
 
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
-is seen as ever. The step says itself that it writes (``begin_step`` in ``native/watch.cpp``),
-and once it has, its copies are those of the weights as they then are.
+is seen as ever. The step says itself that it writes, and once it has, its copies are those of
+the weights as they then are (``finish_step`` in ``native/watch.cpp``).
 
 A copy that a call or a backward may still read is not written: a new one takes its place.
 Where weights cannot be written so (``native/watch.cpp`` is not there, torch has no hook on
@@ -16,17 +16,20 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE, Uses, making_copies
+import torch
+
+from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.kept_call import Uses
+from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.sample import remember_again
+from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    import torch
-
-    from amp_fx.weights.kept_copies import KeptCopy
+    from amp_fx.weights.store import Entry
 
 MOST_UNUSED = 8
 """Steps in a row after which a copy that no call took is written no more."""
@@ -59,66 +62,86 @@ class StepCopies:
                 has to be given the weight's new value, rounded.
         """
         devices = accelerator_devices(weights)
-        pairs = [] if is_capturing(devices) else self._pairs(weights)
-        sources = tuple(weight for _, weight in pairs)
-        tickets = _begin([kept for kept, _ in pairs], devices)
-        if tickets is None:
+        pairs = [] if not has_hook() or is_capturing(devices) else self._pairs(weights)
+        begun = _begin(pairs, devices)
+        if begun is None:
             yield Targets(list(weights), [[] for _ in weights])
             return
+        started, lows = begun
         is_written = False
         try:
-            yield _targets(weights, sources, tickets)
+            yield _targets(weights, pairs, lows)
             is_written = True
         finally:
             if is_written:
-                _end(tickets, sources, devices)
+                _end(pairs, started, lows, devices)
             else:
-                engine().mark(list(sources))
+                engine().mark([weight for _, weight in pairs])
 
-    def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[KeptCopy, torch.Tensor]]:
+    def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:
         """The copies of the weights that calls find where they lie now."""
-        by_id = {id(weight): weight for weight in weights}
-        known = [(kept, by_id.get(key[0])) for key, kept in list(CACHE.copies.items())]
         return [
-            (kept, weight)
-            for kept, weight in known
-            if weight is not None
-            and kept.source() is weight
-            and not kept.copy.is_distrusted
-            and kept.copy.lies_where(weight)
-            and self._uses.is_used(kept)
+            (entry, weight)
+            for weight in weights
+            for entry in STORE.of_weight(weight)
+            if isinstance(entry.wanted, Slot)
+            and not entry.wanted.is_alias
+            and entry.value is not None
+            and not engine().is_distrusted(weight)
+            and entry.kept.lies_where((weight,))
+            and self._uses.is_used(entry)
         ]
 
 
 def _targets(
     weights: Sequence[torch.Tensor],
-    sources: Iterable[torch.Tensor],
-    tickets: tuple[tuple[Any, Any, int], ...],
+    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    lows: Sequence[torch.Tensor],
 ) -> Targets:
-    lows: dict[int, list[torch.Tensor]] = {}
-    for source, (_, low, _) in zip(sources, tickets, strict=True):
-        lows.setdefault(id(source), []).extend([] if low is None else [low])
-    through = [engine().alias(w) if id(w) in lows else w for w in weights]
-    return Targets(through, [lows.get(id(weight), []) for weight in weights])
+    by_weight: dict[int, list[torch.Tensor]] = {}
+    for (_, weight), low in zip(pairs, lows, strict=True):
+        by_weight.setdefault(id(weight), []).append(low)
+    through = [engine().alias(w) if id(w) in by_weight else w for w in weights]
+    return Targets(through, [by_weight.get(id(weight), []) for weight in weights])
 
 
-def _begin(kept: Sequence[KeptCopy], devices: tuple[torch.device, ...]) -> Any:
-    """A ticket for each copy; None where none is written."""
-    if not kept or not engine().has_hook:
+def _begin(
+    pairs: Sequence[tuple[Entry, torch.Tensor]], devices: tuple[torch.device, ...]
+) -> tuple[Any, list[torch.Tensor]] | None:
+    """What the weights are now, and the tensors to write copies to; None where none is written.
+
+    The weights are written from here on, and whoever holds such a tensor keeps other threads
+    from making the copy again in it.
+    """
+    if not pairs:
         return None
-    with CACHE.exclusive() as is_first, making_copies():
-        if not is_first or any(each.copy.low is None for each in kept):  # dropped meanwhile
+    with STORE.exclusive() as is_first, making_values():
+        if not is_first or any(entry.value is None for entry, _ in pairs):  # dropped meanwhile
             return None
-        CACHE.streams.wait(devices)
-        makes_new = CACHE.streams.are_several(devices)
-        return engine().begin_step(tuple(each.copy for each in kept), makes_new)
+        STORE.streams.wait(devices)
+        makes_new = STORE.streams.are_several(devices)
+        engine().mark([weight for _, weight in pairs])
+        sources = tuple(weight for _, weight in pairs)
+        started = engine().Kept(sources, False)  # of this step: others may start what it writes
+        engine().start((started,), (sources,))
+        is_free = [not makes_new and engine().is_free(entry.kept) for entry, _ in pairs]
+        return started, [
+            entry.value if free else torch.empty_like(entry.value)
+            for (entry, _), free in zip(pairs, is_free, strict=True)
+        ]
 
 
 def _end(
-    tickets: tuple[Any, ...],
-    sources: tuple[torch.Tensor, ...],
+    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    started: Any,
+    lows: Sequence[torch.Tensor],
     devices: tuple[torch.device, ...],
 ) -> None:
-    with CACHE.exclusive(), CACHE.moving():
-        engine().end_step(tickets, sources)
-        CACHE.streams.record(devices)
+    with STORE.exclusive():
+        kepts = tuple(entry.kept for entry, _ in pairs)
+        for i, kept in enumerate(kepts):
+            kept.adopt(started, (i,))
+        engine().finish_step(kepts, tuple(lows), tuple((weight,) for _, weight in pairs))
+        if devices:
+            remember_again(entry for entry, _ in pairs)
+        STORE.streams.record(devices)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights.store import STORE
+from amp_fx.weights.store import forget as drop
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,13 +45,6 @@ def stored_tensors(modules: Iterable[Any]) -> set[int]:
 
 def forget(weight: torch.Tensor) -> None:
     """Drops what is kept of a weight, and watches it no longer."""
-    with CACHE.exclusive():
-        copies = [key for key, kept in CACHE.copies.items() if kept.source() is weight]
-        values = [v for v in CACHE.values if any(ref() is weight for ref in v.sources.values())]
-        if (copies or values) and weight.device.type != "meta":
-            engine().unwatch(weight)
-        for key in copies:
-            if key in CACHE.copies:
-                CACHE.drop(key)
-        for kept in values:
-            kept.drop()
+    if STORE.of_weight(weight) and weight.device.type != "meta":
+        engine().unwatch(weight)
+    drop(weight)

@@ -15,13 +15,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    LetGo = Callable[[torch.Tensor], None]
+    LetGo = Callable[[torch.Tensor], Callable[[], None] | None]
 
 _let_go: list[LetGo] = []
 
 
 def before_swaps(let_go: LetGo) -> None:
     """Has a function called with each tensor that is about to be swapped.
+
+    What it returns, unless that is None, is called once the tensors are swapped.
 
     Replaces ``torch.utils.swap_tensors`` once; a reference to it that was taken before
     still refuses.
@@ -36,9 +38,11 @@ def _telling(
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        for let_go in _let_go:
-            let_go(t1)
-            let_go(t2)
-        swap(t1, t2)
+        behind = [let_go(tensor) for let_go in _let_go for tensor in (t1, t2)]
+        try:
+            swap(t1, t2)
+        finally:
+            for act in filter(None, behind):
+                act()
 
     return swap_tensors

@@ -1,67 +1,181 @@
-"""A graph in two variants: one casts weights itself, the other takes kept casts.
+"""A graph in two variants: one keeps values of its weights, the other casts weights itself.
 
-Where gradients flow and every update is followed by one call, keeping casts of weights gains
-nothing: native autocast reads and writes no more memory, with its casts next to the products that
-use them. So such a graph begins as the variant that casts, which is what native autocast compiles.
-The other is compiled when a call first finds weights as the call before did; from there on copies
-are kept, until some updates in a row were followed by one call again.
+Where every update of the weights is followed by one call, keeping gains nothing: native autocast
+reads and writes no more memory, with its casts next to the products that use them. Such a graph
+uses the variant that casts, which is what native autocast compiles. It changes to the other as
+soon as a call finds the weights as the call before did, and back after some updates in a row that
+were followed by one call each.
 
-Whether weights are as they were is asked of the smallest one that is trained, by an alias of it,
-which takes no memory. That is a guess of what pays; what is right does not depend on it.
-
-On accelerators there is only the variant that takes copies: a refresh of all takes a launch or two
-there, casts inside a launch each, and CUDA graphs want copies that keep their addresses.
+Whether the weights are as they were is asked of the smallest one. That is a guess of what pays;
+what is right does not depend on it. On accelerators there is only the variant that keeps: a
+refresh of all takes a launch or two there, casts inside a launch each, and CUDA graphs want copies
+that keep their addresses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import sys
+import functools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.metadata import KEPT_INPUT, SITE
-from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, value_of
-from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_cast import kept_cast, laid_out_as_before
-from amp_fx.weights.kept_copies import CACHE, Uses, key_of, making_copies
-from amp_fx.weights.write_signals import may_watch
+from amp_fx.graphs.values import value_of
+from amp_fx.weights.kept_call import CannotKeepError, GaveUpError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import fx
 
-    from amp_fx.weights.cast_plan import Plan
-    from amp_fx.weights.kept_cast import Slot
+    from amp_fx.weights.kept_call import KeptCall
+    from amp_fx.weights.store import Weights
 
     Compiled = Callable[..., Any]
 
+T = TypeVar("T")
 
-def slots_inside(gm: fx.GraphModule, passed: Sequence[int]) -> tuple[int, ...]:
-    """Positions, among the kept inputs, of those that one of two variants casts itself.
+MOST_PATIENCE = 1024
+"""Calls in a row that have to find weights unchanged, at most, before values are kept once more."""
 
-    Those are the copies of weights that gradients go to. There are none where shapes are
-    symbolic: the other variant is compiled when no guard can be added any more.
+
+class Unchanged:
+    """Stands among the values of a graph for nothing but whether a weight was written.
 
     Args:
-        gm: The graph; its kept inputs know their weights by ``KEPT_INPUT``.
-        passed: Which of Dynamo's inputs the graph still takes, in order.
+        position: Of the weight among the inputs.
+        name: What the user's program calls it.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
-    if any(is_dynamic(value_of(node)) for node in placeholders):
+
+    ops = ()
+    is_alias = False
+
+    def __init__(self, position: int, name: str) -> None:
+        self.positions = (position,)
+        self.names = (name,)
+
+    def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
+        """One for each graph."""
+        return self
+
+    def make(self, weights: Weights) -> Any:  # noqa: ARG002
+        """No tensors."""
         return ()
-    if any(value_of(node).device.type != "cpu" for node in kept):
-        return ()
-    given = dict(zip(passed, placeholders, strict=False))
-    return tuple(i for i, node in enumerate(kept) if _is_trained(node, given))
+
+    def laid_out(self, weight: torch.Tensor) -> None:
+        """It is no cast."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Casting:
+    """The variant of a graph that casts.
+
+    Attributes:
+        inputs: Its inputs, aliases of weights among them, and an ``Unchanged``.
+        compiled: What is called with them.
+    """
+
+    inputs: KeptCall
+    compiled: Compiled
+
+
+class Later(Generic[T]):
+    """A variant that is compiled when it is first called.
+
+    Args:
+        make: Makes it for the inputs of that call.
+    """
+
+    def __init__(self, make: Callable[[Sequence[Any]], T]) -> None:
+        self._make: Callable[[Sequence[Any]], T] | None = make
+        self._made: T | None = None
+
+    @classmethod
+    def made(cls, variant: T) -> Later[T]:
+        """A variant that is compiled already."""
+        later: Later[T] = cls(lambda _: variant)
+        later._made = variant
+        return later
+
+    def get(self, args: Sequence[Any]) -> T:
+        """The variant."""
+        if self._made is None:
+            with compile_lock():
+                if self._make is not None:
+                    with own_tracing():
+                        self._made = self._make(args)
+                    self._make = None
+        assert self._made is not None
+        return self._made
+
+
+class TwoVariants:
+    """A compiled graph that keeps values of weights where that saves any work.
+
+    Args:
+        keeping: The variant that keeps; raises ``GaveUpError`` where that does not pay.
+        casting: The variant that casts.
+        is_keeping: Which variant is called first.
+    """
+
+    def __init__(
+        self, keeping: Later[Compiled], casting: Later[Casting], *, is_keeping: bool
+    ) -> None:
+        self.keeping, self.casting = keeping, casting
+        self.is_keeping = is_keeping
+        self._num_unchanged = 0
+        self._patience = 1  # calls in a row that have to find weights unchanged
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the graph with the inputs that Dynamo knows."""
+        if self.is_keeping:
+            try:
+                return self.keeping.get(args)(*args)
+            except CannotKeepError:
+                pass  # which says nothing of the weights of other layers
+            except GaveUpError:
+                self._give_up()
+        return self._call_casting(args)
+
+    def _give_up(self) -> None:
+        self.is_keeping = False
+        self._num_unchanged = 0
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+
+    def _call_casting(self, args: tuple[Any, ...]) -> Any:
+        casting = self.casting.get(args)
+        found = casting.inputs.enter(args)
+        self._num_unchanged = 0 if found is None else self._num_unchanged + 1
+        if found is not None and not self.is_keeping and self._shall_keep(args):
+            casting.inputs.leave()
+            self.is_keeping = True
+            return self(*args)
+        _, inputs = found or casting.inputs.prepare(args)
+        try:
+            return casting.compiled(*inputs)
+        finally:
+            casting.inputs.leave()
+
+    def _shall_keep(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call that finds weights unchanged is to be the first that keeps values.
+
+        Dynamo's ``DDPOptimizer`` calls with fake tensors what it has compiled, to learn of its
+        outputs, and counts how often AOTAutograd is called.
+        """
+        is_time = self._num_unchanged >= self._patience
+        is_real = not any(isinstance(a, FakeTensor) for a in args)
+        return is_time and is_real
+
+
+def has_dynamic_inputs(gm: fx.GraphModule) -> bool:
+    """Whether any input of a graph is a number, or a tensor whose shape is symbolic."""
+    return any(is_dynamic(value_of(node)) for node in gm.graph.find_nodes(op="placeholder"))
 
 
 def is_dynamic(value: Any) -> bool:
@@ -69,82 +183,25 @@ def is_dynamic(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or bool(free_symbols(value))
 
 
-def _is_trained(node: fx.Node, given: Mapping[int, fx.Node]) -> bool:
-    slot = KEPT_INPUT.of(node)
-    if slot.source_index not in given:
-        return False  # no gradient goes to it
-    weight = value_of(given[slot.source_index])
-    laid_out = [user for user in node.users if user.target is laid_out_as_before]
-    readers = [reader for read in (node, *laid_out) for reader in read.users]
-    has_gradient = any(reader.target is kept_cast for reader in readers)
-    return bool(weight.requires_grad and has_gradient and not slot.is_alias)
+@contextlib.contextmanager
+def own_tracing() -> Iterator[None]:
+    """Gives what is compiled a context of its own, which refers to no weight afterwards.
 
-
-def with_casts_inside(
-    gm: fx.GraphModule, inside: Sequence[int], passed: Sequence[int]
-) -> fx.GraphModule:
-    """A copy of a graph that casts weights itself.
-
-    Args:
-        gm: The graph; its kept inputs know their weights by ``KEPT_INPUT``.
-        inside: What ``slots_inside`` gave.
-        passed: Which of Dynamo's inputs the graph still takes, in order.
+    ``torch.utils.swap_tensors`` refuses tensors that anything refers to weakly. Relies on
+    ``MetaTensorDescriber.lookup_tensor`` and ``TracingContext.tensor_to_context`` being all that
+    refers so to the tensors that fakes are made of; Dynamo clears both behind what it compiles
+    (``torch._dynamo.convert_frame._clear_fake_mode_weakrefs``).
     """
-    gm = copy_graph_module(gm)
-    graph = gm.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
-    given = dict(zip(passed, placeholders, strict=False))
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    with analysis(detect_fake_mode(graph), is_grad_enabled=False):
-        for i in inside:
-            # Kernels run in this order: what reads a cast finds it in the processor's cache.
-            with graph.inserting_before(min(kept[i].users, key=place.__getitem__)):
-                _cast_inside(graph, kept[i], given)
-    graph.lint()
-    gm.recompile()
-    return gm
-
-
-def without_kept_inputs(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that casts all weights itself, and takes Dynamo's inputs alone."""
-    gm = copy_graph_module(gm)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    given = dict(enumerate(placeholders))
-    kept = [node for node in placeholders if KEPT_INPUT.is_on(node)]
-    with analysis(detect_fake_mode(gm.graph), is_grad_enabled=False):
-        for node in kept:
-            if KEPT_INPUT.of(node).is_alias:
-                node.replace_all_uses_with(given[KEPT_INPUT.of(node).source_index])
-                gm.graph.erase_node(node)
-                continue
-            with gm.graph.inserting_after(placeholders[-len(kept) - 1]):
-                _cast_inside(gm.graph, node, given)
-    gm.graph.lint()
-    gm.recompile()
-    return gm
-
-
-def _cast_inside(graph: fx.Graph, kept: fx.Node, given: Mapping[int, fx.Node]) -> None:
-    slot = KEPT_INPUT.of(kept)
-    weight = given[slot.source_index]
-    detached = graph.call_function(torch.ops.aten.detach.default, (weight,))
-    set_value(detached, value_of(weight).detach())
-    with graph.inserting_after(detached):
-        cast = graph.call_function(
-            torch.ops.aten._to_copy.default, (detached,), _like_the_copy(slot)
-        )
-    set_value(cast, value_of(kept))
-    for node in (detached, cast):
-        SITE.put(node, SITE.of(weight))
-    kept.replace_all_uses_with(cast)
-    graph.erase_node(kept)
-
-
-def _like_the_copy(slot: Slot) -> dict[str, Any]:
-    if slot.memory_format is torch.preserve_format:
-        return {"dtype": slot.dtype}
-    return {"dtype": slot.dtype, "memory_format": slot.memory_format}
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    context = TracingContext(fake_mode)
+    try:
+        with tracing(context), tracing_alone():
+            yield
+    finally:
+        context.tensor_to_context.clear()
+        describer = fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
 
 def compile_lock() -> AbstractContextManager[Any]:
@@ -157,222 +214,48 @@ def compile_lock() -> AbstractContextManager[Any]:
     return convert_frame.compile_lock
 
 
-def is_alone() -> bool:
-    """Whether no other thread can be calling anything compiled.
+@contextlib.contextmanager
+def tracing_alone() -> Iterator[None]:
+    """Lets other threads go on calling what is compiled while this one traces.
 
-    While torch traces, such a thread is refused with an error, by a flag that all share
-    (``torch.fx._symbolic_trace._is_fx_tracing_flag``).
+    Compiled functions refuse to be called while ``fx`` traces. Until torch 2.15 the flag that
+    says so belongs to all threads. Dynamo's compilations set
+    ``torch.compiler._is_compiling_flag`` besides, which lets such calls through, but makes
+    optimizers in other threads compute otherwise. Wants ``compile_lock`` to be held.
     """
-    harmless = {threading.current_thread(), *_kernel_compilers()}
-    return all(t in harmless or _is_housekeeping(t) for t in threading.enumerate())
+    _tracing_threads.append(threading.get_ident())
+    try:
+        _localize_flag()
+        yield
+    finally:
+        _tracing_threads.pop()
 
 
-def _kernel_compilers() -> set[threading.Thread]:
-    """The threads in which inductor waits for C++ compilers; they stay when all is compiled.
+_tracing_threads: list[int] = []
 
-    Relies on ``AsyncCompile.pool`` of ``torch._inductor.async_compile``, which is cached, and on
-    ``ThreadPoolExecutor._threads``.
+
+def _traces_elsewhere() -> bool:
+    return bool(_tracing_threads) and threading.get_ident() not in _tracing_threads
+
+
+@functools.cache
+def _localize_flag() -> None:
+    """Makes ``is_fx_symbolic_tracing`` ask ``_traces_elsewhere``, too.
+
+    Compiled functions refer to that very function, so it gets other code. Relies on
+    ``torch.fx._symbolic_trace._is_fx_tracing_flag``.
     """
-    module = sys.modules.get("torch._inductor.async_compile")
-    if module is None or not module.AsyncCompile.pool.cache_info().currsize:
-        return set()
-    return set(module.AsyncCompile.pool()._threads)
+    from torch.fx import _symbolic_trace as module
 
+    if not hasattr(module, "_is_fx_tracing_flag"):
+        return  # since torch 2.15
 
-def _is_housekeeping(thread: threading.Thread) -> bool:
-    """Whether a thread belongs to a library that calls no model in it."""
-    target = getattr(thread, "_target", None) or getattr(thread, "function", None)
-    modules = type(thread).__module__, getattr(target, "__module__", None) or ""
-    return any(module.partition(".")[0] in _HOUSEKEEPERS for module in modules)
+    def is_fx_symbolic_tracing() -> bool:
+        return (
+            _is_fx_tracing_flag  # type: ignore[name-defined]  # noqa: F821
+            and not torch.compiler.is_compiling()
+            and not _amp_fx_traces_elsewhere()  # type: ignore[name-defined]  # noqa: F821
+        )
 
-
-_HOUSEKEEPERS = frozenset(
-    (
-        *("IPython", "execnet", "ipykernel", "multiprocessing", "pytest_timeout", "tensorboard"),
-        *("torch", "tqdm", "wandb", "zmq"),
-    )
-)
-"""Progress bars, notebooks, loggers, timers of tests, queues between processes, pinned memory."""
-
-
-class CompiledLater:
-    """A graph that is compiled when it is first called, which must be where ``is_alone``.
-
-    Args:
-        compile_graph: Compiles it for the inputs of that call.
-    """
-
-    def __init__(self, compile_graph: Callable[[Sequence[Any]], Compiled]) -> None:
-        self._compile: Callable[[Sequence[Any]], Compiled] | None = compile_graph
-        self._compiled: Compiled | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is compiled."""
-        return self._compiled is not None
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the graph."""
-        if self._compiled is None:
-            with compile_lock():
-                if self._compile is not None:
-                    self._compiled = self._compile(args)
-                    self._compile = None
-        assert self._compiled is not None
-        return self._compiled(*args)
-
-
-MOST_UNUSED = 2
-"""Updates in a row after which copies that no second call took are kept no more."""
-
-MOST_PATIENCE = 1024
-"""Calls in a row that have to find weights unchanged, at most, before copies are kept once more."""
-
-
-class TwoVariants:
-    """A compiled graph that casts weights, or takes kept casts where that saves any.
-
-    Args:
-        keeping: The kept casts of the variant that takes them all.
-        inside: The positions of those that the other casts itself (``slots_inside``).
-        canary: An alias of one of these weights: what tells whether they were written.
-        casting: The variant that casts; it takes the inputs that are passed, and the other copies.
-        taking: The variant that takes copies.
-    """
-
-    def __init__(
-        self,
-        keeping: Plan,
-        inside: Sequence[int],
-        canary: Slot,
-        casting: Compiled,
-        taking: CompiledLater,
-    ) -> None:
-        self.keeping, self.inside = keeping, tuple(inside)
-        self.casting, self.taking = casting, taking
-        outside = [slot for i, slot in enumerate(keeping.slots) if i not in self.inside]
-        self._cast = keeping.of(outside).wrap(casting) if outside else self._given(casting)
-        self._take = keeping.verifying(self._call_taking)
-        self._canary = _Canary(canary, keeping)
-        self._is_keeping = False
-        self._uses = Uses(MOST_UNUSED)
-        self._num_unchanged = 0
-        self._patience = 1  # calls in a row that have to find weights unchanged
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls the graph with the inputs that Dynamo knows."""
-        return self._take(*args) if self._is_keeping else self._call_casting(args)
-
-    def _call_casting(self, args: tuple[Any, ...]) -> Any:
-        is_unchanged = self._canary.enter(args)
-        try:
-            if is_unchanged and self._shall_keep(args):
-                self._is_keeping = True
-                return self._take(*args)
-            self._num_unchanged *= is_unchanged
-            return self._cast(*args)
-        finally:
-            self._canary.leave()
-
-    def _given(self, casting: Compiled) -> Compiled:
-        passed = self.keeping.passed
-        return lambda *args: casting(*[args[i] for i in passed])
-
-    def _shall_keep(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call that finds weights unchanged is to be the first that takes copies."""
-        self._num_unchanged += 1
-        if self._num_unchanged < self._patience:
-            return False
-        return self.taking.is_ready or _may_compile(args)
-
-    def _call_taking(self, *args: Any) -> Any:
-        look = self.keeping.look
-        inputs = look.enter(args)
-        if inputs is None:
-            if not self._are_used(args):
-                self._give_up(args)
-                return self._call_casting(args)
-            inputs = self.keeping.prepare(args)
-        try:
-            return self.taking(*inputs)
-        finally:
-            look.leave()
-
-    def _are_used(self, args: tuple[Any, ...]) -> bool:
-        """Whether copies that are stale were taken a second time; the largest stands for all."""
-        slots = [self.keeping.slots[i] for i in self.inside]
-        slot = max(slots, key=lambda slot: args[slot.source_index].numel())
-        kept = CACHE.copies.get(key_of(slot, args[slot.source_index]))
-        return kept is None or self._uses.is_used(kept)
-
-    def _give_up(self, args: tuple[Any, ...]) -> None:
-        self._is_keeping = False
-        self._num_unchanged = 0
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
-        with CACHE.exclusive() as is_first:
-            for i in self.inside if is_first else ():
-                slot = self.keeping.slots[i]
-                key = key_of(slot, args[slot.source_index])
-                if key in CACHE.copies:
-                    CACHE.drop(key)
-
-
-class _Canary:
-    """Whether weights are as they were at the call before, by an alias of one of them.
-
-    Args:
-        slot: The alias.
-        plan: The kept casts of the graph that is called.
-    """
-
-    def __init__(self, slot: Slot, plan: Plan) -> None:
-        self._slot, self._owner = slot, plan.owner
-        self._look = engine().Look((slot.source_index,), (), plan.is_pure, False)
-        self.leave = self._look.leave  # takes a pure graph's reads of weights for what they are
-
-    def enter(self, args: tuple[Any, ...]) -> bool:
-        """Begins a call; whether no signal tells of a write since the last."""
-        if self._look.enter(args) is not None:
-            return True
-        with CACHE.exclusive() as is_first:
-            if is_first and self._refresh(args) is None:
-                self._remember(args)
-            self._look.begin()
-        return False
-
-    def _refresh(self, args: tuple[Any, ...]) -> Any:
-        return self._look.refresh(args, may_watch(), False)
-
-    def _remember(self, args: tuple[Any, ...]) -> None:
-        with CACHE.moving(), making_copies():
-            copy = CACHE.copy_of(self._slot, args[self._slot.source_index], self._owner)
-            if copy is not None:
-                self._look.remember((copy,))
-                self._refresh(args)
-
-
-def _may_compile(args: tuple[Any, ...]) -> bool:
-    """Whether compiling disturbs no other thread, nor Dynamo's ``DDPOptimizer``.
-
-    That calls with fake tensors what it has compiled, to learn of its outputs, and counts
-    how often AOTAutograd is called.
-    """
-    return is_alone() and not any(isinstance(a, FakeTensor) for a in args)
-
-
-def canary_of(gm: fx.GraphModule, plan: Plan, inside: Sequence[int]) -> Slot:
-    """An alias of the smallest weight that a variant casts itself.
-
-    Args:
-        gm: The graph that takes all copies, and nothing that the plan does not pass.
-        plan: Its kept casts.
-        inside: What ``slots_inside`` gave.
-    """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    given = dict(zip(plan.passed, placeholders, strict=False))
-    slots = [plan.slots[i] for i in inside]
-    slot = min(slots, key=lambda slot: value_of(given[slot.source_index]).numel())
-    dtype = value_of(given[slot.source_index]).dtype
-    return dataclasses.replace(
-        slot, dtype=dtype, is_alias=True, memory_format=torch.preserve_format
-    )
+    module._amp_fx_traces_elsewhere = _traces_elsewhere  # type: ignore[attr-defined]
+    module.is_fx_symbolic_tracing.__code__ = is_fx_symbolic_tracing.__code__

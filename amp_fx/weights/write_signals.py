@@ -4,7 +4,7 @@ A kept copy is fresh as long as no signal tells otherwise. No single one sees ev
 
 storage
     Somebody asked the weight's storage for a pointer to write through
-    (``native/watch.cpp``; ``storage_watch`` before torch 2.13). The kernels of plain in-place
+    (``native/watch.cpp``). The kernels of plain in-place
     ops do, on ``.data`` and under ``inference_mode`` too, and those of inductor, collectives,
     NumPy, DLPack and ``data_ptr()``. Kernels that take lists do not on accelerators:
     their pointers are ``const_data_ptr`` (``MultiTensorApply.cuh``, the fused optimizers).
@@ -17,8 +17,8 @@ step
     An optimizer's ``step`` ended (``register_optimizer_step_post_hook``): any of its weights
     may have been written, by kernels of its own too.
 sample
-    An element differs from the copy's, or from what it was: ``options={"verify": ...}``. On
-    accelerators the answer is read at a later call (``device_sample``).
+    An element is not what it was when a value was made: ``options={"verify": ...}``. On
+    accelerators the answer is read at a later call (``amp_fx.weights.sample``).
 place
     The weight lies elsewhere: another storage, offset, shape or layout.
 
@@ -29,16 +29,15 @@ kernels ask no storage at all, and of other backends nothing is known.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_fx.weights import python_watch
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.managed import is_managed
-from amp_fx.weights.python_watch import other_threads_wait
 from amp_fx.weights.spread import parts_of
 
 if TYPE_CHECKING:
@@ -102,16 +101,11 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(after_step)
 
 
-def install(device: torch.device) -> None:
-    """Has list ops and optimizer steps noticed from here on, for the process.
-
-    CPU kernels of list ops ask storages: there the kernels in front of them, in Python, would
-    only cost time.
-    """
+def install() -> None:
+    """Notices list ops, collectives and optimizer steps from here on, for the process."""
     with _install_lock:
         _watch_steps()
-        if device.type != "cpu" or engine() is not python_watch:
-            engine().watch_list_ops()
+        engine().watch_list_ops()
 
 
 _install_lock = threading.Lock()
@@ -125,16 +119,7 @@ def after_step(optimizer: Any, *_: Any) -> None:
     engine().mark(weights)
     if is_capturing({weight.device for weight in weights}):
         for weight in weights:
-            _written_by_replays.add(weight.untyped_storage()._cdata)
-
-
-_written_by_replays: set[int] = set()
-"""Identities of storages; one that is used again costs a cast per call, no wrong number."""
-
-
-def is_written_by_replays(weight: torch.Tensor) -> bool:
-    """Whether a CUDA graph holds an optimizer's step on a weight: a replay writes unseen."""
-    return bool(_written_by_replays) and weight.untyped_storage()._cdata in _written_by_replays
+            engine().distrust(weight)  # replays write unseen
 
 
 def is_capturing(devices: Iterable[torch.device]) -> bool:
@@ -155,11 +140,39 @@ def is_watchable(weight: Any) -> bool:
         type(weight) in (torch.Tensor, torch.nn.Parameter)
         and weight.device.type in DEVICES
         and weight.layout is torch.strided
-        and not is_written_by_replays(weight)
         and not is_managed(weight)
     )
 
 
 def may_watch() -> bool:
     """Whether storages may be watched now: without torch's hook, if all other threads wait."""
-    return bool(engine().has_hook) or other_threads_wait()
+    return has_hook() or _other_threads_wait()
+
+
+def _other_threads_wait() -> bool:
+    """Whether every other Python thread is known to wait for something.
+
+    A thread whose innermost frame is not among ``_WAITING`` may be inside an op of torch.
+    """
+    if threading.active_count() == 1:
+        return True
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a frame that knows itself keeps all it knows alive
+    return all(map(_is_waiting, frames.values()))
+
+
+def _is_waiting(frame: Any) -> bool:
+    path = frame.f_code.co_filename.replace("\\", "/")
+    return any(path.endswith(f) and frame.f_code.co_name == n for f, n in _WAITING)
+
+
+_WAITING = (
+    ("/threading.py", "wait"),
+    ("/threading.py", "_wait_for_tstate_lock"),
+    ("/threading.py", "join"),
+    ("/selectors.py", "select"),
+    ("/concurrent/futures/thread.py", "_worker"),
+    ("/multiprocessing/connection.py", "_recv"),
+    ("/_inductor/compile_worker/subproc_pool.py", "_read_thread"),
+)
+"""Files and functions in which a thread can only wait, or start what has a frame of its own."""

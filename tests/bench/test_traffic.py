@@ -33,13 +33,14 @@ def _unpatched() -> Any:
     """What counting replaces is back afterwards."""
     from torch._inductor import compile_fx, scheduler
 
-    from amp_fx.weights import cast_plan, kept_inputs, variants
+    from amp_fx.weights import kept_call, kept_inputs, variants
 
     places: list[tuple[Any, str]] = [
         (compile_fx, "compile_fx_inner"),
         (scheduler.Scheduler, "codegen"),
-        (cast_plan.Plan, "wrap"),
+        (kept_call.KeptCall, "wrap"),
         (variants.TwoVariants, "__call__"),
+        (variants, "own_tracing"),
         (kept_inputs, "_is_weight"),
     ]
     before = [getattr(place, name) for place, name in places]
@@ -77,6 +78,17 @@ def test_what_is_saved_for_the_backward() -> None:
     ours = totals(count_on_cpu(AMP_FX, trains=True)["further"], [], "cpu")
     assert native.saved_bytes - ours.saved_bytes == 2 * 64 * 64
     assert ours.saved_bytes == 2 * 32 * 64
+
+
+def test_a_frozen_product_makes_its_low_weight_once() -> None:
+    x, w, y = 32 * 64, 64 * 64, 32 * 64
+    frozen = count_on_cpu(FROZEN, trains=False)
+    first = totals(frozen["first"], frozen["refreshed"], "cpu")
+    further = totals(frozen["further"], [], "cpu")
+    assert further.num_bytes == (4 + 2) * x + 2 * (x + w + y)
+    assert (further.num_launches, further.num_casts, further.num_extern) == (1, 1, 1)
+    assert first.num_bytes == further.num_bytes + (4 + 2) * w
+    assert first.num_refreshes == 1
 
 
 def test_what_ranks_send_is_that_by_hand() -> None:

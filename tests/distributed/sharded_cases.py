@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_fx
-from amp_fx.weights import python_watch
 from amp_fx.weights.engine import engine
 from tests.distributed import scaler_cases
 from tests.distributed.nets import Net, as_it_is, compare, compiled, make_net, train
@@ -148,19 +147,15 @@ def stand_in(rank: int) -> Any:  # noqa: ARG001
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     part = weight._local_tensor
-    found = []
-    for watch in (engine(), python_watch):
-        watch.watch(part)
-        copy = watch.Copy(part.bfloat16(), part, False)
-        look = watch.Look((0,), (), True, False)
-        look.remember((copy,))
-        look.refresh((part,), True, False)
-        watch.stands_for(weight, part)
-        before = copy.is_fresh(part)
-        watch.mark([weight])
-        found.append((before, copy.is_fresh(part)))
-        watch.unwatch(part)
-    return found
+    watch = engine()
+    watch.watch(part)
+    kept = watch.Kept((part,), False)
+    watch.start((kept,), ((part,),))
+    watch.finish((kept,), (part.bfloat16(),))
+    watch.stands_for(weight, part)
+    before = kept.is_fresh((part,))
+    watch.mark([weight])
+    return before, kept.is_fresh((part,))
 
 
 class Layer(nn.Module):

@@ -59,7 +59,7 @@ def compiled_casts(
     with monkeypatch.context() as patch:
         patch.setattr(backend, "compile_inner", compile_inner)
         # The variant that takes all that is kept.
-        patch.setattr("amp_fx.backend.slots_inside", lambda *_: ())
+        patch.setattr(backend, "trained_weights", lambda *_: frozenset())
         torch.compile(model, backend="amp_fx", options={"compiler": "aot_eager"})(*args)
     modules = [m for gm in graphs for m in gm.modules() if isinstance(m, fx.GraphModule)]
     nodes = [node for module in modules for node in module.graph.nodes]

@@ -107,3 +107,27 @@ def test_every_use_has_a_gradient_of_its_own(rewrite: Callable[..., Any]) -> Non
     assert counts == {"weight_reads_aliased": 3}
     text = graph_text(captured.gm)
     assert text.count("kept_cast.default(w, w__float32_alias)") == 3
+
+
+def test_weights_that_the_graph_casts_itself_are_read_through_aliases_too(
+    capture: Callable[..., Captured], policy: Policy
+) -> None:
+    """Another variant of the graph keeps their casts: its calls must not see reads as writes."""
+    captured = capture(tied, tokens(), weight())
+    run_passes(captured.gm, (MarkRegions(site()), InsertCasts(policy), FoldCasts()), check=True)
+    assert not AliasWeightReads().call(captured.gm).counts
+    [name] = [n.name for n in captured.gm.graph.find_nodes(op="placeholder") if n.name[-2:] == "w_"]
+    found = AliasWeightReads(((name, (name,)),)).call(captured.gm)
+    captured.gm.recompile()
+    check_graph(captured.gm, AliasWeightReads.name)
+    assert found.counts == {"weight_reads_aliased": 2}  # by the embedding, and by the cast
+    assert graph_text(captured.gm).count("kept_cast.default(w, w__float32_alias)") == 2
+
+
+def test_weights_that_are_not_cast_are_left_alone(
+    capture: Callable[..., Captured], policy: Policy
+) -> None:
+    captured = capture(functional.embedding, tokens(), weight())
+    run_passes(captured.gm, (MarkRegions(site()), InsertCasts(policy), FoldCasts()), check=True)
+    names = [node.name for node in captured.gm.graph.find_nodes(op="placeholder")]
+    assert not AliasWeightReads(tuple((name, (name,)) for name in names)).call(captured.gm).counts

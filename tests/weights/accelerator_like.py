@@ -1,26 +1,23 @@
-"""Has frozen graphs take the CPU for an accelerator: streams, events, answers that come later.
+"""Makes amp_fx take the CPU for an accelerator: streams, events, answers that come later.
 
-Kernels run at once, as on the CPU; what is emulated is what amp_fx asks of streams, and lists
-are written where no storage sees it (``cuda_like``).
+Kernels run at once, as on the CPU. What is emulated is what amp_fx asks of streams, and ops that
+write lists of tensors, whose writes no storage sees (``cuda_like``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx import freezing
-from amp_fx.weights import frozen_on_accelerator
-from amp_fx.weights.element_sample import ElementSample
+from amp_fx.weights import keep, kept_call, sample, step_copies
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import StreamOrder
 from tests.weights.cuda_like import cuda_like
-from tests.weights.test_device_sample import FakeDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,18 +28,31 @@ CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass(eq=False)
+class Event:
+    """One whose work is done when the test says so."""
+
+    is_done: bool = False
+
+    def query(self) -> bool:
+        """Whether it is."""
+        return self.is_done
+
+
+@dataclasses.dataclass(eq=False)
 class Stream:
-    """One that notes the events it waits for."""
+    """One that notes its events, and those that it waits for."""
 
     stream_id: int
-    recorded: list[object] = dataclasses.field(default_factory=list)
-    waited: list[object] = dataclasses.field(default_factory=list)
+    recorded: list[Event] = dataclasses.field(default_factory=list)
+    waited: list[Event] = dataclasses.field(default_factory=list)
 
-    def record_event(self) -> object:
-        self.recorded.append(object())
+    def record_event(self) -> Event:
+        """Records an event."""
+        self.recorded.append(Event())
         return self.recorded[-1]
 
-    def wait_event(self, event: object) -> None:
+    def wait_event(self, event: Event) -> None:
+        """Waits for one, perhaps of another stream."""
         self.waited.append(event)
 
 
@@ -52,9 +62,8 @@ class Accelerator:
     Attributes:
         streams: Two.
         current: The stream that calls come on.
-        held: Identities of tensors whose memory is kept, with the streams it is kept for.
+        held: Storages whose memory is kept, by address, with the streams it is kept for.
         is_capturing: Whether what is done now is recorded in a CUDA graph.
-        device: Takes samples.
     """
 
     def __init__(self) -> None:
@@ -62,25 +71,53 @@ class Accelerator:
         self.current = self.streams[0]
         self.held: set[tuple[int, int]] = set()
         self.is_capturing = False
-        self.device = FakeDevice()
+
+    def finish(self) -> None:
+        """Does all work that is queued."""
+        for stream in self.streams:
+            for event in stream.recorded:
+                event.is_done = True
+
+    def is_held(self, tensor: torch.Tensor, stream: Stream) -> bool:
+        """Whether the memory of a tensor is kept until a stream has read it."""
+        return (address_of(tensor), stream.stream_id) in self.held
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage; not asking for a pointer to write through."""
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return address
+
+
+class _WithoutHostSamples:
+    """The engine, for weights whose elements the host cannot read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(engine(), name)
+
+    def Look(self, *args: Any) -> Any:  # noqa: N802
+        """A ``Look`` that does not sample."""
+        return engine().Look(*args[:-1], False)
 
 
 @contextlib.contextmanager
 def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    """Where graphs on the CPU are frozen as those on an accelerator are."""
+    """Where graphs on the CPU keep values as those on an accelerator do."""
     pretended = Accelerator()
 
     def hold(tensor: torch.Tensor, stream: Stream) -> None:
-        pretended.held.add((id(tensor), stream.stream_id))
+        pretended.held.add((address_of(tensor), stream.stream_id))
 
-    sample = functools.partial(ElementSample, pretended.device, has_kernel=False)
     patch.setattr(freezing, "ACCELERATORS", ("cpu",))
-    patch.setattr(frozen_on_accelerator, "accelerator_devices", lambda _: (CPU,))
-    patch.setattr(frozen_on_accelerator, "is_capturing", lambda _: pretended.is_capturing)
-    patch.setattr(frozen_on_accelerator, "ElementSample", sample)
+    patch.setattr(kept_call, "engine", _WithoutHostSamples)
+    for module in (kept_call, step_copies, keep):
+        patch.setattr(module, "accelerator_devices", lambda _: (CPU,))
+    for module in (kept_call, step_copies):
+        patch.setattr(module, "is_capturing", lambda _: pretended.is_capturing)
+    patch.setattr(sample, "is_pinnable", lambda _: False)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)
     patch.setattr(torch.Tensor, "record_stream", hold)
-    patch.setattr(CACHE, "streams", StreamOrder())
+    patch.setattr(STORE, "streams", StreamOrder())
     engine().watch_list_ops()
     with cuda_like():
         yield pretended

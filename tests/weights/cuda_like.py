@@ -59,12 +59,14 @@ def _on_aliases(original: Any) -> Callable[..., None]:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes under a storage that nobody watches; must not outlive the tensor.
 
-    Relies on ``torch._C._data_address``, which asks for no mutable pointer.
+    Relies on ``torch._C._data_address``, which asks for no mutable pointer. Python's object of a
+    storage would look like somebody who reads the tensor, so none is made.
     """
     if tensor.numel() == 0 or tensor.device.type != "cpu":
         return tensor
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    num_bytes = tensor.untyped_storage().nbytes()
+    reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    num_bytes = int(tensor.storage_offset() + reach + 1) * tensor.element_size()
     storage = torch._C._construct_storage_from_data_pointer(address, tensor.device, num_bytes)
     found = torch.empty(0, dtype=tensor.dtype)
     return found.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

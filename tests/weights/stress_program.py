@@ -227,16 +227,19 @@ def inputs(seed: int, model: Tied) -> torch.Tensor:
 
 
 def run_scenario(scenario: Any, arguments: Any) -> Run:
-    """Compiles a model, in both grad modes, and lets the threads of a scenario at it."""
+    """Compiles a model, in both grad modes and variants, and lets a scenario's threads at it."""
     torch._dynamo.reset()
     model = Tied().to(arguments.device)
     options: Any = {"weight_cache": not arguments.no_cache, "freezing": scenario.frozen}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
-    for grad in (False, True, False, True):
-        with torch.set_grad_enabled(grad):
-            out = compiled(inputs(0, model))
-        if grad:
-            out.sum().backward()
+    for i in range(16):  # calls that follow a write each, then unchanged ones: both variants
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                out = compiled(inputs(0, model))
+            if grad:
+                out.sum().backward()
+        for parameter in model.parameters() if i < 8 else ():
+            scale_data(parameter, 1.0)
     model.zero_grad()
     faulthandler.dump_traceback_later(arguments.seconds + 45, exit=True)  # a deadlock
     run = Run(arguments.seconds)

@@ -12,14 +12,14 @@ from torch import nn
 from amp_fx import freezing, weight_cache
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import Options
-from amp_fx.weights import element_sample, frozen_call, write_signals
-from amp_fx.weights.cast_plan import Plan
-from amp_fx.weights.kept_cast import Slot
-from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights import kept_call, write_signals
+from amp_fx.weights.freeze import FrozenValue
+from amp_fx.weights.sample import CALLS_BETWEEN
+from amp_fx.weights.store import STORE
 from tests import needs
-from tests.weights.accelerator_like import CPU, Accelerator, accelerator_like
+from tests.weights.accelerator_like import Accelerator, accelerator_like
 from tests.weights.alarms import alarms
-from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, random, twin_of
+from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, twin_of
 from tests.weights.test_cuda_like import LIST_WRITES, of_data
 from tests.weights.test_frozen_writes import FrozenGraph, check_made_again
 from tests.weights.test_writes import check_never_stale
@@ -28,6 +28,7 @@ from tests.weights.writes import WRITES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.weights.store import Entry
     from tests.weights.nets import Program
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
@@ -46,14 +47,17 @@ FROZEN = Asked("frozen")
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    monkeypatch.setattr(frozen_call, "MAX_UNUSED", 10**6)
+    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
     weight_cache.clear()
     with accelerator_like(monkeypatch) as pretended:
         yield pretended
 
 
-def kept_values() -> list[Any]:
-    return [values for values in CACHE.values if not values.is_dropped]
+def constants() -> list[Entry]:
+    """What frozen graphs keep besides the weights' own bytes."""
+    entries = [e for e in STORE.entries.values() if isinstance(e.wanted, FrozenValue)]
+    assert entries, "nothing is frozen"
+    return [entry for entry in entries if not entry.wanted.is_alias]
 
 
 # -------------------------------------------------------------------------------- where and when
@@ -123,7 +127,7 @@ def test_never_stale_after_writes() -> None:
             LIST_WRITES[name](of_data(model), i)
         FROZEN.check(compiled, net, twin)
         FROZEN.check(compiled, net, twin)
-    assert sum(values.hits for values in kept_values()) >= 4
+    assert min(entry.kept.hits for entry in constants()) >= 4
 
 
 @pytest.mark.slow
@@ -156,9 +160,7 @@ def test_another_stream_waits_for_what_was_made_and_holds_it(accelerator: Accele
     accelerator.current = second
     FROZEN.check(compiled, net, twin)
     assert made in second.waited
-    (values,) = kept_values()
-    constants = {id(value) for value in values.constants.values()}
-    assert constants <= {identity for identity, stream in accelerator.held if stream == 1}
+    assert all(accelerator.is_held(entry.value, second) for entry in constants())
 
 
 @torch.no_grad()
@@ -167,47 +169,45 @@ def test_what_another_stream_may_still_read_is_not_written(accelerator: Accelera
     net = make_net()
     compiled = FROZEN.compile(net)
     compiled(inputs())
-    (values,) = kept_values()
-    before = dict(values.constants)
-    contents = {name: value.to_dense().clone() for name, value in before.items()}
+    before = {entry: entry.value for entry in constants()}
+    contents = {entry: value.to_dense().clone() for entry, value in before.items()}
     net.a.weight.mul_(2)
     accelerator.current = accelerator.streams[1]
     compiled(inputs())
-    replaced = [name for name, value in before.items() if values.constants[name] is not value]
-    assert len(replaced) == 1
-    for name, value in before.items():
-        assert_same(value.to_dense(), contents[name])
+    assert sum(entry.value is not value for entry, value in before.items()) == 1
+    for entry, value in before.items():
+        assert_same(value.to_dense(), contents[entry])
 
 
-def test_a_refresh_between_a_look_and_the_call_is_waited_for(
+@torch.no_grad()
+@needs.FROZEN_GRAPHS
+def test_what_a_call_reads_is_held_though_another_thread_makes_it_again(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept casts: another thread refreshes on its stream when this one has begun to look."""
-    monkeypatch.setattr("amp_fx.weights.cast_plan.accelerator_devices", lambda _: (CPU,))
-    weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-    plan = Plan(
-        [Slot(1, torch.bfloat16, "weight")],
-        owner="Net",
-        passed=(0,),
-        is_pure=True,
-        verify="off",
-        on_accelerator=True,
-    )
-    call = plan.wrap(lambda x, low: x @ low.float())
+    """Between the look for what is fresh and the call: on the stream that made it."""
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
     first, second = accelerator.streams
-    call(torch.ones(4), weight)
-    accelerator.current = second
-    call(torch.ones(4), weight)
+    for stream in (first, second):
+        accelerator.current = stream
+        FROZEN.check(compiled, net, twin)
+    delivered = [entry.value for entry in constants()]
+    accelerator.held.clear()
+    wait = STORE.wait_for_refreshes
 
-    def by_another_thread() -> None:
-        monkeypatch.setattr(plan, "_read_sample", lambda: None)
+    def meanwhile(devices: Any) -> None:
+        monkeypatch.setattr(STORE, "wait_for_refreshes", wait)
         accelerator.current = first
-        weight.mul_(2)
-        call(torch.ones(4), weight)
+        net.a.weight.mul_(2)
+        compiled(inputs())
         accelerator.current = second
+        wait(devices)
 
-    monkeypatch.setattr(plan, "_read_sample", by_another_thread)
-    assert call(torch.ones(4), weight).tolist() == [8.0] * 4
+    monkeypatch.setattr(STORE, "wait_for_refreshes", meanwhile)
+    FROZEN.check(compiled, net, twin)
+    assert not all(e.value is value for e, value in zip(constants(), delivered, strict=True))
+    assert all(accelerator.is_held(value, second) for value in delivered)
     assert first.recorded[-1] in second.waited
 
 
@@ -238,7 +238,6 @@ def test_a_capture_makes_its_values_itself(accelerator: Accelerator, verify: str
 def test_a_step_inside_of_a_cuda_graph_writes_in_every_replay(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen_call, "is_alone", lambda: False)
     net = make_net()
     twin = twin_of(net)
     compiled = graph.compile(net, verify="off")
@@ -265,17 +264,40 @@ def test_an_unseen_write_is_noticed_later_and_the_weight_named(accelerator: Acce
     array = net.a.weight.numpy()
     for _ in range(3):
         FROZEN.check(compiled, net, twin)
-        accelerator.device.finish()
+        accelerator.finish()
     with alarms() as messages:
         array *= -2.0
         twin.a.weight.mul_(-2.0)
-        for _ in range(3):
+        for _ in range(CALLS_BETWEEN):
             compiled(inputs())
-            accelerator.device.finish()
+            accelerator.finish()
         for _ in range(2):
             FROZEN.check(compiled, net, twin)
             array += 1.0
             twin.a.weight.add_(1.0)
+    assert len(messages) == 1
+    assert "a.weight" in messages[0]
+
+
+@torch.no_grad()
+def test_an_update_of_one_weight_hides_no_write_of_another(accelerator: Accelerator) -> None:
+    """Each update has the graph's constants bound anew."""
+    net = make_net()
+    twin = twin_of(net)
+    compiled = FROZEN.compile(net)
+    array = net.a.weight.numpy()
+    for _ in range(3):
+        FROZEN.check(compiled, net, twin)
+        accelerator.finish()
+    with alarms() as messages:
+        array *= -2.0
+        twin.a.weight.mul_(-2.0)
+        for _ in range(CALLS_BETWEEN + 1):
+            for model in (net, twin):
+                model.b.weight.mul_(1.01)
+            compiled(inputs())
+            accelerator.finish()
+        FROZEN.check(compiled, net, twin)
     assert len(messages) == 1
     assert "a.weight" in messages[0]
 
@@ -291,45 +313,5 @@ def test_a_write_that_is_seen_is_no_alarm(accelerator: Accelerator) -> None:
             FROZEN.check(compiled, net, twin)
             for model in (net, twin):
                 torch._foreach_mul_(of_data(model), 1.5)
-            accelerator.device.finish()
+            accelerator.finish()
     assert not messages
-
-
-@torch.no_grad()
-def test_other_elements_are_compared_after_a_while(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One element that is written again and again is found sooner or later."""
-    monkeypatch.setattr(element_sample, "MAX_CHECKS", 1)
-    net = make_net()
-    compiled = FROZEN.compile(net)
-    array = net.b.weight.numpy()
-    with alarms() as messages:
-        for _ in range(400):  # of 16 elements: to miss it takes 1e-11
-            array[1, 2] += 1.0
-            compiled(inputs())
-            accelerator.device.finish()
-            if messages:
-                break
-    assert "b.weight" in messages[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_elements(dtype: torch.dtype) -> None:
-    sample = element_sample.ElementSample(has_kernel=False)
-    weights = {
-        0: random(4, 3).to(dtype).t(),
-        3: torch.ones(6, dtype=dtype)[::2],
-        5: torch.full((), float("nan"), dtype=dtype),
-        6: torch.ones(0, dtype=dtype),
-        7: torch.ones(3, dtype=torch.int32),
-    }
-    elements = sample.elements_of(weights)
-    assert set(elements.now) == {0, 5}
-    assert elements.changed() == []
-    weights[0].add_(1)
-    assert elements.changed() == [0]
-    elements.choose()
-    assert elements.changed() == []
-    for now, then in zip(*elements.pairs(), strict=True):
-        assert_same(now.to(then.dtype), then)

@@ -15,10 +15,10 @@ from torch.nn import functional
 from amp_fx import backend, weight_cache
 from amp_fx.inner import has_cpp_compiler
 from amp_fx.weights import layouts
-from amp_fx.weights.kept_cast import laid_out_as_before
-from amp_fx.weights.kept_copies import CACHE
-from amp_fx.weights.kept_inputs import has_aliases
+from amp_fx.weights.kept_cast import Slot, laid_out_as_before
 from amp_fx.weights.layouts import prefers_channels_last
+from amp_fx.weights.store import STORE
+from tests import needs
 from tests.weights.nets import assert_same, compile_amp_fx, random
 
 if TYPE_CHECKING:
@@ -75,9 +75,20 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
 
 def laid_out_names() -> set[str]:
     """The weights whose copies are kept in another layout than their own."""
-    copies = [kept for key, kept in CACHE.copies.items() if key[-1] is torch.channels_last]
-    assert all(is_channels_last(kept.low) for kept in copies)
-    return {kept.name for kept in copies}
+    copies = [e for e in kept_copies() if e.wanted.memory_format is torch.channels_last]
+    assert all(is_channels_last(copy.value) for copy in copies)
+    return names_of(copies)
+
+
+def kept_copies() -> list[Any]:
+    """The low-precision copies of the store."""
+    entries = STORE.entries.values()
+    return [e for e in entries if isinstance(e.wanted, Slot) and not e.wanted.is_alias]
+
+
+def names_of(copies: list[Any]) -> set[str]:
+    """The weights that they are copies of."""
+    return {copy.wanted.name for copy in copies}
 
 
 # ------------------------------------------------------------------------------- the decision
@@ -99,7 +110,7 @@ def calls(function: Callable[..., Any], *shapes: tuple[int, ...]) -> set[str]:
     model = Weights()
     with torch.no_grad():
         compile_amp_fx(model, compiler="aot_eager", fallback=False)(images())
-    assert {kept.name for kept in CACHE.copies.values()} == {n for n, _ in model.named_parameters()}
+    assert names_of(kept_copies()) == {name for name, _ in model.named_parameters()}
     return laid_out_names()
 
 
@@ -135,7 +146,7 @@ def test_a_weight_that_is_channels_last_is_left_alone() -> None:
     with torch.no_grad():
         compile_amp_fx(net, compiler="aot_eager")(images())
     assert laid_out_names() == set()
-    assert any(is_channels_last(kept.low) for kept in CACHE.copies.values())
+    assert any(is_channels_last(copy.value) for copy in kept_copies())
 
 
 @pytest.mark.usefixtures("lays_out")
@@ -150,7 +161,7 @@ def test_only_inductor_gets_another_layout(other: str) -> None:
     net = Block()
     with torch.no_grad():
         compile_amp_fx(net, compiler=other)(images())
-    assert {"a.weight", "b.weight"} <= {kept.name for kept in CACHE.copies.values()}
+    assert {"a.weight", "b.weight"} <= names_of(kept_copies())
     assert laid_out_names() == set()
 
 
@@ -222,7 +233,7 @@ def test_bits_and_strides_are_those_without_kept_copies(compiler: str) -> None:
 def test_writes_are_seen_and_calls_counted(compiler: str) -> None:
     weight_cache.clear()
     net, twin = Block().eval(), Block().eval()
-    compiled = compile_amp_fx(net, compiler=compiler, fallback=False)
+    compiled = compile_amp_fx(net, compiler=compiler, fallback=False, freezing=False)
     plain = compile_amp_fx(twin, compiler=compiler, fallback=False, weight_cache=False)
     with torch.no_grad():
         for _ in range(3):
@@ -266,7 +277,7 @@ def test_graphs_of_both_layouts_share_a_weight(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("lays_out")
-@pytest.mark.skipif(not has_aliases(), reason="the compiled part cannot be built")
+@needs.WATCH
 @pytest.mark.filterwarnings("ignore")
 def test_a_sample_compares_the_element_that_the_weight_has() -> None:
     """Each element is another number: were it looked for elsewhere, calls would be alarmed."""
@@ -308,15 +319,15 @@ CONVOLUTION = re.compile(r"extern_kernels\.convolution\(\w+, (\w+),")
 @pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_call_lays_a_kept_copy_out_again(is_trained: bool) -> None:
     net = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).train(is_trained)
-    compiled = compile_amp_fx(net, compiler="inductor", fallback=False, freezing=False)
+    options = {"freezing": False, "products": "low"}  # products in float32 lay copies out anew
+    compiled = compile_amp_fx(net, compiler="inductor", fallback=False, **options)
 
-    def call() -> None:
+    def call_twice() -> None:
         with torch.set_grad_enabled(is_trained):
-            compiled(random(2, 8, 12, 12))
+            for _ in range(2):  # with gradients the second call takes the copies
+                compiled(random(2, 8, 12, 12))
 
-    codes = []
-    for _ in range(2):
-        codes += run_and_get_code(call)[1]  # with gradients the second call takes the copies
+    _, codes = run_and_get_code(call_twice)
     weights = CONVOLUTION.findall(codes[-1])
     assert len(weights) == 2
     assert all(re.fullmatch(r"(arg|primals_)\d+(_\d+)?", weight) for weight in weights)
@@ -343,5 +354,5 @@ def test_inductor_decides_as_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(GraphLowering, "decide_layout_opt", staticmethod(record))
     monkeypatch.setattr(layouts, "prefers_channels_last", record_foretold)
     with torch.no_grad():
-        compile_amp_fx(Block(), compiler="inductor", fallback=False)(images())
+        compile_amp_fx(Block(), compiler="inductor", fallback=False, freezing=False)(images())
     assert decided == foretold == [True]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from amp_fx import weight_cache
-from amp_fx.weights import kept_copies
+from amp_fx.weights.store import STORE
 from tests.weights.nets import (
     EVAL,
     TRAIN,
@@ -42,7 +42,7 @@ def _empty_cache() -> Iterator[None]:
 
 def copies() -> list[weakref.ref[torch.Tensor]]:
     """The copies that are kept now."""
-    return [weakref.ref(c.low) for c in kept_copies.CACHE.copies.values()]
+    return [weakref.ref(entry.value) for entry in STORE.entries.values()]
 
 
 def called(net: Net) -> Any:
@@ -63,7 +63,7 @@ def test_addresses_stay_over_optimizer_steps() -> None:
         optimizer.step()
         with torch.no_grad():
             compiled(inputs())
-        addresses.add(tuple(c.low.data_ptr() for c in kept_copies.CACHE.copies.values()))
+        addresses.add(tuple(entry.value.data_ptr() for entry in STORE.entries.values()))
     assert len(addresses) == 1
     assert len(addresses.pop()) == 3
 
@@ -208,7 +208,7 @@ def test_limit(limit: int) -> None:
             assert_same(other(inputs()), autocast(twin.a, inputs()))
         made += copies()
         assert weight_cache.stats().bytes <= limit
-        alive = {id(low): low.nbytes for ref in made if (low := ref()) is not None}
+        alive = {id(low): low.nbytes for low in (ref() for ref in made) if low is not None}
         assert sum(alive.values()) <= limit
         for model in (net, twin):
             model.a.weight.data.mul_(1.5)
@@ -223,7 +223,7 @@ def test_no_evicted_copy_stays_alive() -> None:
     weight_cache.set_limit(40)
     compiled(inputs())
     made += copies()
-    alive = {id(low): low.nbytes for ref in made if (low := ref()) is not None}
+    alive = {id(low): low.nbytes for low in (ref() for ref in made) if low is not None}
     assert sum(alive.values()) <= 40
 
 

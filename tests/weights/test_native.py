@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import mmap
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from amp_fx import native
-from tests.weights.nets import compile_amp_fx, inputs, make_net
+from amp_fx import inner, native
+from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.store import STORE, making_values
+from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 watch: Any = native.load()
-pytestmark = pytest.mark.skipif(watch is None, reason="the compiled part cannot be built")
-needs_hook = pytest.mark.skipif(
-    watch is not None and not watch.has_hook, reason="torch has no hook on storages before 2.13"
-)
+pytestmark = needs.WATCH
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def weight() -> torch.nn.Parameter:
@@ -33,8 +40,13 @@ def weight() -> torch.nn.Parameter:
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "linear": lambda p: torch.nn.functional.linear(torch.ones(2, 4), p),
+    "matmul": lambda p: p @ p,
     "to": lambda p: p.to(torch.bfloat16),
+    "sum": lambda p: p.sum(),
     "clone": lambda p: p.detach().clone(),
+    "deepcopy": copy.deepcopy,
+    "print": repr,
+    "source of a list": lambda p: torch._foreach_copy_([torch.empty(4, 4)], [p.detach()]),
     "view": lambda p: p.view(-1)[3:],
     "equal": lambda p: torch.equal(p, p),
     "tolist": lambda p: p.tolist(),
@@ -71,7 +83,7 @@ def test_writes_are_noticed_and_can_be_watched_again(write: str) -> None:
     assert torch._C._data_address(p) == address  # type: ignore[attr-defined]
 
 
-@needs_hook
+@needs.HOOK
 def test_a_watched_storage_is_as_any_other(tmp_path: Path) -> None:
     p = weight()
     assert not torch._C._is_cow_tensor(p)  # type: ignore[attr-defined]
@@ -84,9 +96,32 @@ def test_a_watched_storage_is_as_any_other(tmp_path: Path) -> None:
     assert p.sum().item() == 48
 
 
-def test_storages_of_others_are_not_watched() -> None:
-    assert not watch.watch(torch.from_numpy(np.ones(4, dtype=np.float32)))
-    assert not watch.watch(torch.ones(4).share_memory_())  # type: ignore[no-untyped-call]
+def test_storages_of_others_are_not_watched(tmp_path: Path) -> None:
+    saved, raw = tmp_path / "weights", tmp_path / "raw"
+    torch.save({"weight": torch.ones(4, 4)}, saved)
+    raw.write_bytes(bytes(64))
+    with raw.open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), 64)
+    foreign = {
+        "numpy": torch.from_numpy(np.ones((4, 4), dtype=np.float32)),
+        "torch.load(mmap)": torch.load(saved, mmap=True)["weight"],
+        "from_file": torch.from_file(str(raw), shared=True, size=16),
+        "mmap": torch.frombuffer(mapped, dtype=torch.float32),
+        "shared memory": torch.ones(4, 4).share_memory_(),  # type: ignore[no-untyped-call]
+        "dlpack of NumPy": from_dlpack(np.ones((4, 4), dtype=np.float32)),
+    }
+    for name, tensor in foreign.items():
+        assert not watch.watch(tensor), name
+        assert tensor.sum().item() in (0, 16)
+
+
+def test_views_are_watched_with_their_storage() -> None:
+    flat = torch.ones(8)
+    left, right = flat[:4], flat[4:]
+    assert watch.watch(left)
+    assert watch.watched(right)
+    right.mul_(2)
+    assert not watch.watched(left)
 
 
 def test_an_alias_has_the_bytes_and_the_version_and_is_asked_in_the_weights_place() -> None:
@@ -111,7 +146,7 @@ def test_an_alias_keeps_the_bytes_alive() -> None:
     del others
 
 
-@needs_hook
+@needs.HOOK
 def test_threads_may_watch_and_write_at_once() -> None:
     """Copy-on-write storages end in an internal assertion, or in freed memory, here."""
     p = torch.nn.Parameter(torch.ones(64))
@@ -134,38 +169,120 @@ def test_threads_may_watch_and_write_at_once() -> None:
     assert not watch.watched(p)
 
 
-@needs_hook
-def test_a_call_that_only_compares_addresses_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_weight() -> None:
     """CUDA graphs ask all static inputs for their addresses on every replay."""
+    p, x = weight(), torch.ones(2)
+    given: list[int] = []
 
-    def compile_inner(gm: Any, example_inputs: Any, _: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
+    def replay(inputs: list[torch.Tensor]) -> None:
+        given.extend(each.data_ptr() for each in inputs)
 
-        compiled = aot_eager(gm, list(example_inputs))
-
-        def replay(*args: Any) -> Any:
-            for arg in args:
-                arg.data_ptr()
-            return compiled(*args)
-
-        return replay
-
-    monkeypatch.setattr("amp_fx.backend.compile_inner", compile_inner)
-    # As on accelerators: one variant, which is passed the weights for their gradients.
-    monkeypatch.setattr("amp_fx.backend.slots_inside", lambda *_: ())
-    from amp_fx import weight_cache
-
-    weight_cache.clear()
-    net = make_net()
-    compiled = compile_amp_fx(net, compiler="aot_eager")
-    for _ in range(10):
-        compiled(inputs()).sum().backward()  # type: ignore[no-untyped-call]
-    assert weight_cache.stats().refreshes == 3
+    call = inner.with_dummies(replay, {0: torch.empty(1)})
+    for _ in range(2):
+        call([p, x])
+        assert watch.watched(p)
+    assert given[1] == given[3] == x.data_ptr()
+    assert given[0] == given[2], "a dummy keeps its address"
 
 
-def test_without_a_compiler_there_is_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert native.load.__wrapped__() is None
+def test_only_inputs_that_nothing_reads_get_dummies_and_only_for_cuda_graphs() -> None:
+    graph = torch.fx.Graph()
+    places = [("cuda", True), ("cuda", False), ("cpu", False)]
+    with FakeTensorMode():
+        for i, (device, is_read) in enumerate(places):
+            node = graph.placeholder(f"x{i}")
+            node.meta["val"] = torch.empty(4, device=device)
+            if is_read:
+                graph.call_function(torch.ops.aten.relu.default, (node,))
+    graph.output(())
+    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
+    with inductor_config.patch("triton.cudagraphs", True):
+        found = inner._unused_inputs(gm)
+    assert {i: device.type for i, device in found.items()} == {1: "cuda"}
+    assert inner._unused_inputs(gm) == {}
+
+
+def kept_copy() -> Any:
+    """What the engine knows of a copy that is kept."""
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    entry = STORE.entry(Slot(0, torch.bfloat16), (p,), "a test")
+    assert entry is not None
+    with making_values():
+        STORE.refresh([entry], [(p,)])
+    return p, entry.kept
+
+
+def test_a_value_is_free_unless_something_holds_it() -> None:
+    _, kept = kept_copy()
+    assert watch.is_free(kept)
+    value = kept.value
+    assert not watch.is_free(kept)
+    view = value.view_as(value)
+    del value
+    assert not watch.is_free(kept)
+    del view
+    assert watch.is_free(kept)
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_a_value_is_not_free_while_a_backward_holds_it(is_view: bool) -> None:
+    """An op saves its inputs as they are: no second tensor over the storage need exist."""
+    _, kept = kept_copy()
+    x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    used = kept.value.view_as(kept.value) if is_view else kept.value
+    out = x @ used
+    del used
+    assert not watch.is_free(kept)
+    del out
+    assert watch.is_free(kept)
+
+
+SWITCHED_OFF = """
+import torch, amp_fx
+from amp_fx import weight_cache
+from amp_fx.weights.engine import engine
+from tests.weights.keeping import WAYS, batch, check, make_line
+assert engine() is None
+for way in WAYS:
+    (model, held), x = make_line(), batch()
+    program = way.compile(model)
+    array = model.weight(0).detach().numpy()
+    for k in range(6):
+        check(way, program, held, x)
+        if k % 2:
+            model.weight(1).data.mul_(-2)
+            held[1] = held[1] * -2
+            array *= -2
+            held[0] = held[0] * -2
+    stats = weight_cache.stats()
+    assert (stats.entries, stats.bytes, stats.hits, stats.refreshes) == (0, 0, 0, 0), stats
+calls = []
+weight = torch.nn.Parameter(torch.ones(4))
+kept = amp_fx.keep(lambda w: calls.append(1) or w * 2, weight)
+for factor in (2, 4, 6):
+    assert torch.equal(kept(), torch.full((4,), float(factor)))
+    weight.data.add_(1)
+assert len(calls) == 3 and not kept.is_fresh() and kept.bytes == 0
+assert "could not be built" in kept.why_remade, kept.why_remade
+kept.invalidate()
+weight_cache.invalidate()
+weight_cache.clear()
+weight_cache.set_limit(1)
+print("right")
+"""
+
+
+def test_without_the_compiled_part_nothing_is_kept_and_all_is_right() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHED_OFF],
+        cwd=ROOT,
+        env=os.environ | {native.SWITCH: "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["right"]
 
 
 def test_what_cannot_be_built_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from amp_fx.weights import kept_copies
+from amp_fx import weight_cache
+from amp_fx.weights.store import STORE
 from tests.weights.nets import SIZE, assert_same, compile_amp_fx, inputs, random
 
 if TYPE_CHECKING:
@@ -36,21 +37,25 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def test_outputs_stay_as_they_were(
     name: str, compiler: str, is_grad_enabled: bool, is_ambient: bool
 ) -> None:
+    weight_cache.clear()
     weight = torch.nn.Parameter(random(SIZE, SIZE))
     compiled = compile_amp_fx(PROGRAMS[name], compiler=compiler)
     region = torch.autocast("cpu") if is_ambient else contextlib.nullcontext()
     with torch.set_grad_enabled(is_grad_enabled), region:
         compiled(inputs(), weight)
         outs = tree_leaves(compiled(inputs(), weight))
-        storages = {out.untyped_storage()._cdata for out in outs}
-        assert not storages & {
-            copy.low.untyped_storage()._cdata for copy in kept_copies.CACHE.copies.values()
-        }
+        assert not {out.untyped_storage()._cdata for out in outs} & kept_storages()
         own = [out for out in outs if out.untyped_storage()._cdata != weight_storage(weight)]
         before = [out.detach().clone() for out in own]
         weight.data.mul_(3)
         compiled(inputs(), weight)
     assert_same([out.detach() for out in own], before)
+
+
+def kept_storages() -> set[int]:
+    """The storages of all values of the store."""
+    values = [value for entry in STORE.entries.values() for value in tree_leaves(entry.value)]
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
 def weight_storage(weight: torch.Tensor) -> int:

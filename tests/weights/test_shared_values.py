@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.inner import has_cpp_compiler
-from amp_fx.weights import frozen_call, shared_values
-from amp_fx.weights.kept_copies import CACHE
+from amp_fx.weights import kept_call, store
 from tests import needs
 from tests.weights.nets import random, twin_of
 
@@ -28,8 +28,8 @@ LOW_BYTES = 2 * (2 * SIZE * SIZE + SIZE)
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(frozen_call, "MAX_UNUSED", 10**6)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
     weight_cache.clear()
     with torch.no_grad():
         yield
@@ -85,6 +85,7 @@ def test_after_a_write_no_graph_is_stale_and_nothing_is_kept_twice() -> None:
 
 
 @needs.FROZEN_GRAPHS
+@needs.PACKING
 def test_what_needs_no_packing_is_made_once() -> None:
     """The bias is cast for all batch sizes alike."""
     model = make_net()
@@ -96,8 +97,9 @@ def test_what_needs_no_packing_is_made_once() -> None:
 
 
 @needs.FROZEN_GRAPHS
+@needs.PACKING
 def test_an_unknown_layout_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_values, "_is_laid_out_alike", lambda *_: False)
+    monkeypatch.setattr(store, "is_laid_out_alike", lambda *_: False)
     model = make_net()
     compiled = compiled_of(model)
     for batch in (4, 6):
@@ -105,16 +107,17 @@ def test_an_unknown_layout_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kept()[0] == 2 * LOW_BYTES - 2 * SIZE
 
 
+@needs.PACKING
 def test_layouts_are_told_from_each_other() -> None:
     """A convolution is packed otherwise for images of another size, if oneDNN says so."""
     weight = random(64, 32, 3, 3).bfloat16().to(memory_format=torch.channels_last)
     pack = functools.partial(torch.ops.mkldnn._reorder_convolution_weight, weight, [1, 1], [1, 1])
     small, large = (pack([1, 1], 1, [1, 32, size, size]) for size in (28, 56))
     plain = torch.ops.mkldnn._reorder_linear_weight(weight.flatten(1), 4)
-    assert shared_values._is_laid_out_alike(small, pack([1, 1], 1, [1, 32, 28, 28]))
-    assert not shared_values._is_laid_out_alike(plain, small)
+    assert store.is_laid_out_alike(small, pack([1, 1], 1, [1, 32, 28, 28]))
+    assert not store.is_laid_out_alike(plain, small)
     mds = [torch.ops.mkldnn._get_mkldnn_serialized_md(t) for t in (small, large)]
-    assert shared_values._is_laid_out_alike(small, large) == torch.equal(*mds)
+    assert store.is_laid_out_alike(small, large) == torch.equal(*mds)
 
 
 def test_another_dtype_is_another_value() -> None:
@@ -137,19 +140,13 @@ def test_models_share_nothing() -> None:
 
 
 @needs.FROZEN_GRAPHS
-def test_values_go_with_the_last_graph() -> None:
+def test_values_go_with_the_graphs() -> None:
     model = make_net()
-    programs = [functools.partial(program, model) for program in (first, second)]
-    for program in programs:
-        compiled_of(program)(random(4, SIZE))
-    values = [v for v in CACHE.values if not v.is_dropped]
-    packed = [{id(t) for t in v.constants.values() if t.is_mkldnn} for v in values]
-    assert len(packed) == 2
-    assert packed[0] == packed[1]
-    assert len(packed[0]) == 2
-    values[0].drop()
+    for program in (first, second):
+        compiled_of(functools.partial(program, model))(random(4, SIZE))
     assert kept()[0] == LOW_BYTES
-    values[1].drop()
+    torch._dynamo.reset()
+    gc.collect()
     assert kept()[0] == 0
 
 
@@ -163,8 +160,8 @@ def second(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out + 1
 
 
-def test_a_weight_that_was_written_unseen_is_made_again_by_who_saw_it() -> None:
-    """The other graph still takes its own for fresh, until its sample tells."""
+def test_after_an_unseen_write_no_graph_is_stale() -> None:
+    """And by the other graph, too."""
     model = make_net()
     twin, compiled = twin_of(model), compiled_of(model, verify="sample")
     weight: Any = model[0].weight

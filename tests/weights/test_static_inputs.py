@@ -68,7 +68,7 @@ def test_aotautograd_takes_them_for_static(
 
     monkeypatch.setattr(inner, "_aot_eager", through_aotautograd)
     # As on accelerators, where it matters.
-    monkeypatch.setattr("amp_fx.backend.slots_inside", lambda *_: ())
+    monkeypatch.setattr("amp_fx.backend.trained_weights", lambda *_: frozenset())
     with torch.set_grad_enabled(is_grad_enabled):
         compile_amp_fx(make_net(), compiler="aot_eager")(inputs())
     # The copies of three parameters, and the parameters where gradients go to them.

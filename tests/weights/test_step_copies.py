@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +15,8 @@ import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights import step_copies
 from amp_fx.weights.kept_cast import Slot
-from amp_fx.weights.kept_copies import CACHE, making_copies
 from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
+from amp_fx.weights.store import STORE, making_values
 from tests import needs
 from tests.weights.nets import (
     HALF,
@@ -69,14 +68,12 @@ class Step:
 def assert_copies_are_the_weights(net: nn.Module) -> int:
     """Of all that count as fresh; how many those are."""
     fresh = 0
-    params = {id(param) for param in net.parameters()}
-    for key, kept in list(CACHE.copies.items()):
-        source = kept.source()
-        if source is None or key[0] not in params or key[2]:
-            continue
-        if kept.copy.lies_where(source) and kept.copy.is_fresh(source):
-            assert_same(kept.low, source.detach().to(kept.low.dtype))
-            fresh += 1
+    for param in net.parameters():
+        for entry in STORE.of_weight(param):
+            is_copy = isinstance(entry.wanted, Slot) and not entry.wanted.is_alias
+            if is_copy and entry.is_fresh():
+                assert_same(entry.value, param.detach().to(entry.value.dtype))
+                fresh += 1
     return fresh
 
 
@@ -178,6 +175,9 @@ def test_a_copy_that_a_backward_holds_is_left_alone() -> None:
     compiled = compile_amp_fx(net, compiler="aot_eager")  # whose backward reads kept copies
     step = Step(net, has_scaler=False)
     take_weights(twin, net)
+    for _ in range(3):
+        compiled(inputs()).sum().backward()  # type: ignore[no-untyped-call]
+    assert assert_copies_are_the_weights(net) == len(step.params)
     x, expected_x = inputs(requires_grad=True), inputs(requires_grad=True)
     out, expected = compiled(x), autocast(twin, expected_x)
     step(1)
@@ -234,7 +234,7 @@ def test_a_write_in_the_midst_of_a_step_is_seen(how: str) -> None:
 def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_copies, "engine", lambda: types.SimpleNamespace(has_hook=False))
+    monkeypatch.setattr(step_copies, "has_hook", lambda: False)
     net = make_net()
     twin = twin_of(net)
     compiled = compile_amp_fx(net)
@@ -250,9 +250,11 @@ def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
 
 
 def keep(weight: Tensor, *slots: Slot) -> list[Any]:
-    """Kept copies of a weight that are not made yet."""
-    with CACHE.exclusive(), making_copies():
-        return [CACHE.copy_of(slot, weight, "a test") for slot in slots]
+    """Makes copies of a weight, as calls of graphs do."""
+    with STORE.exclusive(), making_values():
+        entries: list[Any] = [STORE.entry(slot, (weight,), "a test") for slot in slots]
+        STORE.refresh(entries, [(weight,)] * len(entries))
+    return entries
 
 
 def write(step: StepCopies, weights: Sequence[Tensor], value: float) -> Any:
@@ -276,9 +278,9 @@ def test_all_copies_of_a_weight_are_written_however_they_lie() -> None:
     write(StepCopies(), [weight], 3.0)
     assert weight.detach().eq(3).all()
     for copy in lows:
-        assert copy.is_fresh(weight)
-        assert_same(copy.low, weight.detach().to(copy.low.dtype))
-    assert lows[2].low.is_contiguous(memory_format=torch.channels_last)
+        assert copy.is_fresh()
+        assert_same(copy.value, weight.detach().to(copy.value.dtype))
+    assert lows[2].value.is_contiguous(memory_format=torch.channels_last)
 
 
 @needs.HOOK
@@ -293,10 +295,10 @@ def test_compiled_steps_write_copies_that_are_laid_out_otherwise() -> None:
         step(seed, bad=bad)
         assert torch.equal(conv.weight, before) == (bad is not None)
         for copy in (as_weight, turned):
-            assert copy.is_fresh(conv.weight)
-            assert_same(copy.low, conv.weight.detach().to(torch.bfloat16))
-    assert as_weight.low.is_contiguous()
-    assert turned.low.is_contiguous(memory_format=torch.channels_last)
+            assert copy.is_fresh()
+            assert_same(copy.value, conv.weight.detach().to(torch.bfloat16))
+    assert as_weight.value.is_contiguous()
+    assert turned.value.is_contiguous(memory_format=torch.channels_last)
 
 
 MEMORY_FORMATS = (torch.preserve_format, torch.channels_last)
@@ -309,9 +311,9 @@ def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
     copies = [keep(weight, Slot(0, torch.bfloat16))[0] for weight in weights]
     write(StepCopies(), weights, 2.0)
     assert flat.eq(2).all()
-    assert all(c.is_fresh(w) for c, w in zip(copies, weights, strict=True))
+    assert all(copy.is_fresh() for copy in copies)
     flat.mul_(2)  # by whom it belongs to
-    assert not any(c.is_fresh(w) for c, w in zip(copies, weights, strict=True))
+    assert not any(copy.is_fresh() for copy in copies)
 
 
 @needs.HOOK
@@ -319,14 +321,14 @@ def test_a_copy_that_somebody_holds_is_replaced() -> None:
     weight = nn.Parameter(random(4))
     (copy,) = keep(weight, Slot(0, torch.bfloat16))
     step = StepCopies()
-    address = copy.low.data_ptr()
+    address = copy.value.data_ptr()
     write(step, [weight], 2.0)
-    assert copy.low.data_ptr() == address  # nobody does
-    held = copy.low
+    assert copy.value.data_ptr() == address  # nobody does
+    held = copy.value
     write(step, [weight], 5.0)
     assert held.eq(2).all()
-    assert copy.low.eq(5).all()
-    assert copy.is_fresh(weight)
+    assert copy.value.eq(5).all()
+    assert copy.is_fresh()
 
 
 @needs.HOOK
@@ -342,7 +344,7 @@ def test_a_step_that_fails_leaves_no_copy_fresh() -> None:
 
     with pytest.raises(RuntimeError, match="in the midst"):
         fail()
-    assert not copy.is_fresh(weight)
+    assert not copy.is_fresh()
 
 
 @needs.HOOK
@@ -362,6 +364,6 @@ def test_a_copy_that_no_call_takes_is_written_no_more() -> None:
     step = StepCopies()
     for i in range(MOST_UNUSED + 1):
         write(step, [weight], float(i))
-        assert copy.is_fresh(weight)
+        assert copy.is_fresh()
     assert write(step, [weight], 9.0).lows == [[]]
-    assert not copy.is_fresh(weight)
+    assert not copy.is_fresh()

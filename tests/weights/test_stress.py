@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from amp_fx.inner import has_cpp_compiler
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import has_hook
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 ROOT = Path(__file__).resolve().parents[2]
-FROZEN = ("read --frozen", "data --frozen") if engine().has_hook else ()
-SCENARIOS = ("read", "data", *FROZEN, "optimizer --grad", "hogwild")
+FROZEN = ("read --frozen", "data --frozen") if has_hook() else ()
+SCENARIOS = ("read", "data", *FROZEN, "data --grad", "optimizer --grad", "hogwild")
 
 
 def run_program(*scenarios: str, seconds: int, cache: bool = True) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.weights import cast_plan
+from amp_fx.weights import store
 from tests.weights.nets import assert_same, autocast, compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:
@@ -87,15 +87,15 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
     for model in (net, twin):
         model.a.weight.data.mul_(2)
     started, finished = threading.Event(), threading.Event()
-    original = cast_plan.Plan._refresh
+    original = store._copy_all
 
-    def slow(*args: Any) -> Any:
+    def slow(pairs: Any) -> None:
         if not started.is_set():
             started.set()
             finished.wait(1)
-        return original(*args)
+        original(pairs)
 
-    monkeypatch.setattr(cast_plan.Plan, "_refresh", slow)
+    monkeypatch.setattr(store, "_copy_all", slow)
     results: list[torch.Tensor] = []
 
     def first() -> None:

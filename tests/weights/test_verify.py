@@ -12,6 +12,7 @@ import torch
 
 from amp_fx import weight_cache
 from amp_fx.errors import StaleWeightError
+from amp_fx.weights.store import same_bits
 from tests.weights.nets import (
     Net,
     Weight,
@@ -50,7 +51,7 @@ def test_verify_option() -> None:
     compiled(inputs())
     compiled(inputs())
     array *= 2
-    advice = r"bfloat16.*a\.weight.*Net.*\(4, 4\).*amp_fx\.weight_cache\.invalidate\(\)"
+    advice = r"a\.weight of Net.*\(4, 4\).*amp_fx\.weight_cache\.invalidate\(\)"
     with pytest.raises(StaleWeightError, match=advice):
         compiled(inputs())
     weight_cache.invalidate(net)
@@ -100,3 +101,22 @@ def test_verify_trains() -> None:
     for _ in range(3):
         compiled(inputs()).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_same_bits_tells_zeros_apart_and_not_nans(dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, float("nan"), 1.0], dtype=dtype)
+    assert same_bits(values, values.clone())
+    assert not same_bits(values, torch.tensor([-0.0, float("nan"), 1.0], dtype=dtype))
+
+
+def test_same_bits_takes_whatever_can_be_kept() -> None:
+    assert same_bits(torch.tensor(1.5), torch.tensor(1.5))
+    strided = torch.ones(4, 6)[:, ::2]
+    assert same_bits(strided, strided)
+    assert same_bits(strided.t(), strided.t())
+    packed = torch.ones(4, 4).to_mkldnn()
+    assert same_bits(packed, torch.ones(4, 4).to_mkldnn())
+    assert same_bits((strided, packed), (strided, packed))
+    assert not same_bits((strided, strided), (strided,))
+    assert not same_bits(strided, strided.bfloat16())

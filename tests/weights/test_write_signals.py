@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.write_signals import (
     CAUGHT_BY,
     DEVICES,
@@ -17,11 +22,17 @@ from amp_fx.weights.write_signals import (
     is_capturing,
     is_watchable,
 )
+from tests import needs
 from tests.weights.cuda_like import cuda_like, list_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from amp_fx.weights.store import Entry
+
+pytestmark = needs.WATCH
+
+ROOT = Path(__file__).resolve().parents[2]
 SHAPE = 4, 4
 
 
@@ -91,23 +102,25 @@ ELSEWHERE = {
 }
 
 
-def kept(p: torch.nn.Parameter) -> Any:
-    """A copy that a look has just found stale and made again."""
-    install(torch.device("cuda"))
-    assert engine().watch(p)
-    copy = engine().Copy(torch.empty(SHAPE, dtype=torch.bfloat16), p, False)
-    look = engine().Look((0,), (), True, False)
-    look.remember((copy,))
-    with torch.no_grad():
-        look.refresh((p,), True, False)
-    assert copy.is_fresh(p)
-    return copy
+def kept(p: torch.nn.Parameter) -> Entry:
+    """A low-precision copy that was made just now."""
+    entry = STORE.entry(Slot(0, torch.bfloat16), (p,), "a test")
+    assert entry is not None
+    with making_values():
+        STORE.refresh([entry], [(p,)])
+    assert entry.is_fresh()
+    return entry
 
 
-def observed(copy: Any, p: torch.nn.Parameter, version: int) -> set[str]:
+def lies_where(entry: Entry, p: torch.nn.Parameter) -> bool:
+    """Whether a weight lies where it lay when its copy was made."""
+    return bool(entry.kept.lies_where((p,)))
+
+
+def observed(entry: Entry, p: torch.nn.Parameter, version: int) -> set[str]:
     """The signals that can be told apart from outside."""
     found = set()
-    if not copy.lies_where(p):
+    if not lies_where(entry, p):
         found.add("place")
     elif not engine().watched(p):
         found.add("storage")
@@ -127,15 +140,15 @@ def test_the_tests_name_every_kind_of_write() -> None:
 def test_each_signal_tells_of_what_the_table_says(kind: str, device: str) -> None:
     """CUDA is the CPU with list ops that write as CUDA's do."""
     p = torch.nn.Parameter(torch.ones(SHAPE))
-    copy, version = kept(p), p._version
+    entry, version = kept(p), p._version
     with cuda_like() if device == "cuda" else contextlib.nullcontext(), torch.no_grad():
         WRITES[kind](p)
     claimed = set(CAUGHT_BY[kind][device])
-    seen = observed(copy, p, version)
+    seen = observed(entry, p, version)
     # The emulation raises no versions; CUDA's own foreach kernels do.
     told_apart = {"storage", "place"} if device == "cuda" else {"storage", "place", "version"}
     assert claimed & told_apart <= seen
-    assert not (copy.lies_where(p) and copy.is_fresh(p))
+    assert not entry.is_fresh()
     if "storage" not in claimed and "place" not in claimed:
         assert "storage" not in seen, "the emulation must hide what CUDA hides"
 
@@ -143,18 +156,18 @@ def test_each_signal_tells_of_what_the_table_says(kind: str, device: str) -> Non
 def test_a_step_is_noticed_whatever_it_writes_with() -> None:
     p = torch.nn.Parameter(torch.ones(SHAPE))
     optimizer = WritesUnseen(p)
-    copy, version = kept(p), p._version
+    entry, version = kept(p), p._version
     optimizer.step()
-    assert not observed(copy, p, version)
-    assert not copy.is_fresh(p)
+    assert not observed(entry, p, version)
+    assert not entry.is_fresh()
 
 
 def test_an_optimizer_of_other_weights_changes_nothing() -> None:
     p = torch.nn.Parameter(torch.ones(SHAPE))
-    copy = kept(p)
+    entry = kept(p)
     WritesUnseen(torch.nn.Parameter(torch.ones(SHAPE))).step()
     torch._foreach_mul_([torch.ones(SHAPE)], 2.0)
-    assert copy.is_fresh(p)
+    assert entry.is_fresh()
 
 
 def test_devices_on_which_writes_are_not_seen_keep_nothing() -> None:
@@ -164,7 +177,7 @@ def test_devices_on_which_writes_are_not_seen_keep_nothing() -> None:
 
 
 def test_every_op_that_writes_a_list_has_a_kernel_in_front() -> None:
-    install(torch.device("cuda"))
+    install()
     found = set(engine().watched_list_ops())
     assert set(list_writes()) <= found
     assert "aten::_fused_adamw_" in found
@@ -174,3 +187,24 @@ def test_every_op_that_writes_a_list_has_a_kernel_in_front() -> None:
 def test_captures_are_asked_of_cuda_only() -> None:
     """Builds without CUDA raise when asked, as other accelerators' users would find."""
     assert not is_capturing([torch.device("xpu:0"), torch.device("privateuseone:0")])
+
+
+def test_other_threads_that_run_are_told_from_those_that_wait() -> None:
+    """Before torch 2.13 storages are watched only where no other thread can be in an op."""
+    program = (
+        "import threading, time\n"
+        "from amp_fx.weights.write_signals import _other_threads_wait\n"
+        "print(_other_threads_wait())\n"
+        "event = threading.Event()\n"
+        "threading.Thread(target=event.wait, daemon=True).start()\n"
+        "time.sleep(0.2)\n"
+        "print(_other_threads_wait())\n"
+        "def work():\n"
+        "    while not event.is_set(): pass\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "print(_other_threads_wait())\n"
+        "event.set()\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "False"]

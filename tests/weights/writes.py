@@ -1,7 +1,8 @@
 """Ways to change a weight: each is prepared for a model and then called step by step.
 
 The same steps on a twin make the same weights, bit for bit. Some need a model of plain
-allocated storage, some bring their own.
+allocated storage, some bring their own. Each is listed under the signal that tells of it
+(``amp_fx.weights.write_signals``); if several do, under the one that the others cannot replace.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from tests.weights.cuda_like import alias, cuda_like
 from tests.weights.nets import SIZE, Net, make_net, random
 
 if TYPE_CHECKING:
@@ -26,25 +28,49 @@ if TYPE_CHECKING:
 WRITES: dict[str, Write] = {}
 """By name; each takes a model and gives what writes to it."""
 
+HARD_WRITES: dict[str, Write] = {}
+"""Those whose signal is neither a request for a pointer nor another place."""
+
+NEVER_KEPT = ("numpy_backed", "buffer_backed")
+"""Those to memory that PyTorch did not allocate: nothing is kept of such a weight."""
+
+SIGNALS: dict[str, list[str]] = {
+    name: [] for name in ("storage", "place", "version", "list op", "step", "sample")
+}
+"""The names of all writes, by signal."""
+
 COUNT = SIZE * SIZE
 
 
-def _write(change: Callable[[Net, int], Any]) -> None:
+def write_called(name: str) -> Write:
+    """One of all writes."""
+    return WRITES[name] if name in WRITES else HARD_WRITES[name]
+
+
+def _add(name: str, write: Write, signal: str) -> None:
+    (WRITES if signal in ("storage", "place") else HARD_WRITES)[name] = write
+    SIGNALS[signal].append(name)
+
+
+def _write(signal: str) -> Callable[[Callable[[Net, int], Any]], None]:
     """Registers a write that needs no preparation."""
 
-    def prepare(net: Net) -> Step:
-        def step(i: int) -> None:
-            with torch.no_grad():
-                change(net, i)
+    def add(change: Callable[[Net, int], Any]) -> None:
+        def prepare(net: Net) -> Step:
+            def step(i: int) -> None:
+                with torch.no_grad():
+                    change(net, i)
 
-        return step
+            return step
 
-    WRITES[change.__name__] = prepare
+        _add(change.__name__, prepare, signal)
+
+    return add
 
 
-def _prepared(prepare: Write) -> None:
+def _prepared(signal: str) -> Callable[[Write], None]:
     """Registers a write that sets something up before the model is first called."""
-    WRITES[prepare.__name__] = prepare
+    return lambda prepare: _add(prepare.__name__, prepare, signal)
 
 
 def other(i: int, *shape: int) -> torch.Tensor:
@@ -52,7 +78,7 @@ def other(i: int, *shape: int) -> torch.Tensor:
     return random(*(shape or (SIZE, SIZE)), seed=1000 + i)
 
 
-def _each(**changes: Callable[[Any, int], Any]) -> None:
+def _each(signal: str, **changes: Callable[[Any, int], Any]) -> None:
     """Registers writes to one parameter under no_grad."""
     for name, change in changes.items():
 
@@ -60,10 +86,11 @@ def _each(**changes: Callable[[Any, int], Any]) -> None:
             change(net.a.weight, i)
 
         apply.__name__ = name
-        _write(apply)
+        _write(signal)(apply)
 
 
 _each(
+    "storage",
     mul_=lambda p, _: p.mul_(1.5),
     copy_=lambda p, i: p.copy_(other(i)),
     add_to_detached=lambda p, i: p.detach().add_(other(i)),
@@ -76,16 +103,10 @@ _each(
     out_argument=lambda p, i: torch.mul(other(i), 2.0, out=p),
     initialise=lambda p, _: nn.init.constant_(p, 0.125),
     orthogonal=lambda p, _: nn.init.orthogonal_(p, generator=torch.Generator().manual_seed(0)),
-    transpose_in_place=lambda p, _: p.t_(),
-    set_=lambda p, i: p.set_(other(i)),
     data_mul_=lambda p, _: p.data.mul_(1.5),
     data_copy_=lambda p, i: p.data.copy_(other(i)),
     data_entry=lambda p, i: p.data.__setitem__((1, i % SIZE), 3.0 + i),
     data_uniform_=lambda p, _: p.data.uniform_(-1, 1, generator=torch.Generator().manual_seed(5)),
-    data_replaced=lambda p, i: setattr(p, "data", other(i)),
-    data_transposed=lambda p, _: setattr(p, "data", p.data.t()),
-    data_transposed_and_written=lambda p, _: setattr(p, "data", p.data.t().mul_(1.5)),
-    data_cloned_and_scaled=lambda p, _: setattr(p, "data", p.data * 1.5),
     foreach_mul_=lambda p, _: torch._foreach_mul_([p], 1.5),
     foreach_copy_=lambda p, i: torch._foreach_copy_([p.data], [other(i)]),
     foreach_lerp_=lambda p, i: torch._foreach_lerp_([p], [other(i)], 0.5),
@@ -100,6 +121,15 @@ _each(
     multiplied_in_inference_mode=lambda p, _: torch.inference_mode()(p.data.mul_)(1.5),
     copied_by_a_thread=lambda p, i: _in_thread(lambda: p.data.copy_(other(i))),
     written_in_a_fork_of_storage=lambda p, _: torch.as_strided(p.data, (2,), (1,), 3).mul_(1.5),
+)
+_each(
+    "place",
+    transpose_in_place=lambda p, _: p.t_(),
+    set_=lambda p, i: p.set_(other(i)),
+    data_replaced=lambda p, i: setattr(p, "data", other(i)),
+    data_transposed=lambda p, _: setattr(p, "data", p.data.t()),
+    data_transposed_and_written=lambda p, _: setattr(p, "data", p.data.t().mul_(1.5)),
+    data_cloned_and_scaled=lambda p, _: setattr(p, "data", p.data * 1.5),
 )
 
 
@@ -118,64 +148,64 @@ def _in_thread(change: Callable[[], Any]) -> None:
     thread.join()
 
 
-@_write
+@_write("place")
 def parameter_replaced(net: Net, i: int) -> None:
     net.a.weight = nn.Parameter(other(i))
 
 
-@_write
+@_write("place")
 def layer_replaced(net: Net, i: int) -> None:
     net.a = nn.Linear(SIZE, SIZE)
     net.a.weight.data.copy_(other(i))
     net.a.bias.data.copy_(other(i, SIZE))
 
 
-@_write
+@_write("place")
 def layers_swapped(net: Net, i: int) -> None:  # noqa: ARG001
     net.a.weight, net.b.weight = net.b.weight, net.a.weight
 
 
-@_write
+@_write("place")
 def data_swapped_inside(net: Net, i: int) -> None:  # noqa: ARG001
     net.a.weight.data, net.b.weight.data = net.b.weight.data, net.a.weight.data
 
 
-@_write
+@_write("storage")
 def load_state_dict(net: Net, i: int) -> None:
     net.load_state_dict(make_net(i + 1).state_dict())
 
 
-@_write
+@_write("place")
 def load_state_dict_assign(net: Net, i: int) -> None:
     net.load_state_dict(make_net(i + 1).state_dict(), assign=True)
 
 
-@_write
+@_write("place")
 def to_float64(net: Net, i: int) -> None:
     """And back on the next step."""
     net.to(torch.float64 if i % 2 == 0 else torch.float32)
     net.a.weight.data.mul_(1.5)
 
 
-@_write
+@_write("place")
 def to_half_and_back(net: Net, i: int) -> None:  # noqa: ARG001
     net.half().float()
     net.a.weight.data.mul_(1.25)
 
 
-@_write
+@_write("storage")
 def vector_to_parameters(net: Net, i: int) -> None:
     vector = other(i, sum(p.numel() for p in net.parameters()))
     nn.utils.vector_to_parameters(vector, net.parameters())
 
 
-@_write
+@_write("place")
 def share_memory(net: Net, i: int) -> None:
     net.share_memory()
     net.a.weight.data.copy_(other(i))
 
 
-@_write
+@_write("storage")
 def storage_freed_and_allocated(net: Net, i: int) -> None:
     """As sharded training does between layers."""
     parameter = net.a.weight
@@ -185,24 +215,24 @@ def storage_freed_and_allocated(net: Net, i: int) -> None:
     parameter.data.copy_(other(i))
 
 
-@_write
+@_write("storage")
 def requires_grad_toggled(net: Net, i: int) -> None:
     net.a.weight.requires_grad_(i % 2 == 1)
     net.a.weight.data.mul_(1.5)
 
 
-@_write
+@_write("storage")
 def bias_only(net: Net, i: int) -> None:
     net.a.bias.data.copy_(other(i, SIZE))
 
 
-@_write
+@_write("storage")
 def everything(net: Net, i: int) -> None:
     for parameter in net.parameters():
         parameter.data.copy_(other(i, *parameter.shape))
 
 
-@_prepared
+@_prepared("storage")
 def averages_swapped_in_and_out(net: Net) -> Step:
     """An exponential average of the weights for evaluation, the weights for training."""
     average = {name: p.detach().clone() * 1.5 for name, p in net.named_parameters()}
@@ -219,7 +249,7 @@ def averages_swapped_in_and_out(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("place")
 def averages_swapped_by_pointer(net: Net) -> Step:
     """No byte of any storage changes: only which storage a weight has."""
     average = {name: p.detach().clone() * 1.5 for name, p in net.named_parameters()}
@@ -231,7 +261,7 @@ def averages_swapped_by_pointer(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("storage")
 def averages_by_torch(net: Net) -> Step:
     averaged = torch.optim.swa_utils.AveragedModel(net)
 
@@ -243,7 +273,7 @@ def averages_by_torch(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("place")
 def double_buffer(net: Net) -> Step:
     """Two slices of one flat buffer by turns, the idle one written in between."""
     flat = torch.cat([net.a.weight.detach().reshape(-1), other(0).reshape(-1)])
@@ -258,7 +288,7 @@ def double_buffer(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("place")
 def slices_swapped(net: Net) -> Step:
     """Two slices of one flat buffer by turns: neither the storage nor a byte of it changes."""
     flat = torch.cat([net.a.weight.detach().reshape(-1), other(0).reshape(-1)])
@@ -271,7 +301,7 @@ def slices_swapped(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("storage")
 def flat_buffer(net: Net) -> Step:
     """All parameters lie in one buffer, which is written as a whole."""
     flat = _flattened(net)
@@ -282,7 +312,7 @@ def flat_buffer(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("storage")
 def neighbour_in_flat_buffer(net: Net) -> Step:
     """All parameters lie in one buffer; the second weight alone is written."""
     _flattened(net)
@@ -302,7 +332,7 @@ def _flattened(net: Net) -> torch.Tensor:
     return flat
 
 
-@_prepared
+@_prepared("storage")
 def numpy_backed(net: Net) -> Step:
     """Weights over a NumPy array, which is written: nothing in PyTorch sees it."""
     array = net.a.weight.detach().clone().numpy().copy()
@@ -314,7 +344,7 @@ def numpy_backed(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("storage")
 def buffer_backed(net: Net) -> Step:
     memory = bytearray(net.a.weight.detach().numpy().tobytes())
     net.a.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(SIZE, SIZE)
@@ -325,7 +355,7 @@ def buffer_backed(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("place")
 def swapped_with_another_model(net: Net) -> Step:
     """Two models exchange the storages of their weights; both have kept copies."""
     from tests.weights.nets import compile_amp_fx, inputs
@@ -343,7 +373,7 @@ def swapped_with_another_model(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("storage")
 def momentum_on_data(net: Net) -> Step:
     """An optimizer of a third party, in the style of old ones."""
     momenta = [torch.zeros_like(p) for p in net.parameters()]
@@ -356,7 +386,7 @@ def momentum_on_data(net: Net) -> Step:
     return step
 
 
-@_prepared
+@_prepared("place")
 def deepcopied_and_loaded(net: Net) -> Step:
     def step(i: int) -> None:
         clone = copy.deepcopy(net)
@@ -376,7 +406,7 @@ def _compiled_write(name: str, compile_write: Callable[[Any], Any]) -> None:
         compiled = compile_write(change)
         return lambda _: compiled(net.a.weight, torch.tensor(1.5))
 
-    WRITES[name] = prepare
+    _add(name, prepare, "storage")
 
 
 _compiled_write("compiled_eager", lambda f: torch.compile(f, backend="eager"))
@@ -385,3 +415,51 @@ _compiled_write(
     "compiled_by_amp_fx",
     lambda f: torch.compile(f, backend="amp_fx", options={"compiler": "eager"}),
 )
+
+
+# Signals that nothing but CUDA's kernels, or pointers, leave alone on the CPU.
+
+
+@_write("version")
+def by_an_alias_with_the_version(net: Net, i: int) -> None:  # noqa: ARG001
+    """As kernels do that ask no storage, but say that they write the tensor."""
+    version = net.a.weight._version
+    alias(net.a.weight.detach()).mul_(1.5)
+    torch._C._autograd._unsafe_set_version_counter((net.a.weight,), (version + 1,))
+
+
+@_write("list op")
+def list_as_on_cuda(net: Net, i: int) -> None:  # noqa: ARG001
+    with cuda_like():
+        torch._foreach_mul_([net.a.weight.data], 1.5)
+
+
+class _WritesUnseen(torch.optim.Optimizer):
+    """Its own kernel writes through pointers, as torch's do not."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                alias(parameter.detach()).mul_(1.5)
+
+
+@_prepared("step")
+def optimizer_with_a_kernel_of_its_own(net: Net) -> Step:
+    optimizer = _WritesUnseen(net.parameters(), {})
+    return lambda _: optimizer.step()
+
+
+@_prepared("sample")
+def array_taken_before(net: Net) -> Step:
+    """The array that torch hands out, from before the first call."""
+    array = net.a.weight.detach().numpy()
+
+    def step(_: int) -> None:
+        array.__imul__(1.5)
+
+    return step
+
+
+@_write("sample")
+def alias_that_nobody_watches(net: Net, i: int) -> None:  # noqa: ARG001
+    alias(net.a.weight.detach()).mul_(1.5)

@@ -17,7 +17,8 @@ from amp_fx.bench.compare import Figure, compare
 from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, Workload, compiled
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import MLP
-from amp_fx.weights.cast_plan import Plan
+from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_cast import Slot
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ STALE, FRESH, COPYING = "stale", "fresh", "copying"
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """Times the cache's quick way alone, then whole calls, then a refresh."""
     depth = settings.pick(tiny=2, cpu=150)
-    yield _look(settings, WEIGHTS_PER_LAYER * depth, watch)
+    if engine() is not None:
+        yield _look(settings, WEIGHTS_PER_LAYER * depth, watch)
     x = torch.randn(1, WIDTH, device=settings.device)
     build = functools.partial(MLP, WIDTH, depth)
     workload = Workload(f"Linear({WIDTH}) x{depth}, batch 1", build, (x,))
@@ -61,8 +63,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
     slots = [Slot(index, settings.dtype) for index in range(num_weights)]
-    plan = Plan(slots, owner="bench", passed=(), is_pure=True, verify="sample")
-    look = plan.wrap(_discard)
+    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(_discard)
     timings = time_in_turns(
         {"look": lambda: look(*weights)},
         repeats=settings.repeats,

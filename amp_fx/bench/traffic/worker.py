@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from amp_fx.bench.traffic.counting import Graph
     from amp_fx.bench.traffic.models import Case
+    from amp_fx.weights.kept_cast import Slot
+    from amp_fx.weights.kept_inputs import KeptInputs
 
 NATIVE, AMP_FX, FROZEN, LEAN, LIMIT = "native", "amp_fx", "frozen", "lean", "limit"
 CONTENDERS = (NATIVE, AMP_FX, LEAN, LIMIT)
@@ -166,45 +168,50 @@ class _Kept:
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
-        """Has plans cast on every call, and take fake parameters for weights."""
-        from amp_fx.weights import cast_plan, kept_inputs, variants
+        """Has kept casts made on every call, and takes fake parameters for weights."""
+        from amp_fx.weights import kept_call, kept_inputs, variants
 
         is_weight = kept_inputs._is_weight
         cast_once: weakref.WeakSet[Any] = weakref.WeakSet()
 
         def wrap_casting(this: Any, compiled: Any) -> Any:
-            return lambda *args: compiled(*self._cast(this, args, ()))
+            return lambda *args: compiled(*self._cast(this, args))
 
         def call_one_of_two(this: Any, *args: Any) -> Any:
-            if this in cast_once:
-                return this.taking(*self._cast(this.keeping, args, ()))
+            if this.is_keeping or this in cast_once:
+                return this.keeping.get(args)(*args)
             cast_once.add(this)
-            return this.casting(*self._cast(this.keeping, args, this.inside))
+            casting = this.casting.get(args)
+            return casting.compiled(*self._cast(casting.inputs, args))
 
         def is_fake_weight(node: Any, example: Any) -> bool:
             return isinstance(example, torch.nn.Parameter) or is_weight(node, example)
 
         with replaced(
-            (cast_plan.Plan, "wrap", wrap_casting),
+            (kept_call.KeptCall, "wrap", wrap_casting),
             (variants.TwoVariants, "__call__", call_one_of_two),
+            # What is compiled later is compiled for fake tensors, too, which have a mode already.
+            (variants, "own_tracing", contextlib.nullcontext),
             (kept_inputs, "_is_weight", is_fake_weight),
         ):
             yield
 
-    def _cast(self, plan: Any, args: tuple[Any, ...], inside: Sequence[int]) -> list[Any]:
-        """The inputs of a call, but for the copies that the graph makes itself."""
-        inputs = plan._cast(args)
-        passed, lows = inputs[: len(plan.passed)], inputs[len(plan.passed) :]
-        pairs = enumerate(zip(plan.slots, lows, strict=True))
-        outside = [pair for i, pair in pairs if i not in inside]
+    def _cast(self, kept: KeptInputs, args: tuple[Any, ...]) -> list[Any]:
+        """The inputs of a graph, with each of its kept inputs made anew."""
+        lows = [_low(slot, args[slot.source_index].detach()) for slot in kept.slots]
         made = []
-        for slot, low in outside:
+        for slot, low in zip(kept.slots, lows, strict=True):
             weight = args[slot.source_index]
             if not slot.is_alias:
                 sizes = weight.element_size(), low.element_size()
                 made.append((low.numel(), *sizes, low.stride() == weight.stride()))
         self.refreshed.append(made)
-        return [*passed, *(low for _, low in outside)]
+        return [*(args[i] for i in kept.passed), *lows]
+
+
+def _low(slot: Slot, weight: torch.Tensor) -> torch.Tensor:
+    """A kept input, in the dtype and the layout that the cache gives it."""
+    return weight if slot.is_alias else slot.make((weight,))
 
 
 def run(given: dict[str, Any]) -> dict[str, Any]:

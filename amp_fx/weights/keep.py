@@ -1,0 +1,365 @@
+"""``amp_fx.keep``: a value computed from weights, made again after they were written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from amp_fx.errors import KeepError
+from amp_fx.weights.engine import engine
+from amp_fx.weights.kept_call import KeptCall
+from amp_fx.weights.kept_inputs import verify_level
+from amp_fx.weights.store import STORE, making_values, storage_address_of, watch
+from amp_fx.weights.stream_order import accelerator_devices
+from amp_fx.weights.tensor_swaps import before_swaps
+from amp_fx.weights.write_signals import DEVICES, is_watchable, may_watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    Weights = tuple[torch.Tensor, ...]
+
+Value = Any
+"""A tensor, or a tuple of tensors."""
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _get(kept: Keep) -> Value:
+    return kept._get()
+
+
+def _as_input(getter: Callable[[Any], Value]) -> Any:
+    """A property that Dynamo takes for a plain attribute: its tensors are inputs of graphs.
+
+    Dynamo reads an input once for its guard and once when it calls the graph, and so asks each
+    time. Relies on ``torch._dynamo.variables.user_defined`` not tracing into a property whose
+    getter is not a Python function.
+    """
+    as_method = ctypes.pythonapi.PyInstanceMethod_New
+    as_method.restype, as_method.argtypes = ctypes.py_object, [ctypes.py_object]
+    return property(as_method(getter))
+
+
+class Keep:
+    """A value computed from weights, made again at the first use after a write to one of them.
+
+    Made by ``amp_fx.keep``. Calling it returns the value.
+    """
+
+    def __init__(self, fn: Callable[..., Value], weights: Weights, *, verify: str) -> None:
+        self._fn = fn
+        self._verify = verify
+        self._wanted = _Computed(self, fn, len(weights))
+        self._refs: list[Callable[[], torch.Tensor | None]] = []
+        self._refer_to(weights)
+        self._call: KeptCall | None = None
+        if engine() is not None:
+            level = verify_level(verify)
+            self._call = KeptCall([self._wanted], (), owner=self._wanted.name, verify=level)
+        _watch_swaps()
+        _KEEPS.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Keep:
+        """The same function of copies of the weights: those of the model that is copied."""
+        weights = tuple(copy.deepcopy(weight, memo) for weight in self._weights())
+        return Keep(copy.deepcopy(self._fn, memo), weights, verify=self._verify)
+
+    def __call__(self) -> Value:
+        """Returns the value, made anew if a weight was written since it was made.
+
+        Whoever holds an older value keeps it as it was. Do not write to the value.
+
+        Returns:
+            What ``fn`` returned: a tensor or a tuple of tensors, without gradients.
+
+        Raises:
+            KeepError: A weight died, or ``fn`` now does what cannot be kept.
+        """
+        return self.value
+
+    value = _as_input(_get)
+
+    def _get(self) -> Value:
+        weights = self._weights()
+        call = self._call
+        if call is None:
+            with _outside_of_transforms(), making_values():
+                return self._wanted.make(tuple(weight.detach() for weight in weights))
+        call.devices = accelerator_devices(weights)  # a module may have been moved
+        found = call.enter(weights)
+        if found is None:
+            with _outside_of_transforms():
+                found = call.prepare(weights)
+        call.leave()
+        return found[1][0]
+
+    def is_fresh(self) -> bool:
+        """Whether the next call returns the value as it is.
+
+        Returns:
+            False before the first call, after a write, and always where ``why_remade`` says why.
+        """
+        weights = self._weights()
+        return any(
+            entry.wanted is self._wanted and entry.value is not None and entry.is_fresh()
+            for entry in STORE.of_weight(weights[0])
+        )
+
+    def invalidate(self) -> None:
+        """Makes the value anew at the next call."""
+        with STORE.exclusive():
+            for entry in STORE.of_weight(self._weights()[0]):
+                if entry.wanted is self._wanted:
+                    entry.kept.invalidate()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the value takes now besides the weights; 0 before the first call."""
+        entries = STORE.of_weight(self._weights()[0])
+        return sum(entry.num_bytes for entry in entries if entry.wanted is self._wanted)
+
+    @property
+    def why_remade(self) -> str:
+        """Why the value is made anew at every call; an empty string if it is not."""
+        return _why_remade(self._weights())
+
+    def _weights(self) -> Weights:
+        alive = tuple(ref() for ref in self._refs)
+        if any(weight is None for weight in alive):
+            raise KeepError(
+                f"a weight of {self._wanted.name} is gone, as nobody else refers to it: pass the "
+                "parameter, not its .data or .detach(), and hold on to its module"
+            )
+        return alive  # type: ignore[return-value]
+
+    def _hold(self, tensor: torch.Tensor) -> Callable[[], None] | None:
+        """Holds the weights strongly, if a tensor is among them; returns what ends that."""
+        weights = tuple(ref() for ref in self._refs)
+        if all(weight is not tensor for weight in weights):
+            return None
+        self._refs = [functools.partial(_same, weight) for weight in weights]
+        return functools.partial(self._refer_to, weights)
+
+    def _refer_to(self, weights: Sequence[torch.Tensor | None]) -> None:
+        """Refers to weights weakly; None for one that is gone."""
+        self._refs = [functools.partial(_same, w) if w is None else weakref.ref(w) for w in weights]
+
+
+def _same(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return weight
+
+
+_KEEPS: weakref.WeakSet[Keep] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_swaps() -> None:
+    """Refers to no weight weakly while ``torch.utils.swap_tensors`` swaps it."""
+    before_swaps(_hold_all)
+
+
+def _hold_all(tensor: torch.Tensor) -> Callable[[], None]:
+    ends = [kept._hold(tensor) for kept in list(_KEEPS)]
+
+    def let_go() -> None:
+        for end in filter(None, ends):
+            end()
+
+    return let_go
+
+
+@contextlib.contextmanager
+def _outside_of_transforms() -> Iterator[None]:
+    """Leaves ``torch.func`` transforms and dispatch modes: what is kept outlives them."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample") -> Keep:
+    """Keeps what a function computes from weights, and never returns a stale value.
+
+    Use it for packed, joined, quantized or transposed weights, in eager code, in an inference
+    engine or in front of a kernel of your own::
+
+        qkv = amp_fx.keep(lambda q, k, v: torch.cat([q, k, v]).bfloat16(), q, k, v)
+        y = torch.nn.functional.linear(x, qkv())  # made once per update of the weights
+
+    A write to a weight is noticed whoever makes it: in-place ops, also on ``.data`` or in
+    inference mode, optimizers, ``load_state_dict``, another tensor as ``.data``, collectives,
+    compiled code, NumPy arrays. ``amp_fx.weight_cache`` counts, limits and clears such values
+    together with those of compiled graphs. A value is written into the memory of the one before
+    it unless somebody still refers to that one.
+
+    Weights are held weakly. Subclasses of ``torch.Tensor``, weights in shared or mapped memory,
+    and weights that FSDP or DeepSpeed manage cannot be watched: the value is then made anew at
+    every call, and ``why_remade`` says so. In code that ``torch.compile`` traces, the value is an
+    input of the graph: it is of the weights as they are when the graph begins.
+
+    Args:
+        fn: Takes the weights as tensors without gradients, and returns a tensor or a tuple of
+            tensors computed from them alone. It runs without autograd and autocast.
+        *weights: One or more tensors, on devices of any type.
+        verify: ``"sample"`` compares an element of each weight with what it was at each call;
+            ``"full"`` makes the value again and compares it; ``"off"`` does neither.
+
+    Returns:
+        What returns the value when it is called. ``fn`` first runs in the first call.
+
+    Raises:
+        KeepError: A weight is not a strided tensor with data, or there is none. In the first
+            call: ``fn`` returns something else than tensors, a result that requires a gradient or
+            is a view of a weight, writes to a weight, or reads a tensor that is not among the
+            weights (where an op of PyTorch reads it).
+        ValueError: ``verify`` is none of the three.
+    """
+    if verify not in ("sample", "full", "off"):
+        raise ValueError(f"verify is 'sample', 'full' or 'off', not {verify!r}")
+    if not weights:
+        raise KeepError("amp_fx.keep needs at least one weight, after the function")
+    for weight in weights:
+        _check_weight(weight)
+    return Keep(fn, weights, verify=verify)
+
+
+def _check_weight(weight: Any) -> None:
+    if not isinstance(weight, torch.Tensor):
+        raise KeepError(f"weights are tensors, not {type(weight).__name__}")
+    if weight.layout is not torch.strided or weight.is_quantized:
+        raise KeepError(
+            f"a weight with layout {weight.layout} and dtype {weight.dtype} cannot be watched: "
+            "keep what is computed from its dense tensor"
+        )
+    if weight.is_meta:
+        raise KeepError("a weight on the meta device has no data: move the module first")
+
+
+def _why_remade(weights: Weights) -> str:
+    for weight in weights:
+        if engine() is None:
+            return "the part that watches weights could not be built (python -m amp_fx env)"
+        if not may_watch():
+            return "another thread is at work, next to which torch before 2.13 cannot watch weights"
+        if weight.device.type not in DEVICES:
+            return f"writes to weights on {weight.device.type} cannot be seen"
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            return f"a weight is a {type(weight).__name__}, a subclass of torch.Tensor"
+        if engine().is_distrusted(weight):
+            return "a weight was written where PyTorch cannot see it"
+        if not is_watchable(weight):
+            return "a library shards a weight and frees its memory"
+        if not watch(weight.detach()):
+            return "a weight lies in memory that PyTorch did not allocate: shared, mapped, NumPy's"
+    return ""
+
+
+class _Computed:
+    """What a function computes from weights (``amp_fx.weights.store.Wanted``)."""
+
+    is_alias = False
+
+    def __init__(self, kept: Keep, fn: Callable[..., Value], count: int) -> None:
+        self._kept = weakref.ref(kept)  # its function may refer to the weights
+        self.name = getattr(fn, "__qualname__", type(fn).__name__)
+        self.positions = tuple(range(count))
+        self.names = tuple(f"weight {i}" for i in range(count))
+        self.ops = (self.name,)
+        self._is_checked = False
+
+    def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
+        """One for each call of ``keep``."""
+        return self
+
+    def laid_out(self, weight: torch.Tensor) -> None:
+        """It is made by its function, whatever that does."""
+
+    def make(self, weights: Weights) -> Value:
+        """Calls the function, the first time under a mode that watches it."""
+        kept = self._kept()
+        assert kept is not None, "who asks for a value holds what keeps it"
+        watching = None if self._is_checked else _Watching(self.name, weights)
+        with watching or contextlib.nullcontext():
+            value = kept._fn(*weights)
+        value = tuple(value) if isinstance(value, list) else value
+        self._check(value, weights)
+        if watching is not None:
+            watching.check_made(value)
+        self._is_checked = True
+        return value
+
+    def _check(self, value: Any, weights: Weights) -> None:
+        values = value if isinstance(value, tuple) else (value,)
+        if not values or not all(isinstance(each, torch.Tensor) for each in values):
+            kinds = ", ".join(type(each).__name__ for each in values) or "nothing"
+            raise KeepError(f"{self.name} returns {kinds}: a tensor or a tuple of them can be kept")
+        own = {_identity(weight) for weight in weights}
+        for each in values:
+            if each.requires_grad:
+                raise KeepError(f"{self.name} returns a tensor that requires a gradient")
+            if _identity(each) in own and each.numel():
+                raise KeepError(
+                    f"{self.name} returns a view of a weight, which needs no keeping: clone it, "
+                    "or use the weight itself"
+                )
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses writes to the weights, and ops on tensors that were made before and are not they."""
+
+    def __init__(self, name: str, weights: Weights) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+        self._weights = {_identity(weight) for weight in weights}
+        self._known = {0, *self._weights}
+        self._made: list[torch.Tensor] = []  # as long as they live, nobody has their identities
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
+        for value in tree_leaves((args, kwargs)):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if _identity(value) not in self._known and not is_new:
+                raise KeepError(
+                    f"{self._name} reads a tensor of shape {tuple(value.shape)} that is not among "
+                    "the weights: pass it to amp_fx.keep as one, or its writes are not seen"
+                )
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for value in tree_leaves(given.get(argument.name)) if is_written else ():
+                if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
+                    raise KeepError(f"{self._name} writes to a weight: clone it first")
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._known.add(_identity(value))
+                self._made.append(value)
+        return result
+
+    def check_made(self, value: Value) -> None:
+        """Refuses a result that was there before, say a global tensor that is passed on."""
+        for each in value if isinstance(value, tuple) else (value,):
+            if _identity(each) not in self._known:
+                raise KeepError(
+                    f"{self._name} returns a tensor of shape {tuple(each.shape)} that it did not "
+                    "compute from the weights: pass it to amp_fx.keep as one, or leave it out"
+                )
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    """Of a tensor's memory, 0 if there is none; of the tensor itself if it only wraps others."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return storage_address_of(tensor) or (0 if is_plain else id(tensor))

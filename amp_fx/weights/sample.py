@@ -1,0 +1,223 @@
+"""Compares some elements of weights on accelerators with what they were, without waiting.
+
+When a value is made, some elements of each of its weights are remembered on the device
+(``remember``). Now and then a call of a graph queues one comparison of all its weights on its
+stream; a later call finds the answer on the host. On the CPU ``native/watch.cpp`` does the same
+for one element per call.
+
+A comparison is due in each of the first few calls with some weights, then in every 16th. It finds
+any write of a whole weight, and of a 64th of a weight that lies in one piece. It finds other
+writes if they happen to change a remembered element: there are 64 of each weight or more, at equal
+distances.
+
+An answer counts only for values that were not made again meanwhile and are fresh when it is read.
+So no write that a signal told of is ever taken for one that was not seen. ``STORE.exclusive``
+guards all that is done here but ``DeviceSample.read``.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from amp_fx.weights.store import STORE, making_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from amp_fx.weights.store import Entry, Weights
+
+LEAST_SAMPLED = 64
+"""Elements that are remembered of each weight at least; all of one with fewer than 128."""
+
+CALLS_BETWEEN = 16
+"""Calls from one comparison to the next, once the first few calls compared."""
+
+FIRST_CALLS = 4
+
+
+class Place(tuple["Entry", ...]):
+    """The entries of one set of weights that a graph is called with."""
+
+    num_calls = 0
+    due = 1
+
+    def is_due(self) -> bool:
+        """Counts a call; returns whether it is to compare."""
+        self.num_calls += 1
+        if self.num_calls < self.due:
+            return False
+        self.due = self.num_calls + (1 if self.num_calls < FIRST_CALLS else CALLS_BETWEEN)
+        return True
+
+
+class _Some(NamedTuple):
+    """Some elements of one weight of an entry, as they were when its value was made."""
+
+    position: int
+    start: int
+    step: int
+    then: torch.Tensor
+
+    def now(self, weights: Weights) -> torch.Tensor:
+        """What they are now."""
+        return _elements(weights[self.position], self.start, self.step)
+
+
+_remembered: weakref.WeakKeyDictionary[Entry, tuple[int, list[_Some]]]
+_remembered = weakref.WeakKeyDictionary()
+"""By entry, how often its value had been made, and the elements of its weights."""
+
+_random = random.Random()  # not the user's, whose state is theirs
+
+
+def remember(entries: Iterable[Entry]) -> None:
+    """Remembers elements of the weights of fresh values, unless that was done for these values.
+
+    It reads the weights on the current streams, behind what made the values.
+    """
+    with making_values():
+        groups: defaultdict[Any, list[tuple[list[_Some], int, int, int, torch.Tensor]]]
+        groups = defaultdict(list)
+        for entry in entries:
+            weights = None if _is_remembered(entry) else _fresh_weights(entry)
+            if weights is None:
+                continue
+            found: list[_Some] = []
+            for i, weight in enumerate(weights):
+                if _is_comparable(weight):
+                    step = max(1, int(weight.numel() / LEAST_SAMPLED / (1 + _random.random())))
+                    start = _random.randrange(step)
+                    some = found, i, start, step, _elements(weight, start, step)
+                    groups[weight.device, weight.dtype].append(some)
+            _remembered[entry] = entry.kept.made, found
+        for group in groups.values():
+            now = [elements for *_, elements in group]
+            then = torch.cat(now).split_with_sizes([each.numel() for each in now])
+            for (found, i, start, step, _), elements in zip(group, then, strict=True):
+                found.append(_Some(i, start, step, elements))
+
+
+def remember_again(entries: Iterable[Entry]) -> None:
+    """Remembers elements again of those weights of which some were, if values were made since."""
+    remember([entry for entry in entries if entry in _remembered])
+
+
+def _is_remembered(entry: Entry) -> bool:
+    made, _ = _remembered.get(entry, (-1, ()))
+    return bool(made == entry.kept.made)
+
+
+class DeviceSample:
+    """The comparisons of one graph, whatever weights it is called with."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[_Comparison] = deque()
+        self._reading = threading.Lock()
+
+    def start(self, place: Place) -> None:
+        """Queues a comparison of the weights of all values of a place that are fresh."""
+        with torch.profiler.record_function("amp_fx::sample"), making_values():
+            groups: defaultdict[Any, list[tuple[Entry, _Some, Weights]]] = defaultdict(list)
+            for entry in place:
+                weights = _fresh_weights(entry)
+                if weights is not None and _is_remembered(entry):
+                    for some in _remembered[entry][1]:
+                        weight = weights[some.position]
+                        groups[weight.device, weight.dtype].append((entry, some, weights))
+            for (device, _), sampled in groups.items():
+                self._under_way.append(_Comparison(device, sampled))
+
+    def read(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights that comparisons found changed, by name, as far as these are done."""
+        if not self._under_way or not self._reading.acquire(blocking=False):
+            return []
+        try:
+            found = []
+            while self._under_way and self._under_way[0].event.query():
+                found += self._under_way.popleft().changed()
+            return found
+        finally:
+            self._reading.release()
+
+
+class _Comparison:
+    """A comparison of remembered elements on one device, of one dtype.
+
+    It refers to no weight: ``torch.utils.swap_tensors`` refuses tensors with weak references.
+
+    Args:
+        device: The device.
+        sampled: The elements, each with its entry and the weights of that.
+    """
+
+    def __init__(
+        self, device: torch.device, sampled: Sequence[tuple[Entry, _Some, Weights]]
+    ) -> None:
+        self._of = [(weakref.ref(e), e.kept.made, some.position) for e, some, _ in sampled]
+        self._lengths = [some.then.numel() for _, some, _ in sampled]
+        then = [some.then for _, some, _ in sampled]
+        STORE.streams.hold([*(weights[some.position] for _, some, weights in sampled), *then])
+        bits = _BITS[then[0].dtype]
+        now = torch.cat([some.now(weights) for _, some, weights in sampled])
+        differs = now.view(bits) != torch.cat(then).view(bits)
+        self._answer = torch.empty(
+            differs.size(), dtype=torch.bool, device="cpu", pin_memory=is_pinnable(device)
+        )
+        self._answer.copy_(differs, non_blocking=True)
+        self.event = torch.accelerator.current_stream(device).record_event()
+
+    def changed(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights with an element that differs and that no signal told of, by name."""
+        found: list[tuple[str, torch.Tensor]] = []
+        if not self._answer.any():
+            return found
+        answers = self._answer.split_with_sizes(self._lengths)
+        for (ref, made, position), differs in zip(self._of, answers, strict=True):
+            entry = ref()
+            if entry is not None and differs.any() and entry.kept.made == made:
+                weights = _fresh_weights(entry)
+                if weights is not None:
+                    found.append((entry.wanted.names[position], weights[position]))
+        return found
+
+
+def _fresh_weights(entry: Entry) -> Weights | None:
+    """The weights of a fresh value, where they lie now; None if it is stale or the weights' own."""
+    weights = None if entry.wanted.is_alias else entry.weights()
+    # Another thread may give a weight other data meanwhile.
+    here = None if weights is None else tuple(weight.detach() for weight in weights)
+    return here if here is not None and entry.kept.is_fresh(here) else None
+
+
+def _elements(weight: torch.Tensor, start: int, step: int) -> torch.Tensor:
+    """Elements of a dense tensor, at equal distances in its memory."""
+    count = len(range(start, weight.numel(), step))
+    return weight.as_strided((count,), (step,), weight.storage_offset() + start)
+
+
+def _is_comparable(weight: torch.Tensor) -> bool:
+    """Whether every place in a weight's memory holds an element of it, of a dtype that is known."""
+    if weight.dtype not in _BITS or weight.numel() == 0:
+        return False
+    return weight.is_contiguous() or bool(
+        torch.ops.aten.is_non_overlapping_and_dense.default(weight)
+    )
+
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def is_pinnable(device: torch.device) -> bool:
+    """Whether copies to the host from a device can be queued: into memory that is pinned."""
+    return device.type != "cpu"

@@ -1,0 +1,1092 @@
+"""``amp_fx.keep``: values computed from weights are never stale, whoever writes, and bad input."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
+
+import amp_fx
+from amp_fx import weight_cache
+from amp_fx.errors import KeepError, StaleWeightError
+from amp_fx.weights.write_signals import CAUGHT_BY
+from tests.weights import writes
+from tests.weights.nets import make_net
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Value = Any
+
+SIZE = 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache() -> Iterator[None]:
+    weight_cache.clear()
+    yield
+    weight_cache.set_limit(None)
+    weight_cache.clear()
+
+
+def weight(seed: int = 0, *shape: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(*(shape or (SIZE, SIZE)), generator=generator))
+
+
+def doubled(w: torch.Tensor) -> torch.Tensor:
+    return w * 2
+
+
+def packed(*weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Several tensors of several weights: each element of each weight counts."""
+    flat = torch.cat([w.reshape(-1).double() for w in weights])
+    first = weights[0].t().clone(memory_format=torch.contiguous_format)
+    return flat.float().bfloat16(), flat.cumsum(0), first
+
+
+def assert_same(actual: Value, expected: Value) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def num_made() -> int:
+    return weight_cache.stats().refreshes
+
+
+# ---------------------------------------------------------------------------- never stale
+
+
+@pytest.mark.parametrize("write", writes.WRITES)
+def test_no_way_to_write_leaves_a_stale_value(write: str) -> None:
+    """The oracle is a twin that is written alike and of which nothing is kept."""
+    net, twin = make_net(), make_net()
+    steps = writes.WRITES[write](net), writes.WRITES[write](twin)
+    mine, theirs = list(net.parameters()), list(twin.parameters())
+    kept_of_all, kept_of_one = amp_fx.keep(packed, *mine), amp_fx.keep(doubled, mine[0])
+    with torch.no_grad():
+        assert_same(kept_of_all(), packed(*theirs))
+        for i, order in enumerate(((0, 1), (1, 0), (1,), (0,), (0, 1))):
+            for step in steps:
+                step(i)
+            for k in order:
+                if k == 0:
+                    assert_same(kept_of_all(), packed(*theirs))
+                else:
+                    assert_same(kept_of_one(), doubled(theirs[0]))
+
+
+def through_a_new_pointer(w: nn.Parameter) -> None:
+    w.detach().numpy()[0, 0] += 1
+
+
+def replace_data(w: nn.Parameter) -> None:
+    w.data = w.data + 1
+
+
+def step_an_optimizer(w: nn.Parameter) -> None:
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=0.5).step()
+
+
+def fused_step(w: nn.Parameter) -> None:
+    torch._fused_sgd_(
+        [w.detach()],
+        [torch.ones_like(w)],
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=0.5,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+
+
+def compiled_write(w: nn.Parameter) -> None:
+    torch.compile(lambda p: p.add_(1.0))(w.detach())
+
+
+BY_KIND: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in-place op on the weight": lambda w: w.add_(1),
+    "in-place op on .data": lambda w: w.data.add_(1),
+    "foreach op on weights": lambda w: torch._foreach_add_([w], 1.0),
+    "foreach op on .data": lambda w: torch._foreach_add_([w.data], 1.0),
+    "fused op": fused_step,
+    "optimizer step": step_an_optimizer,
+    "compiled code (inductor, Triton launched through it)": compiled_write,
+    "another tensor assigned to .data, or as the parameter": replace_data,
+    "pointer, NumPy array or DLPack alias taken since the latest call": through_a_new_pointer,
+}
+SAMPLED = "pointer, NumPy array or DLPack alias taken before the latest call"
+
+
+@pytest.mark.parametrize("kind", CAUGHT_BY)
+def test_each_kind_of_write_is_caught(kind: str) -> None:
+    if kind == SAMPLED:
+        pytest.skip("below: only what is written as a whole is caught at once")
+    w = weight()
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    assert kept.is_fresh()
+    with torch.no_grad():
+        BY_KIND[kind](w)
+    assert not kept.is_fresh()
+    assert_same(kept(), w.detach() * 2)
+    assert num_made() == 2
+
+
+def test_a_whole_weight_that_is_written_through_an_old_array_is_found_at_the_next_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    w = weight()
+    array = w.detach().numpy()
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    for i in range(3):
+        array += 1.0
+        assert_same(kept(), torch.from_numpy(array) * 2)
+        assert not kept.is_fresh(), i
+    assert "PyTorch cannot see" in kept.why_remade
+    assert len([r for r in caplog.records if "where PyTorch cannot see it" in r.message]) == 1
+
+
+@pytest.mark.parametrize("part", [32, 64])
+def test_a_part_that_is_written_through_an_old_array_is_found_within_64_calls(part: int) -> None:
+    """At least a 32nd of a weight: two of its 64 stretches, one of which lies inside the part."""
+    for seed in range(5):
+        w = weight(seed, 64, 32)
+        array = w.detach().numpy().reshape(-1)
+        kept = amp_fx.keep(doubled, w)
+        kept()
+        start = 300 * seed + 11
+        array[start : start + array.size // part * 2] += 1.0
+        found = [torch.equal(kept(), w.detach() * 2) for _ in range(64)]
+        assert found[-1]
+
+
+def test_full_verification_raises_at_one_element_and_off_compares_nothing() -> None:
+    w = weight(0, 64, 64)
+    array = w.detach().numpy()
+    full, off = (amp_fx.keep(doubled, w, verify=verify) for verify in ("full", "off"))
+    full(), off()
+    before = off().clone()
+    array += 1.0
+    assert_same(off(), before)
+    with pytest.raises(StaleWeightError, match=r"weight 0 of doubled"):
+        full()
+
+
+def test_the_environment_says_how_much_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_FX_VERIFY", "full")
+    w = weight()
+    array = w.detach().numpy()
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    array[0, 0] += 1.0
+    with pytest.raises(StaleWeightError):
+        kept()
+
+
+NAMES = ("a", "b", "c")
+actions = st.one_of(
+    st.tuples(st.sampled_from(("write", "data", "replace", "numpy", "foreach")), st.integers(0, 2)),
+    st.tuples(st.just("swap"), st.sampled_from(((0, 1), (0, 2), (1, 2)))),
+    st.tuples(st.just("call"), st.integers(0, 3)),
+    st.tuples(st.sampled_from(("clear", "invalidate", "limit")), st.none()),
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(actions, min_size=6, max_size=24))
+def test_no_sequence_of_writes_leaves_a_stale_value(sequence: list[tuple[str, Any]]) -> None:
+    """``.data`` changes owners, back and forth, and every value is made of some of the weights."""
+    held = [torch.full((2, 3), float(i + 1), dtype=torch.float64) for i in range(3)]
+    weights = [nn.Parameter(each.float()) for each in held]
+    subsets = ((0,), (0, 1), (1, 2), (2, 1, 0))
+    keeps = [amp_fx.keep(packed, *[weights[i] for i in subset]) for subset in subsets]
+
+    def check(k: int) -> None:
+        assert_same(keeps[k](), packed(*[held[i].float() for i in subsets[k]]))
+
+    for i, (kind, what) in enumerate(sequence):
+        value = float(i + 10)
+        with torch.no_grad():
+            if kind == "write":
+                weights[what].fill_(value)
+            elif kind == "data":
+                weights[what].data.fill_(value)
+            elif kind == "replace":
+                weights[what].data = torch.full((2, 3), value)
+            elif kind == "numpy":
+                weights[what].detach().numpy()[:] = value
+            elif kind == "foreach":
+                torch._foreach_copy_([weights[what].data], [torch.full((2, 3), value)])
+            elif kind == "swap":
+                a, b = (weights[j] for j in what)
+                a.data, b.data = b.data, a.data
+                held[what[0]], held[what[1]] = held[what[1]], held[what[0]]
+        if kind in ("write", "data", "replace", "numpy", "foreach"):
+            held[what] = torch.full((2, 3), value, dtype=torch.float64)
+        elif kind == "call":
+            check(what)
+        elif kind == "limit":
+            weight_cache.set_limit(100)
+        elif kind in ("clear", "invalidate"):
+            getattr(weight_cache, kind)()
+    weight_cache.set_limit(None)
+    for k in range(len(keeps)):
+        check(k)
+
+
+def test_swapped_tensors_are_other_weights() -> None:
+    """As ``Module.to`` and ``load_state_dict`` do where a program asks for it."""
+    first, second = weight(0), weight(1)
+    kept = amp_fx.keep(packed, first, second)
+    kept()
+    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+    assert_same(kept(), packed(weight(1).detach(), weight(0).detach()))
+    model = nn.Linear(SIZE, SIZE)
+    of_model = amp_fx.keep(doubled, model.weight)
+    of_model()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same(of_model(), model.weight.detach() * 2)
+    ref = weakref.ref(first)
+    del first
+    gc.collect()
+    assert ref() is None
+
+
+# ---------------------------------------------------------------------- made once, in one place
+
+
+def test_a_value_is_made_once_per_update_of_its_weights() -> None:
+    calls = []
+
+    def count(w: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        assert not w.requires_grad
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_inference_mode_enabled()
+        return w.bfloat16()
+
+    w = weight()
+    kept = amp_fx.keep(count, w)
+    assert calls == []
+    assert (kept.bytes, kept.is_fresh()) == (0, False)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        value = kept()
+    assert not value.is_inference()
+    assert not value.requires_grad
+    for _ in range(3):
+        assert kept() is value
+    assert (kept.bytes, kept.is_fresh(), kept.why_remade) == (2 * SIZE * SIZE, True, "")
+    with torch.no_grad():
+        w.add_(1)
+        w.mul_(2)
+    kept()
+    assert calls == [False, False]
+
+
+def test_the_address_stays_if_nobody_holds_the_value() -> None:
+    w = weight()
+    kept = amp_fx.keep(packed, w)
+    addresses = [value.data_ptr() for value in kept()]
+    for _ in range(3):
+        w.data.add_(1)
+        assert [value.data_ptr() for value in kept()] == addresses
+    assert_same(kept(), packed(w.detach()))
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Callable[[], torch.Tensor]]] = {
+    "itself": lambda value: lambda: value,
+    "view": lambda value: (lambda view: view.t)(value.t()),
+    "NumPy array": lambda value: (lambda array: lambda: torch.from_numpy(array))(value.numpy()),
+    "storage": lambda value: (
+        lambda storage: lambda: torch.empty(0).set_(storage).view(SIZE, SIZE)
+    )(value.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_who_holds_an_older_value_keeps_it_as_it_was(holder: str) -> None:
+    w = weight()
+    kept = amp_fx.keep(doubled, w)
+    held = HOLDERS[holder](kept())
+    then = kept().clone()
+    for _ in range(2):
+        w.data.add_(1)
+        assert_same(kept(), w.detach() * 2)
+        assert_same(held(), then)
+
+
+def test_a_backward_reads_the_value_that_its_forward_read() -> None:
+    w = weight()
+    x = torch.randn(3, SIZE, requires_grad=True)
+    kept = amp_fx.keep(doubled, w)
+    out = functional.linear(x, kept()).sum()
+    expected = (w.detach() * 2).sum(0).expand(3, SIZE).clone()
+    w.data.add_(1)
+    kept()
+    out.backward()  # type: ignore[no-untyped-call]
+    assert_same(x.grad, expected)
+    assert w.grad is None
+
+
+def test_one_weight_twice_and_views_of_one_storage() -> None:
+    w = weight(0, 8, SIZE)
+    top, bottom = w.detach()[:4], w.detach()[4:]
+    both = amp_fx.keep(lambda a, b, c: torch.cat([a, b, c]), top, bottom, top)
+    for _ in range(3):
+        assert_same(both(), torch.cat([top, bottom, top]))
+        w.data[6].add_(1)
+
+
+@pytest.mark.parametrize("how", ["is_fresh", "stats"])
+def test_invalidate_clear_and_limits(how: str) -> None:
+    first, second = weight(0), weight(1)
+    one, other = amp_fx.keep(doubled, first), amp_fx.keep(packed, first, second)
+    one(), other()
+    if how == "stats":
+        stats = weight_cache.stats()
+        assert (stats.entries, stats.bytes) == (2, one.bytes + other.bytes)
+        assert {value.model for value in stats.values} == {"doubled", "packed"}
+        assert one.bytes == 4 * SIZE * SIZE
+        one()
+        assert weight_cache.stats().by_model["doubled"].hits == 1
+    one.invalidate()
+    assert (one.is_fresh(), other.is_fresh()) == (False, True)
+    one()
+    for invalidated in (first, None):
+        weight_cache.invalidate(invalidated)
+        assert (one.is_fresh(), other.is_fresh()) == (False, False)
+        one(), other()
+    weight_cache.invalidate(second)
+    assert (one.is_fresh(), other.is_fresh()) == (True, False)
+    weight_cache.clear()
+    assert (one.is_fresh(), one.bytes, weight_cache.stats().entries) == (False, 0, 0)
+    one()
+    weight_cache.set_limit(0)
+    assert (one.bytes, weight_cache.stats().bytes) == (0, 0)
+    assert_same(one(), first.detach() * 2)
+    first.data.add_(1)
+    assert_same(one(), first.detach() * 2)
+    assert not one.is_fresh()
+
+
+def test_invalidate_makes_a_value_again_of_weights_that_something_else_wrote() -> None:
+    w = weight(0, 64, 64)
+    array = w.detach().numpy()
+    kept = amp_fx.keep(doubled, w)
+    for _ in range(3):
+        kept()
+        array[3, 5] += 1.0
+        kept.invalidate()
+        assert_same(kept(), w.detach() * 2)
+    assert kept.is_fresh()
+
+
+# ------------------------------------------------------------------------------------ lifetime
+
+
+def test_a_weight_that_is_gone_is_named_and_its_value_freed() -> None:
+    w = weight()
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    del w
+    gc.collect()
+    assert weight_cache.stats().entries == 0
+    uses: list[Callable[[], Any]] = [kept, kept.is_fresh, kept.invalidate]
+    uses += [lambda: kept.bytes, lambda: kept.why_remade]
+    for use in uses:
+        with pytest.raises(KeepError, match=r"a weight of doubled is gone"):
+            use()
+
+
+def test_a_tensor_that_only_the_call_held_is_gone() -> None:
+    w = weight()
+    with pytest.raises(KeepError, match=r"not its \.data"):
+        amp_fx.keep(doubled, w.data)()
+
+
+class Packs(nn.Module):
+    """Keeps what its own method computes, as modules will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight()
+        self.packed = amp_fx.keep(self.pack, self.weight)
+
+    def pack(self, w: torch.Tensor) -> torch.Tensor:
+        return w * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.packed()  # type: ignore[no-any-return]
+
+
+def test_a_module_that_keeps_its_own_weights_is_freed() -> None:
+    model = Packs()
+    model(torch.ones(1, SIZE))
+    refs: list[Any] = [weakref.ref(model), weakref.ref(model.weight), weakref.ref(model.packed)]
+    del model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+    assert weight_cache.stats().entries == 0
+
+
+def test_a_value_goes_with_what_keeps_it() -> None:
+    w = weight()
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    del kept
+    gc.collect()
+    assert weight_cache.stats().entries == 0
+
+
+def test_a_copied_model_keeps_values_of_its_own_weights() -> None:
+    model = Packs()
+    x = torch.eye(SIZE)
+    model(x)
+    clone = copy.deepcopy(model)
+    clone.weight.data.add_(1)
+    assert_same(clone(x), clone.weight.detach() * 2)
+    assert_same(model(x), model.weight.detach() * 2)
+    assert list(clone.state_dict()) == ["weight"]
+
+
+def test_it_cannot_be_pickled() -> None:
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pickle.dumps(amp_fx.keep(doubled, weight()))
+
+
+# ------------------------------------------------------------------------- functions that fail
+
+GLOBAL = torch.ones(SIZE, SIZE)
+
+
+def writes_weight(w: torch.Tensor) -> torch.Tensor:
+    return w.mul_(2) + 1
+
+
+BAD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "reads a global": (lambda w: w + GLOBAL, r"reads a tensor of shape \(4, 4\) that is not among"),
+    "reads a number of a global": (lambda w: w + float(GLOBAL[0, 0]), "that is not among"),
+    "reads another weight": (
+        (lambda other: lambda w: torch.cat([w, other]))(weight(5)),
+        "that is not among",
+    ),
+    "returns a global": (lambda w: (w + 1, GLOBAL), "that it did not compute"),
+    "returns the weight": (lambda w: w, "returns a view of a weight"),
+    "returns a view": (lambda w: w.t(), "returns a view of a weight"),
+    "returns a view that begins later": (lambda w: w[1:, 2:], "returns a view of a weight"),
+    "returns a view among others": (lambda w: (w + 1, w.detach()), "returns a view of a weight"),
+    "returns no cast, as there is none": (lambda w: w.float(), "returns a view of a weight"),
+    "needs gradients": (
+        lambda w: torch.enable_grad()(w.clone().requires_grad_().mul)(2),
+        "requires a gradient",
+    ),
+    "returns a parameter": (lambda w: nn.Parameter(w * 2), "requires a gradient"),
+    "writes the weight": (writes_weight, "writes to a weight"),
+    "writes a view": (lambda w: w[0].fill_(1) + 1, "writes to a weight"),
+    "writes by a list op": (lambda w: (torch._foreach_mul_([w], 2.0), w + 1)[1], "writes to a"),
+    "writes by out=": (lambda w: torch.mul(w, 2, out=w) + 1, "writes to a weight"),
+    "resizes the weight": (lambda w: w.resize_(2, 2) + 1, "writes to a weight"),
+    "returns None": (lambda _: None, "returns NoneType"),
+    "returns a number": (lambda w: w.shape[0], "returns int"),
+    "returns a dictionary": (lambda w: {"w": w + 1}, "returns dict"),
+    "returns an empty tuple": (lambda _: (), "returns nothing"),
+    "returns tuples in a tuple": (lambda w: ((w + 1,), w + 2), "returns tuple, Tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_function_that_does_what_cannot_be_kept_is_refused(case: str) -> None:
+    fn, message = BAD[case]
+    w = weight()
+    before = w.detach().clone()
+    kept = amp_fx.keep(fn, w)
+    for _ in range(2):
+        with pytest.raises(KeepError, match=message):
+            kept()
+        assert_same(w.detach(), before)
+        assert (w.shape, kept.bytes, kept.is_fresh()) == (before.shape, 0, False)
+    assert_same(amp_fx.keep(doubled, w)(), before * 2)
+
+
+def test_errors_are_value_errors_of_amp_fx() -> None:
+    assert issubclass(KeepError, ValueError)
+    assert issubclass(KeepError, amp_fx.errors.AmpFxError)
+
+
+def test_a_view_that_is_returned_only_later_is_refused() -> None:
+    w = weight()
+    answers: list[Callable[[torch.Tensor], torch.Tensor]]
+    answers = [lambda w: w + 1, lambda w: w.t(), lambda w: w + 3]
+
+    def answer(w: torch.Tensor) -> torch.Tensor:
+        return answers.pop(0)(w)
+
+    kept = amp_fx.keep(answer, w)
+    kept()
+    w.data.add_(1)
+    with pytest.raises(KeepError, match="view of a weight"):
+        kept()
+    assert_same(kept(), w.detach() + 3)
+
+
+def test_a_function_that_raises_is_asked_again() -> None:
+    w = weight()
+    faults = [RuntimeError("no"), None, RuntimeError("not now"), KeyboardInterrupt(), None]
+
+    def raises(w: torch.Tensor) -> torch.Tensor:
+        fault = faults.pop(0)
+        if fault is not None:
+            raise fault
+        return w * 2
+
+    kept = amp_fx.keep(raises, w)
+    with pytest.raises(RuntimeError, match="no"):
+        kept()
+    old = kept()
+    assert_same(old, w.detach() * 2)
+    then = old.clone()
+    w.data.add_(1)
+    for kind in (RuntimeError, KeyboardInterrupt):
+        with pytest.raises(kind):
+            kept()
+        assert not kept.is_fresh()
+    assert_same(kept(), w.detach() * 2)
+    assert_same(old, then)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_results_may_change_their_shapes_dtypes_and_number(is_held: bool) -> None:
+    results: list[Callable[[torch.Tensor], Any]] = [
+        lambda w: w * 2,
+        lambda w: w[:2] * 2,
+        lambda w: (w * 2).half(),
+        lambda w: (w * 2).t(),
+        lambda w: (w * 2, w + 1),
+        lambda w: [w + 1, w.sum(), w.double()],
+        lambda w: w.sum(),
+        lambda w: w.sum().expand(SIZE, SIZE),
+        lambda w: w.max().expand(SIZE, SIZE),
+        lambda w: w.sum().expand(SIZE, SIZE).data,
+        lambda w: w.max().expand(SIZE, SIZE).data,
+        lambda w: (w * 2).chunk(2),
+        lambda w: (w * 3).chunk(2),
+        lambda w: w.sort(),
+        lambda w: w.new_zeros(0, 3),
+        lambda w: torch.complex(w, w + 1).conj(),
+        lambda w: torch.complex(w, w + 1),
+    ]
+    w = weight()
+    turn = [0]
+
+    def result(w: torch.Tensor) -> Any:
+        return results[turn[0]](w)
+
+    kept = amp_fx.keep(result, w)
+    held: list[tuple[Any, Any]] = []
+    for i in (*range(len(results)), *reversed(range(len(results)))):
+        turn[0] = i
+        w.data.add_(1)
+        expected = results[i](w.detach())
+        expected = tuple(expected) if isinstance(expected, (list, tuple)) else expected
+        value = kept()
+        assert_same(tuple(value) if isinstance(value, tuple) else value, expected)
+        if is_held:
+            held.append((value, expected))
+        del value
+    for value, expected in held:
+        assert_same(tuple(value) if isinstance(value, tuple) else value, expected)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sparse": lambda w: w.relu().to_sparse(),
+    "sparse rows": lambda w: w.relu().to_sparse_csr(),
+    "oneDNN": lambda w: (w * 2).to_mkldnn(),
+    "quantized": lambda w: torch.quantize_per_tensor(w, float(w.abs().amax()), 3, torch.qint8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_results_may_lie_as_they_like(layout: str) -> None:
+    def dense(value: torch.Tensor) -> torch.Tensor:
+        return value.dequantize() if value.is_quantized else value.to_dense()
+
+    w = weight()
+    kept = amp_fx.keep(LAYOUTS[layout], w)
+    for _ in range(4):
+        assert_same(dense(kept()), dense(LAYOUTS[layout](w.detach())))
+        assert kept() is kept()
+        w.data.mul_(-1.5)
+
+
+SMALL: dict[str, torch.Tensor] = {
+    "no element": torch.empty(0, 4),
+    "no dimension": torch.tensor(3.0),
+    "integers": torch.arange(6),
+    "bits": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+    "float8": torch.randn(8).to(torch.float8_e4m3fn),
+    "wide elements": torch.randn(3, dtype=torch.complex128),
+    "expanded": torch.randn(3, 1).expand(3, 5),
+    "strided": torch.randn(6, 6)[::2, ::3],
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_weights_of_all_dtypes_and_sizes(kind: str) -> None:
+    w = SMALL[kind].clone(memory_format=torch.preserve_format)
+    w = w.as_strided(SMALL[kind].size(), SMALL[kind].stride()) if kind == "expanded" else w
+    kept = amp_fx.keep(lambda w: w.clone(memory_format=torch.contiguous_format), w)
+    for _ in range(3):
+        assert_same(kept(), w.clone())
+        if kind == "expanded":
+            torch.empty(0).set_(w.untyped_storage()).fill_(1)
+        else:
+            w.copy_((w.float() if kind == "float8" else w).flip(0))
+
+
+def test_a_function_may_be_compiled_or_use_numpy_or_constants() -> None:
+    w = weight()
+    compiled = torch.compile(lambda w: (w * 2).relu())
+    fns: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        compiled,
+        lambda w: compiled(w).t().contiguous(),
+        lambda w: torch.tensor(np.linalg.inv(w.numpy())) + 1,
+        lambda w: w + torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.eye(SIZE),
+        torch.neg,
+        nn.functional.softplus,
+    ]
+    keeps = [amp_fx.keep(fn, w) for fn in fns]
+    for _ in range(3):
+        for fn, kept in zip(fns, keeps, strict=True):
+            assert_same(kept(), fn(w.detach()))
+        w.data.add_(1)
+
+
+def test_a_kept_value_inside_of_a_function_is_no_weight() -> None:
+    w = weight()
+    inner = amp_fx.keep(doubled, w)
+    inner()
+    outer = amp_fx.keep(lambda w: w + inner(), w)
+    with pytest.raises(KeepError, match="not among the weights"):
+        outer()
+    assert_same(inner(), w.detach() * 2)
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+def test_what_is_no_weight_is_refused_at_once() -> None:
+    with pytest.raises(KeepError, match="needs at least one weight"):
+        amp_fx.keep(doubled)
+    for bad in (None, 1.0, nn.Linear(2, 2), [weight()]):
+        with pytest.raises(KeepError, match=f"weights are tensors, not {type(bad).__name__}"):
+            amp_fx.keep(doubled, bad)  # type: ignore[arg-type]
+    with pytest.raises(KeepError, match="meta device has no data"):
+        amp_fx.keep(doubled, torch.empty(2, device="meta"))
+    for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn()):
+        with pytest.raises(KeepError, match="cannot be watched"):
+            amp_fx.keep(doubled, sparse)
+    with pytest.raises(ValueError, match="'sample', 'full' or 'off', not 'always'"):
+        amp_fx.keep(doubled, weight(), verify="always")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_weight_is_refused() -> None:
+    with pytest.raises(KeepError, match="qint8 cannot be watched"):
+        amp_fx.keep(doubled, torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def of_numpy(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    array = np.ones((SIZE, SIZE), dtype=np.float32)
+
+    def write() -> None:
+        array[1, 2] += 1.0
+
+    return torch.from_numpy(array), write
+
+
+def of_buffer(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    memory = bytearray(4 * SIZE * SIZE)
+
+    def write() -> None:
+        memory[5] = (memory[5] + 1) % 256
+
+    return torch.frombuffer(memory, dtype=torch.float32).view(SIZE, SIZE), write
+
+
+def of_shared_memory(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    w = torch.ones(SIZE, SIZE).share_memory_()  # type: ignore[no-untyped-call]
+    array = w.numpy()
+    return w, lambda: array.__iadd__(1.0)
+
+
+def of_file(folder: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    path = folder / "weights"
+    path.write_bytes(np.ones((SIZE, SIZE), dtype=np.float32).tobytes())
+    w = torch.from_file(str(path), shared=True, size=SIZE * SIZE).view(SIZE, SIZE)
+    mapped = np.memmap(path, dtype=np.float32, mode="r+")
+
+    def write() -> None:
+        mapped[3] += 1.0
+        mapped.flush()
+
+    return w, write
+
+
+def of_subclass(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    w = torch.randn(SIZE, SIZE).as_subclass(Wrapped)
+    array = w.detach().numpy()
+    return w, lambda: array.__setitem__((1, 2), array[1, 2] + 1)
+
+
+def of_wrapper(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
+    w = TwoTensor(a, b)  # type: ignore[no-untyped-call]
+    return w, lambda: (a.add_(1), b.add_(1))
+
+
+def of_parameter_subclass(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+    class Special(nn.Parameter):
+        pass
+
+    w = Special(torch.randn(SIZE, SIZE))
+    return w, lambda: w.data.add_(1)
+
+
+REMADE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "NumPy array": (of_numpy, "memory that PyTorch did not allocate"),
+    "buffer": (of_buffer, "memory that PyTorch did not allocate"),
+    "shared memory": (of_shared_memory, "memory that PyTorch did not allocate"),
+    "mapped file": (of_file, "memory that PyTorch did not allocate"),
+    "subclass": (of_subclass, "a weight is a Wrapped, a subclass"),
+    "subclass of two tensors": (of_wrapper, "a weight is a TwoTensor, a subclass"),
+    "subclass of Parameter": (of_parameter_subclass, "a weight is a Special, a subclass"),
+}
+
+
+@pytest.mark.parametrize("kind", REMADE)
+def test_what_cannot_be_watched_is_remade_at_every_use_and_it_says_so(
+    kind: str, tmp_path: Path
+) -> None:
+    make, reason = REMADE[kind]
+    w, write = make(tmp_path)
+    plain = weight()
+    keeps = [amp_fx.keep(doubled, w), amp_fx.keep(lambda a, b: (b + 1) * 2 + a, plain, w)]
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.a if isinstance(tensor, TwoTensor) else tensor.as_subclass(torch.Tensor)
+
+    for _ in range(3):
+        now = seen(w.detach()).clone()
+        assert_same(seen(keeps[0]()), now * 2)
+        assert_same(seen(keeps[1]()), (now + 1) * 2 + plain.detach())
+        for kept in keeps:
+            assert reason in kept.why_remade
+            assert (kept.is_fresh(), kept.bytes) == (False, 0)
+        write()
+    assert weight_cache.stats().entries == 0
+
+
+def test_weights_made_in_inference_mode_have_no_version_and_are_kept() -> None:
+    """PyTorch refuses to write to them through an op outside of that mode."""
+    with torch.inference_mode():
+        w = torch.randn(SIZE, SIZE)
+        kept = amp_fx.keep(doubled, w)
+        first = kept()
+        assert kept() is first
+        w.add_(1)
+        assert_same(kept(), w * 2)
+    assert kept.why_remade == ""
+    assert not kept().is_inference()
+    with torch.inference_mode():
+        w.copy_(torch.ones(SIZE, SIZE))
+    assert_same(kept(), torch.full((SIZE, SIZE), 2.0))
+    x = torch.randn(2, SIZE, requires_grad=True)
+    (x @ kept()).sum().backward()  # an inference tensor cannot be saved for a backward
+    assert x.grad is not None
+
+
+def test_without_the_compiled_part_values_are_made_at_every_use() -> None:
+    program = """
+import torch, amp_fx
+w = torch.nn.Parameter(torch.randn(4, 4))
+array = w.detach().numpy()
+kept = amp_fx.keep(lambda w: w * 2, w)
+for _ in range(3):
+    assert torch.equal(kept(), w.detach() * 2)
+    array[1, 2] += 1.0
+assert "could not be built" in kept.why_remade, kept.why_remade
+assert not kept.is_fresh() and kept.bytes == 0
+kept.invalidate()
+assert not kept().requires_grad
+try:
+    amp_fx.keep(lambda w: w.t(), w)()
+except amp_fx.errors.KeepError:
+    print("right")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"AMP_FX_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "right\n", done.stderr
+
+
+# ----------------------------------------------------------------- compilers, modes, transforms
+
+
+BACKENDS = ("eager", "aot_eager", "inductor", "amp_fx")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_compiled_code_a_value_is_an_input_that_is_right_after_writes(backend: str) -> None:
+    model = Packs()
+    pair = amp_fx.keep(lambda w: (w + 1, w.sum()), model.weight)
+    x = torch.randn(2, SIZE)
+    counter = CompileCounterWithBackend(backend)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        data, total = pair()
+        out: torch.Tensor = torch.relu(model.packed().sum(0) * x) + data.sum() * total
+        return out
+
+    with torch.no_grad():
+        for _ in range(4):
+            w = model.weight.detach().clone()
+            expected = torch.relu((w * 2).sum(0) * x) + (w + 1).sum() * w.sum()
+            torch.testing.assert_close(compiled(x), expected)
+            model.weight.data.add_(1)
+    assert counter.frame_count == 1
+
+
+def test_in_compiled_code_gradients_flow_past_a_value_and_not_into_it() -> None:
+    model = Packs()
+    x = torch.randn(2, SIZE, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+        torch.testing.assert_close(grad, (model.weight * 2).sum(1).expand(2, SIZE))
+        model.weight.data.add_(1)
+    assert model.weight.grad is None
+
+
+def test_a_compiled_model_that_keeps_its_own_weights_is_right_and_freed() -> None:
+    model = Packs()
+    x = torch.randn(2, SIZE)
+    compiled = torch.compile(model, backend="amp_fx", options={"compiler": "eager"})
+    with torch.no_grad():
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = (x @ (model.weight.detach() * 2)).float()
+            assert_same(compiled(x), expected)
+            model.weight.data.add_(1)
+    refs: list[Any] = [weakref.ref(model), weakref.ref(model.weight)]
+    del model, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_in_compiled_code_other_shapes_are_compiled_again() -> None:
+    w = weight()
+    columns = [SIZE]
+
+    def cut(w: torch.Tensor) -> torch.Tensor:
+        return w[:, : columns[0]] * 2
+
+    kept = amp_fx.keep(cut, w)
+    compiled = torch.compile(lambda x: x @ kept(), backend="eager", fullgraph=True)
+    for columns[0] in (SIZE, 2, 1, SIZE):
+        w.data.add_(1)
+        assert_same(compiled(torch.eye(SIZE)), w.detach()[:, : columns[0]] * 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_function_that_writes_a_weight_has_the_value_of_before(backend: str) -> None:
+    """A limit: a graph reads its inputs when it begins. A graph break lets it read again."""
+    w = weight()
+    kept = amp_fx.keep(doubled, w)
+
+    def update_and_use(x: torch.Tensor, is_one_graph: bool) -> torch.Tensor:
+        with torch.no_grad():
+            w.data.mul_(2)
+        if not is_one_graph:
+            torch._dynamo.graph_break()
+        out: torch.Tensor = x + kept()
+        return out
+
+    compiled = torch.compile(update_and_use, backend=backend)
+    for is_one_graph in (True, False, True, True, False):
+        before = w.detach().clone()
+        out = compiled(torch.zeros(SIZE, SIZE), is_one_graph)
+        torch.testing.assert_close(out, before * (2 if is_one_graph else 4))
+        assert_same(w.detach(), before * 2)
+        assert_same(kept(), before * 4)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_in_compiled_code_a_refused_function_is_named(fullgraph: bool) -> None:
+    w = weight()
+    kept = amp_fx.keep(lambda w: w.t(), w)
+    compiled = torch.compile(lambda x: x @ kept(), backend="eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match="returns a view of a weight, which needs no keeping"):
+        compiled(torch.eye(SIZE))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of what torch.func.jvp imports
+def test_what_a_transform_or_mode_asks_for_first_is_kept_as_it_is() -> None:
+    """Neither a wrapper of ``torch.func`` nor a fake tensor outlives what it was made under."""
+    w = weight()
+    x = torch.randn(3, SIZE)
+    uses: list[Callable[[Any], Any]] = [
+        lambda kept: torch.vmap(lambda x: x @ kept())(x),
+        lambda kept: torch.func.grad(lambda x: (x @ kept()).sum())(x[0]),
+        lambda kept: torch.func.jvp(lambda x: x @ kept(), (x,), (x,)),
+    ]
+    for use in uses:
+        kept = amp_fx.keep(doubled, w)
+        use(kept)
+        assert type(kept()) is torch.Tensor
+        assert_same(kept() + 1, w.detach() * 2 + 1)
+    kept = amp_fx.keep(doubled, w)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kept()
+    assert type(kept()) is torch.Tensor
+    assert_same(kept(), w.detach() * 2)
+    model = Packs()
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict).module()
+        assert_same(program(x), model(x))
+
+
+# ----------------------------------------------------------------------- threads and processes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_goes_on_alone() -> None:
+    program = """
+import os, threading, torch, amp_fx
+torch.set_num_threads(1)
+w = torch.nn.Parameter(torch.ones(4, 4))
+kept = amp_fx.keep(lambda w: w * 2, w)
+kept()
+stop = threading.Event()
+def call():
+    while not stop.is_set():
+        kept(), kept.invalidate()
+thread = threading.Thread(target=call)
+thread.start()
+pid = os.fork()
+if pid == 0:
+    for i in range(5):
+        w.data.add_(1)
+        assert torch.equal(kept(), w.detach() * 2)
+        assert torch.equal(amp_fx.keep(lambda w: w + 1, w)(), w.detach() + 1)
+    os._exit(7)
+_, status = os.waitpid(pid, 0)
+stop.set()
+thread.join()
+assert torch.equal(kept(), torch.full((4, 4), 2.0))
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_one_thread_writes_while_others_read() -> None:
+    """What readers hold never changes, and what comes after the writer is done is of its last."""
+    w = nn.Parameter(torch.zeros(64, 64))
+    kept = amp_fx.keep(lambda w: (w + 1, w.sum() * 0 + w[0, 0]), w)
+    faults: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            held = kept()
+            then = [each.clone() for each in held]
+            time.sleep(0.0005)
+            if not all(map(torch.equal, held, then)):
+                faults.append("a value changed that was held")
+                return
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    last = 0.0
+    for i in range(300):
+        last = float(i)
+        w.data.fill_(last)
+        time.sleep(0.0002)
+        if not torch.equal(kept()[0], torch.full((64, 64), last + 1)):
+            faults.append(f"stale after write {i}")
+            break
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert faults == []
+    assert_same(kept()[0], torch.full((64, 64), last + 1))
+
+
+def test_a_write_that_another_thread_is_at_is_not_missed_for_good() -> None:
+    w = nn.Parameter(torch.zeros(512, 512))
+    kept = amp_fx.keep(doubled, w)
+    kept()
+    for i in range(20):
+        writer = threading.Thread(target=w.data.fill_, args=(float(i + 1),))
+        writer.start()
+        for _ in range(5):
+            kept()
+        writer.join()
+        assert_same(kept(), torch.full((512, 512), 2.0 * (i + 1)))

@@ -1,0 +1,380 @@
+"""Writes that are hard to see: through old aliases, in the midst of calls, by other threads.
+
+Each is asked of the three ways in which values of weights are kept, by the numbers alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from amp_fx import weight_cache
+from amp_fx.inner import has_cpp_compiler
+from tests.distributed.spawn import run_ranks
+from tests.weights.keeping import WAYS, Line, Way, batch, check, contents, is_right, make_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Scale = Callable[[float], Any]
+    Write = Callable[[torch.Tensor], Any]
+    Agent = Callable[[Callable[[], Any]], Callable[[], Any]]
+
+pytestmark = [
+    pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler"),
+]
+ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> None:
+    weight_cache.clear()
+
+
+# --------------------------------------------- through an alias that was taken before the call
+
+
+def by_array(weight: torch.Tensor) -> Scale:
+    array = weight.detach().numpy()
+    return lambda factor: np.multiply(array, factor, out=array)
+
+
+def by_dlpack(weight: torch.Tensor) -> Scale:
+    return from_dlpack(weight.detach()).mul_
+
+
+def by_pointer(weight: torch.Tensor) -> Scale:
+    pointer = ctypes.cast(weight.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    array = np.ctypeslib.as_array(pointer, (weight.numel(),))
+    return lambda factor: np.multiply(array, factor, out=array)
+
+
+ALIASES = {alias.__name__: alias for alias in (by_array, by_dlpack, by_pointer)}
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_write_right_after_values_were_made(way: Way, alias: str) -> None:
+    x = batch()
+    stale = []
+    for is_seen_before, before, between in itertools.product((False, True), range(3), range(3)):
+        model, held = make_line()  # all of them share the code
+        program = way.compile(model)
+        if is_seen_before:
+            way.warm(program, x)
+            model.weight(1).data.mul_(2)
+            held[1] = held[1] * 2
+        for _ in range(before):
+            check(way, program, held, x)
+        scale = ALIASES[alias](model.weight(1))
+        for _ in range(between):
+            check(way, program, held, x)
+        for factor in (-3.0, 0.5):
+            scale(factor)
+            held[1] = held[1] * factor
+            if not is_right(way, program, held, x):
+                stale.append((is_seen_before, before, between, factor))
+    assert not stale, "a write first, calls, then an alias, calls, then a write of which factor"
+
+
+@ALL_WAYS
+def test_an_array_written_between_all_calls(way: Way) -> None:
+    (model, held), x = make_line(), batch()
+    program = way.compile(model)
+    scale = by_array(model.weight(1))
+    for k in range(8):
+        check(way, program, held, x)
+        factor = (-2.0, 0.5)[k % 2]
+        scale(factor)
+        held[1] = held[1] * factor
+
+
+@pytest.mark.slow
+def test_received_while_a_call_is_under_way(tmp_path: Path) -> None:
+    """A broadcast takes the pointer, a call follows, and then the bytes come."""
+    for found in run_ranks("tests.weights.broadcast_program", tmp_path, 2):
+        assert found["received"] == {way.name: True for way in WAYS}
+
+
+# ------------------------------------------------------ a few elements, through an older array
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("num_rows", [8, 1])
+def test_a_part_written_through_an_older_array_is_found(way: Way, num_rows: int) -> None:
+    x = batch(64)
+    stale = []
+    for first in (0, 31, 64 - num_rows):
+        torch._dynamo.reset()  # a graph that found such a write casts from there on
+        held = [contents(first, 64)]
+        model = Line(held)
+        program = way.compile(model)
+        array = model.weight(0).detach().numpy()
+        way.warm(program, x)
+        array[first : first + num_rows] *= -8
+        held[0][first : first + num_rows] *= -8
+        if not any(is_right(way, program, held, x) for _ in range(200)):
+            stale.append(first)
+            continue
+        for _ in range(20):
+            check(way, program, held, x)
+    assert not stale, "rows from which on a write was never found"
+
+
+# -------------------------------------------------------------------- in the midst of a call
+
+PENDING: list[Callable[[], Any]] = []
+"""What happens in the next call, after its first product."""
+
+
+@torch.library.custom_op("amp_fx_never_stale::happen", mutates_args=())
+def happen(x: torch.Tensor) -> torch.Tensor:
+    """Does something that no graph knows of."""
+    while PENDING:
+        PENDING.pop()()
+    return x.clone()
+
+
+@happen.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+happen.register_autograd(lambda _, grad: grad)
+
+
+def directly(write: Callable[[], Any]) -> Callable[[], Any]:
+    return write
+
+
+def by_collected_garbage(write: Callable[[], Any]) -> Callable[[], Any]:
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            write()
+
+    def collect() -> None:
+        Garbage()
+        gc.collect()
+
+    return collect
+
+
+def by_a_signal_handler(write: Callable[[], Any]) -> Callable[[], Any]:
+    def send() -> None:
+        was = signal.signal(signal.SIGUSR1, lambda *_: write())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)
+        signal.signal(signal.SIGUSR1, was)
+
+    return send
+
+
+def by_a_timer(write: Callable[[], Any]) -> Callable[[], Any]:
+    def wait() -> None:
+        done: list[bool] = []  # an event has a lock, which its own waiter may hold just then
+
+        def ring(*_: object) -> None:
+            write()
+            done.append(True)
+
+        was = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        until = time.monotonic() + 10
+        while not done and time.monotonic() < until:
+            time.sleep(0.001)
+        signal.signal(signal.SIGALRM, was)
+        assert done
+
+    return wait
+
+
+def by_a_thread(write: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+
+    return run
+
+
+AGENTS: dict[str, Agent] = {
+    agent.__name__: agent
+    for agent in (directly, by_collected_garbage, by_a_signal_handler, by_a_timer, by_a_thread)
+}
+
+
+def scaled(weight: torch.Tensor) -> None:
+    weight.data.mul_(-3)
+
+
+def rows_scaled(weight: torch.Tensor) -> None:
+    weight.data[3:5].mul_(-16)
+
+
+def copied(weight: torch.Tensor) -> None:
+    weight.data.copy_(contents(60))
+
+
+def replaced(weight: torch.Tensor) -> None:
+    weight.data = contents(61)
+
+
+def scaled_by_list_op(weight: torch.Tensor) -> None:
+    torch._foreach_mul_([weight.data], -3.0)
+
+
+def scaled_as_array(weight: torch.Tensor) -> None:
+    weight.detach().numpy().__imul__(-3)
+
+
+def scale_data(weight: torch.Tensor, factor: float, row: Any = ...) -> None:
+    weight.data[row].mul_(factor)
+
+
+WRITES = {
+    write.__name__: write
+    for write in (scaled, rows_scaled, copied, replaced, scaled_by_list_op, scaled_as_array)
+}
+
+
+def make_eventful() -> tuple[Line, list[torch.Tensor]]:
+    """A model in whose calls something may happen, between its first and its second product."""
+    return make_line(inside={0: happen})
+
+
+def written(held: torch.Tensor, write: Write) -> torch.Tensor:
+    """What a weight will hold."""
+    twin = nn.Parameter(held.clone())
+    write(twin)
+    return twin.detach()
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("agent", AGENTS)
+def test_the_call_after_one_in_which_a_weight_was_written(way: Way, agent: str) -> None:
+    x = batch()
+    stale = []
+    layers = range(3)  # whose weight was read before, or is to be read yet
+    for (name, write), layer in itertools.product(WRITES.items(), layers):
+        model, held = make_eventful()  # all of them share the code
+        program = way.compile(model)
+        way.warm(program, x)
+        held[layer] = written(held[layer], write)
+        PENDING.append(AGENTS[agent](functools.partial(write, model.weight(layer))))
+        way.call(program, x)
+        assert not PENDING
+        stale += [(name, layer, k) for k in range(3) if not is_right(way, program, held, x)]
+    assert not stale, "how which layer was written, and which call after it was wrong"
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("agent", ["directly", "by_a_thread"])
+def test_rows_written_in_the_call_that_makes_values(way: Way, agent: str) -> None:
+    """Training begins to keep in its second or third call, and all make again after a write."""
+    x, rows = batch(), slice(3, 5)
+    stale = []
+    for is_seen_before, layer, k in itertools.product((False, True), range(3), range(4)):
+        model, held = make_eventful()
+        program = way.compile(model)
+        for _ in range(k):
+            check(way, program, held, x)
+        if is_seen_before:
+            model.weight(layer).data.mul_(2)
+            held[layer] = held[layer] * 2
+        held[layer][rows] *= -16
+        write = functools.partial(scale_data, model.weight(layer), -16, rows)
+        PENDING.append(AGENTS[agent](write))
+        way.call(program, x)
+        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
+        stale += [] if is_all_right else [(is_seen_before, layer, k)]
+    assert not stale, "whether after a seen write, which layer, after how many calls"
+
+
+@ALL_WAYS
+def test_a_fresh_thread_writes_what_the_call_has_read(way: Way) -> None:
+    """The call asks for a pointer to read, as kernels of others do, before the thread starts."""
+    x, rows = batch(), slice(3, 5)
+    stale = []
+    for layer, num_calls in itertools.product(range(3), range(5)):
+        model, held = make_eventful()
+        program = way.compile(model)
+        for _ in range(num_calls):
+            check(way, program, held, x)
+        weight = model.weight(layer)
+        held[layer][rows] *= -16
+        PENDING.append(by_a_thread(functools.partial(scale_data, weight, -16, rows)))
+        PENDING.append(weight.data_ptr)
+        way.call(program, x)
+        assert not PENDING
+        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
+        stale += [] if is_all_right else [(layer, num_calls)]
+    assert not stale, "which layer, after how many calls"
+
+
+@ALL_WAYS
+def test_threads_that_write_rows_in_call_after_call(way: Way) -> None:
+    (model, held), x = make_eventful(), batch()
+    program = way.compile(model)
+    way.warm(program, x)
+    for k in range(20):
+        layer, row = k % 3, k % 7
+        factor = -8 if k < 10 else -0.125
+        held[layer][row] *= factor
+        PENDING.append(by_a_thread(functools.partial(scale_data, model.weight(layer), factor, row)))
+        way.call(program, x)
+        for _ in range(2):
+            check(way, program, held, x)
+
+
+# ---------------------------------------------------------------------------------- off is off
+
+
+class Off(nn.Module):
+    """A program that switches mixed precision off itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x)  # type: ignore[no-any-return]
+
+
+@ALL_WAYS
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
+def test_off_keeps_nothing_and_changes_no_bit(way: Way, is_inside: bool) -> None:
+    (line, _), x = make_line(), batch()
+    model: nn.Module = Off(line) if is_inside else line
+    for k in range(2):
+        results = []
+        for program in (torch.compile(model, dynamic=False), way.compile(model)):
+            for _ in range(3):
+                if is_inside:
+                    results.append(way.call(program, x))
+                else:
+                    with torch.autocast("cpu", enabled=False):
+                        results.append(way.call(program, x))
+        for result in results[1:]:
+            assert all(map(torch.equal, result, results[0]))
+        stats = weight_cache.stats()
+        assert (stats.bytes, stats.entries, stats.values) == (0, 0, ())
+        if k == 0:
+            line.weight(1).data.mul_(-3)
