@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.dtypes import as_dtype, is_low
-from amp_fx.errors import OptionError
-from amp_fx.policies.policy import Policy, as_policy, preset
-from amp_fx.regions.low_dtypes import (
+from amp_fx.devices.low_dtypes import (
     DIFFERING,
     device_names,
     warn_of_default,
     warn_of_emulation,
     without_bfloat16,
 )
+from amp_fx.dtypes import as_dtype, is_low
+from amp_fx.errors import OptionError
+from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.tables.lean import has_low_sums
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Options:
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
         freezing: Whether what is computed from weights alone (casts, packed and laid out weights)
             is kept across calls in graphs without gradients, and made again after writes, as
-            ``amp_fx.freezing`` says; None: on the CPU, if ``weight_cache`` is on, and where
+            ``amp_fx.backend.freezing`` says; None: on the CPU, if ``weight_cache`` is on, and where
             inductor's own ``freezing`` is. On accelerators, not under inductor's CUDA graphs.
         fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
             roundings.
@@ -62,7 +62,7 @@ class Options:
             under policies by which residual sums are low, such as the preset ``"lean"``.
         products: What low products are computed in on a CPU, under inductor: ``"wide"``, float32
             of the rounded inputs, rounded once at the end; ``"low"``; ``"auto"``: wide where that
-            was measured to be faster on this machine (``amp_fx.product_costs``).
+            was measured to be faster on this machine (``amp_fx.backend.product_costs``).
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
@@ -213,7 +213,7 @@ def _to_bool(name: str, value: Any) -> bool:
 
 
 def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
-    from amp_fx.added_passes import check_pass
+    from amp_fx.backend.added_passes import check_pass
 
     if not isinstance(value, (list, tuple)):
         raise OptionError(f"{name}={value!r} is no list of passes")
@@ -237,7 +237,7 @@ def _add_disabled(parsed: dict[str, Any]) -> None:
     given = parsed.get("disable_passes", ())
     if not given and not from_environment:
         return
-    from amp_fx.added_passes import check_disabled
+    from amp_fx.backend.added_passes import check_disabled
 
     added = parsed.get("passes", ())
     check_disabled("disable_passes", given, added)

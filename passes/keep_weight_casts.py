@@ -33,8 +33,8 @@ from amp_fx.graphs.metadata import CAPTURED, CAST, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
+from amp_fx.passes.lay_out_kept_copies import is_convolution
 from amp_fx.weights.kept_cast import Slot, kept_cast
-from amp_fx.weights.layouts import is_convolution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

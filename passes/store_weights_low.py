@@ -10,7 +10,7 @@ After:
 
 The numbers stay: a cast of a view is a view of the cast. Who runs the pass casts the tensors
 themselves. Left alone on purpose: weights that anything reads in float32, or in two dtypes
-(``weights.low_reads``); casts whose results are laid out otherwise than what they cast, written
+(``passes.low_reads``); casts whose results are laid out otherwise than what they cast, written
 to or handed out, which a weight must not be.
 """
 
@@ -35,7 +35,7 @@ from amp_fx.graphs.values import (
     version_of,
 )
 from amp_fx.passes.base import PassResult
-from amp_fx.weights.low_reads import is_view, low_reads, readers
+from amp_fx.passes.low_reads import is_view, low_reads, readers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx import fallback
+from amp_fx.backend import fallback
 from amp_fx.policies.policy import Policy, preset
 from tests.programs import capture_program
 

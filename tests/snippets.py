@@ -25,7 +25,9 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     """Runs files with their arguments as if each was a program, and says which one failed."""
     import torch
 
-    from amp_fx import backend, freezing, inner, weight_cache
+    from amp_fx import weight_cache
+    from amp_fx.backend import entry as backend
+    from amp_fx.backend import freezing, inner
 
     if not uses_inductor:
         for module in (inner, backend, freezing):

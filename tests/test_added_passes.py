@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import amp_fx
-from amp_fx import added_passes, stats
+from amp_fx import stats
+from amp_fx.backend import added_passes
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import OptionError, PassError
-from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import DISABLE_ENVIRONMENT, Options
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import FoldCasts
@@ -198,15 +199,15 @@ def test_cache_keys_have_the_pass(
 
 
 def test_a_pass_that_needs_what_is_not_there(captured_relu: Captured) -> None:
-    from amp_fx.pipeline import run_passes
+    from amp_fx.backend.pipeline import run_passes
 
     with pytest.raises(PassError, match=r"'fold_casts' failed after nothing: .*requires that"):
         run_passes(captured_relu.gm, [FoldCasts()])
 
 
 def test_a_pass_that_breaks_what_it_ensures(captured_relu: Captured) -> None:
+    from amp_fx.backend.pipeline import run_passes
     from amp_fx.graphs.conditions import SITES_KNOWN
-    from amp_fx.pipeline import run_passes
 
     @dataclasses.dataclass(frozen=True)
     class AddsNode:

@@ -12,9 +12,10 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx import after_autograd, preset
-from amp_fx.after_autograd import AfterAutograd, widen_weight_grads
-from amp_fx.inner import has_cpp_compiler, inductor_config
+from amp_fx import preset
+from amp_fx.backend import after_autograd
+from amp_fx.backend.after_autograd import AfterAutograd, widen_weight_grads
+from amp_fx.backend.inner import has_cpp_compiler, inductor_config
 from amp_fx.options import Options
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return a.to(dtype) @ b.to(dtype)
 
-    library.impl("mm.dtype", product, "CPU")  # type: ignore[no-untyped-call]
+    for name in ("mm.dtype", "bmm.dtype"):
+        library.impl(name, product, "CPU")  # type: ignore[no-untyped-call]
     yield
     library._destroy()  # type: ignore[no-untyped-call]
 
@@ -105,6 +107,28 @@ def test_rows_of_batches_are_one_product(dynamic: bool) -> None:
     run(linear, x.detach(), w, dynamic=dynamic)
     assert run.widened == 1
     assert torch.allclose(grad_of(w), exact(x.flatten(0, 1), w), rtol=1e-6, atol=1e-4)
+
+
+def experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What autocast makes of a layer of experts, each with rows and a weight of its own."""
+    result: torch.Tensor = torch.bmm(x.to(BFLOAT16), w.to(BFLOAT16)).float() ** 2
+    return result
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(
+    torch.ops.aten.bmm.default not in after_autograd._wide_products(),
+    reason="inductor does not lower aten.bmm.dtype",
+)
+def test_the_products_of_experts_are_not_rounded() -> None:
+    x, w = matrices((4, 64, 16), (4, 16, 8))
+    run = Run()
+    run(experts, x.detach(), w)
+    assert run.widened == 1
+    assert torch.ops.aten.bmm.dtype in run.targets()
+    low, weight = x.detach().to(BFLOAT16), w.detach().to(BFLOAT16)
+    grad = (2 * torch.bmm(low, weight).float()).to(BFLOAT16)
+    assert torch.equal(grad_of(w), low.float().mT @ grad.float())
 
 
 @pytest.mark.usefixtures("emulated")

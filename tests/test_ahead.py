@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.ahead import is_ahead_of_time
+from amp_fx.backend.ahead import is_ahead_of_time
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import AheadOfTimeError
-from amp_fx.inner import has_cpp_compiler
 from tests.ahead_program import Net
 
 if TYPE_CHECKING:

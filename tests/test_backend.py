@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.backend import amp_fx
+from amp_fx.backend.entry import amp_fx
+from amp_fx.backend.rewrite import bare_state, graph_devices, region_device_type
 from amp_fx.errors import OptionError
 from amp_fx.options import Options
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import AutocastState
-from amp_fx.rewrite import bare_state, graph_devices, region_device_type
 from tests.programs import assert_same_bits, capture_program, compiled, run_program
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx import fallback
+from amp_fx.backend import fallback
+from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.errors import PassError
-from amp_fx.fallback import as_native_region, warn_fallback
 from tests.programs import assert_same_bits, run_program, site
 
 if TYPE_CHECKING:

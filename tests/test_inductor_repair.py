@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from amp_fx import inductor_repair
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend import inductor_repair
+from amp_fx.backend.inner import has_cpp_compiler
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 

@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 
-from amp_fx import inner
+from amp_fx.backend import inner
 from tests.programs import compiled
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_graphs_without_cpu_tensors_need_no_compiler() -> None:
 
 
 NO_COMPILER = """
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 assert not has_cpp_compiler()
 """
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import CHECK_ENVIRONMENT, default_passes, run_passes
 from amp_fx.errors import BannedOpError, GraphInvariantError, PassError
 from amp_fx.graphs.values import set_value
 from amp_fx.passes.base import PassResult
-from amp_fx.pipeline import CHECK_ENVIRONMENT, default_passes, run_passes
 from tests.programs import site
 
 if TYPE_CHECKING:

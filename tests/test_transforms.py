@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx import transforms
+from amp_fx.backend import transforms
 from tests.programs import compiled
 
 if TYPE_CHECKING:

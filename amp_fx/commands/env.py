@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx import __version__, native
+from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.devices.processor import bfloat16_units
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.table import piped_width
-from amp_fx.inner import has_cpp_compiler
 from amp_fx.native.build import find
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
-from amp_fx.processor import bfloat16_units
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:

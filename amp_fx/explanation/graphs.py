@@ -24,10 +24,10 @@ from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
+from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.low_reads import low_reads
 from amp_fx.weights.recipes import ops_of, sources_of
 
 if TYPE_CHECKING:

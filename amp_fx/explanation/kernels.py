@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.backend.inner import compile_graph
 from amp_fx.explanation.records import KernelRecord
-from amp_fx.inner import compile_graph
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.backend.inner import through_inductor
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.kernels import scheduled_kernels
 from amp_fx.explanation.places import op_name, place_of
@@ -20,7 +21,6 @@ from amp_fx.explanation.records import CollectiveRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.inner import through_inductor
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.regions.state import no_autocast
 from amp_fx.weights.kept_inputs import example_copies

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx.backend.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.explanation.lowered import lowered_graphs
 from amp_fx.explanation.records import PassRecord
-from amp_fx.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.graph_copy import copy_graph_module
@@ -28,12 +28,12 @@ from amp_fx.weights.kept_inputs import example_copies
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from amp_fx.backend.rewrite import Rewritten
     from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
-    from amp_fx.rewrite import Rewritten
     from amp_fx.weights.recipes import Recipe
 
 log = logging.getLogger(__name__)

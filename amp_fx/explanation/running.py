@@ -14,12 +14,12 @@ from torch._dynamo import pgo
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 
-from amp_fx.backend import called_in
+from amp_fx.backend.entry import called_in
+from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
 from amp_fx.regions.state import no_autocast
-from amp_fx.rewrite import rewrite, start_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
+from amp_fx.backend.rewrite import start_state_on
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
 from amp_fx.exporting.capture import capture, devices_of
 from amp_fx.exporting.program import devices_in
@@ -19,7 +20,6 @@ from amp_fx.exporting.rewriting import (
 from amp_fx.front.settings import RegionSettings
 from amp_fx.options import Options
 from amp_fx.regions.state import AutocastState
-from amp_fx.rewrite import start_state_on
 
 if TYPE_CHECKING:
     import os

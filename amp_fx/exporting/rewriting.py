@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.added_passes import with_added
+from amp_fx.backend.added_passes import with_added
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.exporting.notes import clean, note_rewrite
 from amp_fx.exporting.program import (
     WRITES,
@@ -30,7 +31,6 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
-from amp_fx.pipeline import run_passes
 from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:

@@ -91,6 +91,10 @@ struct Record {
   std::atomic<uint64_t> writes{1}; // raised when a write begins; 0 stands for "never made"
   std::atomic<uint64_t> writer{0}; // the thread of the latest write
   std::atomic<int64_t> settled_at{0}; // when that write has ended for sure
+  int64_t written_at = 0; // when a write was last noted; these under `noting`
+  uint64_t last_writer = 0, other_writer = 0; // the latest thread, and the one before; 0: none
+  int64_t other_at = 0;
+  std::mutex noting;
 };
 using RecordRef = std::shared_ptr<Record>;
 
@@ -105,6 +109,7 @@ std::unordered_map<StorageImpl*, RecordRef>& records() {
 }
 
 constexpr uint64_t any_thread = 0; // the writer of a collective: torch's own threads
+constexpr uint64_t several_threads = UINT64_MAX; // that write at once, or may do so
 std::atomic<uint64_t> next_thread{1};
 thread_local const uint64_t this_thread = next_thread++;
 std::atomic<int64_t> num_in_flight{0}; // calls that read values
@@ -119,11 +124,39 @@ int64_t now() { // nanoseconds
 constexpr int64_t settling_ns = 50'000'000;
 constexpr int64_t settling_ns_of_collective = 1'000'000'000;
 constexpr int64_t settling_ns_per_byte = 10;
+constexpr int64_t memory_of_writers_ns = 60'000'000'000;
+
+// Waits longer before what is read is trusted.
+void settle(Record& record, uint64_t writer, int64_t settling) {
+  std::lock_guard<std::mutex> guard(record.noting);
+  const int64_t time = now();
+  const bool was_collective = record.writer == any_thread; // who writes after one has waited for it
+  const bool is_alone = was_collective || record.writer == writer || time >= record.settled_at;
+  record.writer = is_alone ? writer : several_threads;
+  const int64_t end = time + settling + settling_ns_per_byte * record.num_bytes;
+  record.settled_at = was_collective ? end : std::max(record.settled_at.load(), end);
+}
 
 void note_write(Record& record, uint64_t writer = this_thread, int64_t settling = settling_ns) {
-  record.writer = writer;
-  record.settled_at = now() + settling + settling_ns_per_byte * record.num_bytes;
+  if (writer != any_thread) { // collectives are seen each time, whether or not there is a hook
+    std::lock_guard<std::mutex> guard(record.noting);
+    if (record.last_writer != writer) {
+      record.other_writer = std::exchange(record.last_writer, writer);
+      record.other_at = record.written_at;
+    }
+    record.written_at = now();
+  }
+  settle(record, writer, settling);
   record.writes++;
+}
+
+// Whether another thread may be at a write that nothing saw, as the hook was gone: one that was seen
+// writing before.
+bool may_others_write(Record& record) {
+  std::lock_guard<std::mutex> guard(record.noting);
+  const bool is_others = record.last_writer != 0 && record.last_writer != this_thread;
+  return is_others || (record.other_writer != 0 && record.other_writer != this_thread &&
+                       now() - record.other_at < memory_of_writers_ns);
 }
 
 bool is_settling(const Record& record) {
@@ -223,9 +256,13 @@ void disarm(StorageImpl* storage) {
 
 #endif
 
-// Watches a storage; that it was not watched, without a write that tells why, is a write.
+// Watches a storage; that it was not watched, without a write that tells why, is a write. The hook
+// is gone once it was called: other threads that write may be at a write that it did not see.
 bool watch_again(StorageImpl* storage, Record& record) {
   if (!is_armed(storage)) {
+    if (may_others_write(record)) {
+      settle(record, several_threads, settling_ns);
+    }
     if (!HAS_HOOK || record.armed_at == record.writes) {
       note_write(record);
     }
@@ -294,9 +331,16 @@ struct Sample {
     const uint64_t from = i * numel / num_sampled, to = (i + 1) * numel / num_sampled;
     return data + (from + ((mixed(seed + i) >> 32) * (to - from) >> 32)) * item_size;
   }
-  uint64_t read(const char* place) const {
-    uint64_t found = 0;
-    std::memcpy(&found, place, std::min(item_size, sizeof(found)));
+  uint64_t read(const char* place) const { // of numbers of 16 bytes the first 8
+    return item_size == 4 ? read_as<uint32_t>(place)
+        : item_size == 2  ? read_as<uint16_t>(place)
+        : item_size == 1  ? read_as<uint8_t>(place)
+                          : read_as<uint64_t>(place);
+  }
+  template <typename Bits>
+  static uint64_t read_as(const char* place) {
+    Bits found;
+    std::memcpy(&found, place, sizeof(found));
     return found;
   }
   void take(const at::Tensor& weight, const char* data) {
@@ -327,6 +371,7 @@ struct Stamp {
   const char* data = nullptr;
   at::DimVector sizes, strides;
   at::ScalarType type = at::kFloat;
+  bool is_conj = false, is_neg = false;
   uint64_t seen = 0; // the record's writes when it was made; 0: make it again
   int64_t version = 0;
   uint64_t next_seen = 0; // the same for the value that is being made
@@ -343,11 +388,13 @@ struct Stamp {
     sizes = at::DimVector(weight.sizes());
     strides = at::DimVector(weight.strides());
     type = weight.scalar_type();
+    is_conj = weight.is_conj();
+    is_neg = weight.is_neg();
   }
   bool lies_where(const at::Tensor& weight) const {
     return weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage &&
         data_of(weight) == data && weight.scalar_type() == type && weight.sizes() == sizes &&
-        weight.strides() == strides;
+        weight.strides() == strides && weight.is_conj() == is_conj && weight.is_neg() == is_neg;
   }
   bool is_fresh(const at::Tensor& weight) const {
     return seen != 0 && seen == record->writes && !record->is_distrusted && is_armed(storage) &&
@@ -383,7 +430,7 @@ bool has_value(const Kept* kept) {
   return kept->value != nullptr && kept->value != Py_None;
 }
 
-using Tensors = std::vector<const at::Tensor*>;
+using Tensors = c10::SmallVector<const at::Tensor*, 4>;
 
 Tensors tensors_of(PyObject* tuple) {
   Tensors found;
@@ -537,12 +584,17 @@ void for_each(PyObject* kepts, PyObject* weights, Function function) {
   }
 }
 
-// stale(kepts, weights) -> the positions of the values that are not fresh; to others it is a hit.
+// stale(kepts, weights) -> the positions of the values that are not fresh, each value once; to
+// others it is a hit.
 PyObject* stale(PyObject*, PyObject* const* args, Py_ssize_t) {
   return guarded([&]() -> PyObject* {
     PyObject* found = PyList_New(0);
+    std::unordered_set<Kept*> known;
     for_each(args[0], args[1], [&](Py_ssize_t i, Kept* kept, const Tensors& sources) {
       if (!lies_where(kept, sources.data()) || !is_fresh(kept, sources.data())) {
+        if (!known.insert(kept).second) {
+          return;
+        }
         PyObject* position = PyLong_FromSsize_t(i);
         PyList_Append(found, position);
         Py_DECREF(position);
@@ -616,25 +668,29 @@ PyObject* finish_step(PyObject*, PyObject* const* args, Py_ssize_t) {
   });
 }
 
-bool is_shared(PyObject* object) { // as an object, a tensor or a view, by a backward, say
-  const at::Tensor* tensor = Py_REFCNT(object) > 1 ? nullptr : plain_tensor(object);
+bool is_read(PyObject* object) { // as an object, a tensor or a view, by a backward, say
+  if (Py_REFCNT(object) > 1) {
+    return true;
+  }
+  if (PyTuple_CheckExact(object)) {
+    PyObject** items = &PyTuple_GET_ITEM(object, 0);
+    return std::any_of(items, items + PyTuple_GET_SIZE(object), is_read);
+  }
+  const at::Tensor* tensor = plain_tensor(object);
   return tensor == nullptr || tensor->use_count() > 1 || tensor->storage().use_count() > 1;
 }
 
-// is_free(kept): whether nobody can be reading the value, so that its memory may be written.
-PyObject* is_free(PyObject*, PyObject* object) {
-  PyObject* value = as_kept(object)->value;
-  if (!has_value(as_kept(object)) || num_in_flight > 0) {
-    return PyBool_FromLong(0);
+// reusable(kepts) -> each value whose memory may be written, since nobody can be reading it;
+// None in the place of others.
+PyObject* reusable(PyObject*, PyObject* kepts) {
+  const bool is_busy = num_in_flight > 0;
+  PyObject* found = PyList_New(PyTuple_GET_SIZE(kepts));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
+    PyObject* value = as_kept(PyTuple_GET_ITEM(kepts, i))->value;
+    const bool is_free = !is_busy && value != nullptr && value != Py_None && !is_read(value);
+    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? value : Py_None));
   }
-  if (!PyTuple_CheckExact(value)) {
-    return PyBool_FromLong(!is_shared(value));
-  }
-  bool is_read = Py_REFCNT(value) > 1;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-    is_read |= is_shared(PyTuple_GET_ITEM(value, i));
-  }
-  return PyBool_FromLong(!is_read);
+  return found;
 }
 
 // ----------------------------------------------------------------------- the values of a graph
@@ -716,20 +772,23 @@ Place* find_place(const Look* look, const Tensors& weights) {
   return nullptr;
 }
 
-// Compares an element of each weight of fresh values with what it was. Who writes meanwhile, in
-// another thread, raises `writes` first: that is no mismatch.
-bool samples_agree(const Place& place, const Tensors& weights) {
-  bool agree = true;
+// Whether all values of a place are fresh. Compares an element of each weight of fresh values with
+// what it was. Who writes meanwhile, in another thread, raises `writes` first: no mismatch is that.
+bool are_fresh(Look* look, const Place& place, const Tensors& weights) {
+  bool are_all_fresh = true;
   all_of(place, weights, [&](Kept* kept, const at::Tensor* const* own) {
+    const bool was_fresh = is_fresh(kept, own);
     bool is_suspect = false;
     for (Stamp& stamp : *kept->stamps) {
-      stamp.is_suspect = is_fresh(kept, own) && !kept->is_alias && !stamp.sample.agrees(stamp.data);
+      stamp.is_suspect = look->samples && was_fresh && !kept->is_alias &&
+          !stamp.sample.agrees(stamp.data);
       is_suspect |= stamp.is_suspect;
     }
-    agree &= !is_suspect || !is_fresh(kept, own);
+    look->found_mismatch |= is_suspect && is_fresh(kept, own);
+    are_all_fresh &= was_fresh && !is_suspect;
     return true;
   });
-  return agree;
+  return are_all_fresh;
 }
 
 PyObject* begin_call(PyObject*, PyObject*) {
@@ -757,9 +816,9 @@ PyObject* look_enter(PyObject* self, PyObject* args) {
     }
     const Tensors& weights = weights_in(look, args);
     Place* place = find_place(look, weights);
-    look->found_mismatch = place != nullptr && look->samples && !samples_agree(*place, weights);
-    if (place == nullptr || look->found_mismatch || (look->runs && !place->has_run()) ||
-        !all_of(*place, weights, is_fresh)) {
+    look->found_mismatch = 0;
+    if (place == nullptr || !are_fresh(look, *place, weights) ||
+        (look->runs && !place->has_run())) {
       Py_DECREF(found);
       return Py_NewRef(Py_None);
     }
@@ -1127,7 +1186,7 @@ PyMethodDef functions[] = {
     {"start", as_method(start), METH_FASTCALL, "Values are about to be made of weights."},
     {"finish", as_method(finish), METH_FASTCALL, "They are made."},
     {"finish_step", as_method(finish_step), METH_FASTCALL, "They are made by what wrote the weights."},
-    {"is_free", is_free, METH_O, "Whether nobody can be reading a value."},
+    {"reusable", reusable, METH_O, "The values that nobody can be reading, None for others."},
     {"watch", watch, METH_O, "Watches a tensor's storage; False where that is impossible."},
     {"unwatch", unwatch, METH_O, "Watches it no longer."},
     {"watched", watched, METH_O, "Whether a write would be noticed, and none was."},

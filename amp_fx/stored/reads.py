@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
+from amp_fx.passes.low_reads import LOW_DTYPES
 from amp_fx.policies.calls import CAST
-from amp_fx.weights.low_reads import LOW_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -31,7 +31,7 @@ from amp_fx.weights.recipes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from types import CodeType
 
     from torch import fx
@@ -148,6 +148,7 @@ def compile_frozen(
 
     with config.patch(always_keep_tensor_constants=True):  # small ones become literals otherwise
         recipes, taken, layout_opt = _freeze(gm, example_inputs, weights, folds_batch_norm)
+        _drop_constants(gm, {str(node.target) for node in gm.graph.find_nodes(op="get_attr")})
         handed_out = _constant_outputs(gm)
         inputs = [example_inputs[i] for i in taken]
         kwargs["static_input_idxs"] = _renumbered(kwargs.get("static_input_idxs") or (), taken)
@@ -156,6 +157,7 @@ def compile_frozen(
     code, changing = _checked(gm, compiled, recipes)
     attributes = compiled.frozen_param_names
     made = {recipe: getattr(gm, attributes[name]) for name, recipe in changing.items()}
+    _drop_constants(gm)
     return FrozenGraph(taken, changing, code, handed_out), made
 
 
@@ -229,6 +231,12 @@ def _freeze(
             constant_folding.constant_fold(gm)
         record_has_frozen_params(gm)
     return recipes, taken, layout_opt
+
+
+def _drop_constants(gm: fx.GraphModule, but_for: Container[str] = ()) -> None:
+    """Frees constants: the graph is part of a cycle that lives until the garbage is collected."""
+    for name in [each for each in gm._buffers if each not in but_for]:
+        del gm._buffers[name]
 
 
 def _constant_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
@@ -326,6 +334,7 @@ def _checked(
     changing = {name: recipe for name, recipe in by_name.items() if sources_of(recipe)}
     for name in changing:  # the module lives as long as the process
         function.__globals__[name] = None
+        compiled.constants.pop(name, None)
     return code, changing
 
 

@@ -73,6 +73,15 @@ class Keep:
         weights = tuple(copy.deepcopy(weight, memo) for weight in self._weights())
         return Keep(copy.deepcopy(self._fn, memo), weights, verify=self._verify)
 
+    def __copy__(self) -> Keep:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, as it refers to weights "
+            "of this process: call amp_fx.keep again where the weights are loaded"
+        )
+
     def __call__(self) -> Value:
         """Returns the value, made anew if a weight was written since it was made.
 
@@ -89,6 +98,12 @@ class Keep:
     value = _as_input(_get)
 
     def _get(self) -> Value:
+        if torch.compiler.is_exporting():
+            raise KeepError(
+                f"torch.export would make the value of {self._wanted.name} a constant of the "
+                "program, which no new weight would change: call the function itself in what you "
+                "export"
+            )
         weights = self._weights()
         call = self._call
         if call is None:
@@ -137,7 +152,9 @@ class Keep:
         if any(weight is None for weight in alive):
             raise KeepError(
                 f"a weight of {self._wanted.name} is gone, as nobody else refers to it: pass the "
-                "parameter, not its .data or .detach(), and hold on to its module"
+                "parameter, not its .data or .detach(), and hold on to its module. If another "
+                "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
+                "again"
             )
         return alive  # type: ignore[return-value]
 
@@ -273,6 +290,7 @@ class _Computed:
         self.names = tuple(f"weight {i}" for i in range(count))
         self.ops = (self.name,)
         self._is_checked = False
+        self._device = torch.get_default_device()  # of what the function makes without one
 
     def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
         """One for each call of ``keep``."""
@@ -286,7 +304,7 @@ class _Computed:
         kept = self._kept()
         assert kept is not None, "who asks for a value holds what keeps it"
         watching = None if self._is_checked else _Watching(self.name, weights)
-        with watching or contextlib.nullcontext():
+        with self._device, watching or contextlib.nullcontext():
             value = kept._fn(*weights)
         value = tuple(value) if isinstance(value, list) else value
         self._check(value, weights)

@@ -119,8 +119,6 @@ class KeptCall:
             verify == "sample",
         )
         self.leave, self.let_go = self._look.leave, self._look.let_go
-        with STORE.exclusive():
-            STORE.calls.add(self)
         weakref.finalize(self, STORE.when_quiet, STORE.drop_unused).atexit = False
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +146,7 @@ class KeptCall:
         if accelerator_devices(weights.values()):
             return
         order = {position: i for i, position in enumerate(weights)}
-        with STORE.exclusive() as is_first, making_values():
+        with STORE.exclusive(waits=False) as is_first, making_values():
             for wanted, value in zip(self.wanted, values, strict=True) if is_first else ():
                 own = tuple(weights[i] for i in wanted.positions)
                 entry = self._entry(wanted, own)
@@ -236,19 +234,21 @@ class KeptCall:
         entries = known or [
             self._entry(each, tensors) for each, tensors in zip(self.wanted, weights, strict=True)
         ]
-        kept = [(e, w) for e, w in zip(entries, weights, strict=True) if e is not None]
-        if len(kept) < len(entries) and self._bind is not None and self.may_give_up:
+        is_all = None not in entries
+        if not is_all and self._bind is not None and self.may_give_up:
             raise CannotKeepError
-        if not self._make_fresh(kept):
+        kept = [entry for entry in entries if entry is not None]
+        pairs = zip(entries, weights, strict=True)
+        if not self._make_fresh(kept, weights if is_all else [w for e, w in pairs if e]):
             raise GaveUpError
         values = [
-            make(each, tensors) if entry is None else entry.value
+            make(each, tensors) if entry is None else entry.kept.value
             for each, entry, tensors in zip(self.wanted, entries, weights, strict=True)
         ]
-        STORE.fit([entry for entry, _ in kept])
+        STORE.fit(kept)
         run = self._bound(values)
         is_known = self._bind is None and self._look.entries(args) is not None
-        if not is_known and all(e is not None and e.value is not None for e in entries):
+        if not is_known and is_all and all(entry.value is not None for entry in kept):
             place = known or Place(entries)
             self._look.remember(tuple(e.kept for e in place), place, run)
         return values, run
@@ -264,12 +264,11 @@ class KeptCall:
             entry.calls.add(self)
         return entry
 
-    def _make_fresh(self, kept: Sequence[tuple[Entry, Weights]]) -> bool:
+    def _make_fresh(self, entries: Sequence[Entry], weights: Sequence[Weights]) -> bool:
         """Makes stale values again; False, with all of them dropped, to give up."""
-        entries = [entry for entry, _ in kept]
+        is_used = self._uses.is_used if self.may_give_up else None
         try:
-            if self._are_used(kept) or not self.may_give_up:
-                STORE.refresh(entries, [tensors for _, tensors in kept])
+            if STORE.refresh(entries, weights, is_used):
                 if self.devices:  # another graph may sample
                     (remember if self.verify == "sample" else remember_again)(entries)
                 if STORE.may_fit(entries) or not self.may_give_up:
@@ -281,13 +280,6 @@ class KeptCall:
         for entry in entries:
             STORE.drop(entry)
         return False
-
-    def _are_used(self, kept: Sequence[tuple[Entry, Weights]]) -> bool:
-        """Whether stale values were used since they were made; the largest stale one is asked."""
-        for entry, weights in sorted(kept, key=lambda pair: -pair[0].num_bytes):
-            if entry.num_bytes and entry.value is not None and not entry.kept.is_fresh(weights):
-                return self._uses.is_used(entry)
-        return True
 
     def _suspects(self, args: Args) -> list[tuple[str, torch.Tensor]]:
         """The weights whose samples differ, by their names."""
@@ -308,7 +300,7 @@ class KeptCall:
                 log.warning(
                     "%s was written where PyTorch cannot see it: through a NumPy array, a "
                     "DLPack alias or a pointer that was taken before the latest call. From now on "
-                    "it is cast on every call; to keep its cast, %s",
+                    "what is computed from it is made in every call; to keep that, %s",
                     described(name, self.owner, weight),
                     ADVICE,
                 )

@@ -107,4 +107,4 @@ def _contiguous(low: torch.Tensor) -> torch.Tensor:
 _library.impl("laid_out_as_before", _contiguous, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 laid_out_as_before = torch.ops.amp_fx.laid_out_as_before.default
-"""A kept copy in the layout that its weight has (``amp_fx.weights.layouts``)."""
+"""A kept copy in the layout that its weight has (``amp_fx.passes.lay_out_kept_copies``)."""

@@ -124,10 +124,10 @@ def _begin(
         sources = tuple(weight for _, weight in pairs)
         started = engine().Kept(sources, False)  # of this step: others may start what it writes
         engine().start((started,), (sources,))
-        is_free = [not makes_new and engine().is_free(entry.kept) for entry, _ in pairs]
+        olds = engine().reusable(tuple(entry.kept for entry, _ in pairs))
         return started, [
-            entry.value if free else torch.empty_like(entry.value)
-            for (entry, _), free in zip(pairs, is_free, strict=True)
+            torch.empty_like(entry.value) if old is None or makes_new else old
+            for (entry, _), old in zip(pairs, olds, strict=True)
         ]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import threading
 import weakref
@@ -73,14 +74,14 @@ class Entry:
         wanted: What made it.
         owner: The model, or function, whose graph asked for it first.
         calls: Whose it is; a cast stays without any, until its weight dies.
-        num_bytes: Bytes that it takes besides the weights.
+        made_bytes: Bytes that its latest value takes, or took, besides the weights.
         is_cast: Whether the value is memory that casts of one weight are written to.
-        is_alike: Whether it is laid out as the weight is.
+        is_listed: Whether it is cast together with others, by one op.
     """
 
     __slots__ = (
-        *("__weakref__", "calls", "finalizers", "is_alike", "is_cast", "kept", "key", "num_bytes"),
-        *("owner", "refs", "wanted"),
+        *("__weakref__", "calls", "finalizers", "is_cast", "is_listed", "kept", "key"),
+        *("made_bytes", "owner", "refs", "wanted"),
     )
 
     def __init__(self, key: Key, kept: Any, wanted: Wanted, weights: Weights, owner: str) -> None:
@@ -88,8 +89,8 @@ class Entry:
         self.kept = kept
         self.wanted = wanted
         self.owner = owner
-        self.num_bytes = 0
-        self.is_cast = self.is_alike = False
+        self.made_bytes = 0
+        self.is_cast = self.is_listed = False
         self.calls: weakref.WeakSet[KeptCall] = weakref.WeakSet()
         self.refs = tuple(weakref.ref(weight) for weight in weights)
         self.finalizers: list[weakref.finalize[..., torch.Tensor]] = []
@@ -98,6 +99,11 @@ class Entry:
     def value(self) -> Any:
         """The value; None once it was dropped."""
         return self.kept.value
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes now besides the weights."""
+        return 0 if self.kept.value is None else self.made_bytes
 
     def weights(self) -> Weights | None:
         """Its weights; None if one of them died."""
@@ -108,6 +114,9 @@ class Entry:
         """Whether its weights lie where they did, and no signal tells of a write."""
         weights = self.weights()
         return weights is not None and bool(self.kept.is_fresh(weights))
+
+
+_NUM_BYTES = operator.attrgetter("num_bytes")
 
 
 class Store:
@@ -121,7 +130,6 @@ class Store:
         self.streams = StreamOrder()
         self.limit: int | None = None
         self.entries: dict[Key, Entry] = {}
-        self.calls: weakref.WeakSet[KeptCall] = weakref.WeakSet()
         self._by_weight: defaultdict[int, dict[Key, Entry]] = defaultdict(dict)
         self._refused_at: int | None = None
         self._lock = threading.RLock()
@@ -134,16 +142,24 @@ class Store:
         return _num_bytes_of(self.entries.values())
 
     @contextlib.contextmanager
-    def exclusive(self) -> Iterator[bool]:
-        """Keeps others out; False for one who is called in the midst of a change."""
-        with self._lock:
-            self._depth += 1
-            try:
-                yield self._depth == 1
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._catch_up()
+    def exclusive(self, *, waits: bool = True) -> Iterator[bool]:
+        """Keeps others out; False for one who is called in the midst of a change.
+
+        Args:
+            waits: Whether to wait for another thread that is at it; else that gives False, too.
+                Who holds Dynamo's lock must not: values may be made by compiled functions.
+        """
+        if not self._lock.acquire(blocking=waits):
+            yield False
+            return
+        self._depth += 1
+        try:
+            yield self._depth == 1
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._catch_up()
+            self._lock.release()
 
     def after_fork(self) -> None:
         """A child has one thread: whoever held the lock is not there."""
@@ -207,37 +223,47 @@ class Store:
                 other.kept.bind(tuple(weight.detach() for weight in theirs))
                 if not _fits(other, theirs):
                     other.kept.value = None
-                    other.is_cast = False
+                    other.is_cast = other.is_listed = False
 
-    def refresh(self, entries: Sequence[Entry], weights: Sequence[Weights]) -> int:
-        """Makes stale values again.
+    def refresh(
+        self,
+        entries: Sequence[Entry],
+        weights: Sequence[Weights],
+        is_used: Callable[[Entry], bool] | None = None,
+    ) -> bool:
+        """Makes stale values again, if that pays.
 
         Args:
             entries: What is wanted.
             weights: Those of each.
+            is_used: Tells of the largest stale value that was made before whether it is worth
+                making again; None if all are.
 
         Returns:
-            How many were made.
+            Whether all are fresh now.
         """
-        kepts, sources = tuple(entry.kept for entry in entries), tuple(weights)
-        found = {id(entries[i]): i for i in engine().stale(kepts, sources)}.values()
+        kepts, sources = tuple([entry.kept for entry in entries]), tuple(weights)
+        found = engine().stale(kepts, sources)
         if not found:
-            return 0
+            return True
         stale = [entries[i] for i in found]
-        kepts, sources = tuple(kepts[i] for i in found), tuple(sources[i] for i in found)
-        for entry in stale:
-            if not entry.is_cast and not engine().is_free(entry.kept):
-                entry.kept.value = None  # only code of graphs may hold it, which lets go below
-        self._let_go()
+        largest = max(stale, key=_NUM_BYTES)
+        if is_used is not None and largest.num_bytes and not is_used(largest):
+            return False
+        if len(found) < len(entries):
+            kepts, sources = tuple([kepts[i] for i in found]), tuple([sources[i] for i in found])
+        olds = engine().reusable(kepts)
+        pairs = zip(stale, olds, strict=True)
+        self._let_go_of([entry for entry, old in pairs if old is None and not entry.is_cast])
         if may_watch():
             engine().start(kepts, sources)
         with torch.profiler.record_function("amp_fx::refresh"):
-            engine().finish(kepts, tuple(self._made(stale, sources)))
-        return len(stale)
+            engine().finish(kepts, tuple(self._made(stale, sources, olds)))
+        return True
 
     def start(self, weights: Weights) -> Any:
         """Notes what weights are now, for ``adopt``; None if that cannot be done."""
-        with self.exclusive() as is_first, making_values():
+        with self.exclusive(waits=False) as is_first, making_values():
             if not is_first or not all(is_watchable(w) and watch(w.detach()) for w in weights):
                 return None
             started = engine().Kept(tuple(weight.detach() for weight in weights), False)
@@ -258,40 +284,43 @@ class Store:
             entry.kept.adopt(started, positions)
             value = self._alike(entry, value)
             engine().finish((entry.kept,), (value,))
-            entry.num_bytes = _num_bytes(entry, value, weights)
+            entry.made_bytes = _num_bytes(entry, value, weights)
 
-    def _made(self, entries: Sequence[Entry], sources: Sequence[Weights]) -> list[Any]:
-        """Makes values; casts last, as many as possible by one op."""
-        devices = {weight.device for weights in sources for weight in weights}
-        makes_new = self.streams.are_several(devices)
-        can_reuse = engine().is_free
-        values: list[Any] = []
-        copied: list[tuple[Entry, torch.Tensor, torch.Tensor]] = []
-        for entry, weights in zip(entries, sources, strict=True):
-            is_free = not makes_new and not entry.wanted.is_alias and can_reuse(entry.kept)
-            if is_free and entry.is_cast:
-                values.append(entry.value)
-            else:
-                values.append(self._made_anew(entry, weights, is_free=is_free))
-            if entry.is_cast:
-                copied.append((entry, values[-1], weights[0]))
-        _copy_all(copied)
+    def _made(
+        self, entries: Sequence[Entry], sources: Sequence[Weights], olds: Sequence[Any]
+    ) -> list[Any]:
+        """Makes values, in the memory of old ones that nobody reads; casts by one op, last.
+
+        In a list, one pair whose strides differ would have every pair copied by itself.
+        """
+        makes_new = self.streams.are_several()
+        values, lows, highs = [], [], []
+        for entry, weights, old in zip(entries, sources, olds, strict=True):
+            value = None if makes_new else old
+            if value is None or not entry.is_cast:
+                value = self._made_anew(entry, weights, value)
+            if entry.is_listed:
+                lows.append(value)
+                highs.append(weights[0])
+            elif entry.is_cast:
+                value.copy_(weights[0])
+            values.append(value)
+        if lows:
+            torch._foreach_copy_(lows, highs)
         return values
 
-    def _made_anew(self, entry: Entry, weights: Weights, *, is_free: bool) -> Any:
-        """A value in memory of its own, but for what fits into the old one's."""
+    def _made_anew(self, entry: Entry, weights: Weights, old: Any) -> Any:
+        """A value, in the old one's memory if it fits; what is a cast is written later."""
         laid_out = None if entry.wanted.is_alias else entry.wanted.laid_out(weights[0])
         if laid_out is not None:
-            dtype, strides = laid_out
-            value = torch.empty_strided(
-                weights[0].size(), strides, dtype=dtype, device=weights[0].device
-            )
-            entry.is_cast = True
-            entry.is_alike = strides == weights[0].stride()
+            (weight,), (dtype, strides) = weights, laid_out
+            value = torch.empty_strided(weight.size(), strides, dtype=dtype, device=weight.device)
+            is_small = weight.device.type == "cpu" or weight.numel() < MOST_OF_ONE_LAUNCH
+            entry.is_cast, entry.is_listed = True, is_small and strides == weight.stride()
         else:
             value = make(entry.wanted, weights)
-            value = _into(entry.value, value) if is_free else self._alike(entry, value)
-        entry.num_bytes = _num_bytes(entry, value, weights)
+            value = self._alike(entry, value) if old is None else _into(old, value)
+        entry.made_bytes = _num_bytes(entry, value, weights)
         return value
 
     def _alike(self, entry: Entry, value: Any) -> Any:
@@ -319,11 +348,21 @@ class Store:
                 self._by_weight.pop(identity, None)
         for finalizer in entry.finalizers:
             finalizer.detach()
-        self._let_go()
+        self._let_go([entry])
 
-    def _let_go(self) -> None:
-        """Frees code of graphs that has values as constants which are no more."""
-        for call in list(self.calls):
+    def _let_go_of(self, entries: Sequence[Entry]) -> None:
+        """Drops stale values that only code of graphs holds, also from entries that share them."""
+        dropped = set(entries)
+        for entry in entries:
+            value, known = entry.value, self._by_weight.get(entry.key[0][0], {})  # type: ignore[index]
+            dropped.update(e for e in known.values() if value is not None and e.value is value)
+        for entry in dropped:
+            entry.kept.value = None
+        self._let_go(dropped)
+
+    def _let_go(self, entries: Iterable[Entry]) -> None:
+        """Frees code of graphs that has values of these as constants which are no more."""
+        for call in {call for entry in entries for call in entry.calls}:
             call.let_go()
 
     def drop_unused(self) -> None:
@@ -452,22 +491,6 @@ MOST_OF_ONE_LAUNCH = 320 * 65536
 (``ATen/native/cuda/MultiTensorApply.cuh``). A larger tensor is copied faster by itself."""
 
 
-def _copy_all(copied: Sequence[tuple[Entry, torch.Tensor, torch.Tensor]]) -> None:
-    """Casts weights into their copies, by one op for all that lie alike.
-
-    In a list, one pair whose strides differ would have every pair copied by itself.
-    """
-    lows, sources = [], []
-    for entry, low, source in copied:
-        if entry.is_alike and (low.device.type == "cpu" or low.numel() < MOST_OF_ONE_LAUNCH):
-            lows.append(low)
-            sources.append(source)
-        else:
-            low.copy_(source)
-    if lows:
-        torch._foreach_copy_(lows, sources)
-
-
 def _num_bytes(entry: Entry, value: Any, weights: Weights) -> int:
     """Bytes that a value takes, those of weights left out; packed ones are not told exactly.
 
@@ -537,12 +560,19 @@ def same_bits(left: Any, right: Any) -> bool:
     """Whether two values, tensors or tuples of them, hold the same bits (NaN included)."""
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(same_bits, left, right))
+    if left.is_quantized:  # which has no NaN; torch compares scales, too
+        return bool(torch.equal(left, right))
     if left.layout is not torch.strided:
         left, right = left.to_dense(), right.to_dense()
     if (left.dtype, left.size()) != (right.dtype, right.size()):
         return False
-    bits = _BITS[left.dtype.itemsize]
-    return bool(torch.equal(left.contiguous().view(bits), right.contiguous().view(bits)))
+    return bool(torch.equal(_bits(left), _bits(right)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    return plain.contiguous().view(_BITS[plain.dtype.itemsize])
 
 
 _BITS: Mapping[int, torch.dtype] = {
@@ -550,7 +580,6 @@ _BITS: Mapping[int, torch.dtype] = {
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-    16: torch.complex128,
 }
 
 

@@ -42,9 +42,14 @@ class StreamOrder:
                 if stream_id != stream.stream_id:
                     stream.wait_event(event)
 
-    def are_several(self, devices: Iterable[torch.device]) -> bool:
-        """Whether calls came on more than one stream: kernels of another may still read copies."""
-        return any(len(self._streams.get(device, ())) > 1 for device in devices)
+    def are_several(self, devices: Iterable[torch.device] | None = None) -> bool:
+        """Whether calls came on more than one stream: kernels of another may still read copies.
+
+        Args:
+            devices: Those that are asked about; None for all.
+        """
+        known = self._streams if devices is None else devices
+        return any(len(self._streams.get(device, ())) > 1 for device in known)
 
     def hold(self, lows: Sequence[torch.Tensor]) -> None:
         """Keeps the memory of copies until the current streams have read it."""

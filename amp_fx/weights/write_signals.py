@@ -146,19 +146,19 @@ def is_watchable(weight: Any) -> bool:
 
 def may_watch() -> bool:
     """Whether storages may be watched now: without torch's hook, if all other threads wait."""
-    return has_hook() or _other_threads_wait()
+    return has_hook() or not others_work()
 
 
-def _other_threads_wait() -> bool:
-    """Whether every other Python thread is known to wait for something.
+def others_work() -> bool:
+    """Whether any other Python thread may be inside an op of torch, writing weights.
 
-    A thread whose innermost frame is not among ``_WAITING`` may be inside an op of torch.
+    That is one whose innermost frame is not among ``_WAITING``.
     """
     if threading.active_count() == 1:
-        return True
+        return False
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # a frame that knows itself keeps all it knows alive
-    return all(map(_is_waiting, frames.values()))
+    return not all(map(_is_waiting, frames.values()))
 
 
 def _is_waiting(frame: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amp_fx import Policy
-from amp_fx.cli import main
+from amp_fx.commands.cli import main
 from tests.numerics.faults import Bare, Scores
 
 if TYPE_CHECKING:

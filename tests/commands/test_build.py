@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amp_fx import native
-from amp_fx.cli import main
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.commands import env
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.commands.cli import main
 from amp_fx.native import build
 from tests.native.parts import write_part
 

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 import amp_fx
-from amp_fx.cli import main
 from amp_fx.commands import demo
+from amp_fx.commands.cli import main
 from amp_fx.demo import train
 from amp_fx.demo.generate import TEXTS, Texts, Writing, generate
 from amp_fx.demo.models import GPT, Loss, Size

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from amp_fx.cli import main
+from amp_fx.commands.cli import main
 from amp_fx.commands.explain import load, parse_input
 from amp_fx.errors import ExplainError, OptionError
 
@@ -104,6 +105,10 @@ def test_inputs() -> None:
         parse_input("8:int63")
 
 
+TORCHS = re.compile(r"[EW]\d{4} [\d:.]+ \d+ torch/")
+"""How a line begins that torch logs, as 2.15 does of shapes that do not fit."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,7 +125,8 @@ def test_errors_are_a_line_and_exit_code_2(
     assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert len(error.strip().splitlines()) == 1
+    own = [line for line in error.strip().splitlines() if not TORCHS.match(line)]
+    assert len(own) == 1
 
 
 def broken() -> torch.nn.Module:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_fx.cli import main
+from amp_fx.commands.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.cli import main
+from amp_fx.commands.cli import main
 from amp_fx.explanation import table
 from amp_fx.tables.presets import torch_version
 

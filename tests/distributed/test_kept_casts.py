@@ -31,7 +31,12 @@ def find(rank: dict[str, Any], path: str) -> dict[str, Any]:
         "outside.whole",
         "options_of_ddp.static",
         "options_of_ddp.unused",
-        "zero",
+        pytest.param(
+            "zero",
+            marks=pytest.mark.xfail(
+                reason="torch's threads write the weights: keeping is given up"
+            ),
+        ),
         "checkpointed",
         "local_sgd",
         "tensor_parallel",

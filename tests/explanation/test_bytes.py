@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import ExplainError, OptionError
 from amp_fx.explanation.rows import bare_op
-from amp_fx.inner import has_cpp_compiler
 from tests.explanation.models import CASES, mlp
 
 if TYPE_CHECKING:

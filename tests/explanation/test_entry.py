@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import CastPolicy, backend, stats
+from amp_fx import CastPolicy, stats
+from amp_fx.backend import entry as backend
 from amp_fx.commands.policy import MEANING
 from amp_fx.errors import (
     BannedOpError,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.exporting.rewriting import graph_to_rewrite
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import run_passes
 from amp_fx.policies.policy import preset
 from tests.programs import site
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 from tests.gpu.place import DEVICE, MARKS
 from tests.gpu.test_writes import ON_CUDA, WRITES, autocast
 from tests.weights.alarms import alarms

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.checker import check_graph
 from amp_fx.graphs.values import set_value
-from amp_fx.pipeline import default_passes, run_passes
 from tests.programs import site
 
 if TYPE_CHECKING:

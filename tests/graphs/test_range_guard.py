@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.decompose import Site
-from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import AutocastState
 from tests.programs import compiled, site

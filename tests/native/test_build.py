@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from amp_fx import native
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import NativeBuildError
-from amp_fx.inner import has_cpp_compiler
 from amp_fx.native import build
 from tests.native.parts import write_part
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import OptionError, SearchError
-from amp_fx.inner import has_cpp_compiler
 from tests.numerics.faults import WIDTH, Bare, Broken, Layer, Loss, Rms, Scores, TinyGPT
 
 if TYPE_CHECKING:

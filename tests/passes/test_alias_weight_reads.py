@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.graphs.checker import check_graph
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import run_passes
 from tests.programs import Captured, graph_text, site
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import run_passes
 from tests.programs import (
     assert_same_bits,
     compiled,

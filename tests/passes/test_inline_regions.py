@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.inline_regions import InlineRegions
-from amp_fx.pipeline import run_passes
 from tests.exporting.graphs import exported
 from tests.programs import graph_text
 

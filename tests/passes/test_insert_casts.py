@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import BannedOpError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.tables.cast_policy import CastPolicy
 from tests.programs import assert_same_bits, compiled, graph_text, run_program, site
 

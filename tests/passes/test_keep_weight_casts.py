@@ -9,9 +9,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.values import set_value
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind
-from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.weights.kept_cast import Slot
 from tests.programs import (
     Captured,

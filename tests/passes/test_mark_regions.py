@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.checker import check_graph
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import default_passes, run_passes
 from tests.programs import (
     assert_same_bits,
     matrices,

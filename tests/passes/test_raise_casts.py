@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.passes.raise_casts import raise_casts
 from tests.passes.test_narrow_gathers import LOW, Building, aten, prims
 
@@ -101,7 +101,7 @@ def test_the_option_reaches_the_graphs_that_inductor_gets(monkeypatch: pytest.Mo
         counts.append(raise_casts(graph))
         return counts[-1]
 
-    monkeypatch.setattr("amp_fx.after_autograd.raise_casts", spy)
+    monkeypatch.setattr("amp_fx.backend.after_autograd.raise_casts", spy)
     block = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1))
     x = torch.randn(2, 4, 8, 8, requires_grad=True)
     options: dict[str, Any] = {"dtype": LOW, "raise_casts": True, "weight_cache": False}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.passes.share_region_casts import ShareRegionCasts
-from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.weights.kept_cast import kept_cast
 from tests.programs import site
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.store_weights_low import StoreWeightsLow
-from amp_fx.pipeline import run_passes
 from tests.exporting.graphs import exported, with_casts
 from tests.programs import graph_text
 

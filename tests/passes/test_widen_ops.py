@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.widen_ops import WidenOps
-from amp_fx.pipeline import run_passes
 from tests.exporting.graphs import exported
 from tests.programs import graph_text
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.passes.wrap_islands import WrapIslands
-from amp_fx.pipeline import default_passes, run_passes
 from tests.programs import (
     assert_same_bits,
     matrices,

@@ -10,12 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 
+from amp_fx.backend.rewrite import start_state
+from amp_fx.devices.low_dtypes import forget_devices
 from amp_fx.errors import DtypeWarning, OptionError
 from amp_fx.front.settings import RegionSettings
 from amp_fx.options import Options, default_dtype
 from amp_fx.policies.policy import Policy
-from amp_fx.regions.low_dtypes import forget_devices
-from amp_fx.rewrite import start_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

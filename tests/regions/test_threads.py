@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 
 PROGRAM = """
 import threading

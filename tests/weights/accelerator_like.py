@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx import freezing
+from amp_fx.backend import freezing
 from amp_fx.weights import keep, kept_call, sample, step_copies
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
@@ -84,7 +84,9 @@ class Accelerator:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage; not asking for a pointer to write through."""
+    """Address of a storage, without asking for a pointer; of the tensor if it is packed."""
+    if tensor.is_mkldnn:
+        return id(tensor)
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return address
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_fx import freezing, weight_cache
-from amp_fx.inner import has_cpp_compiler
+from amp_fx import weight_cache
+from amp_fx.backend import freezing
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.options import Options
 from amp_fx.weights import kept_call, write_signals
 from amp_fx.weights.freeze import FrozenValue

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.weights import freeze, kept_call
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.store import STORE
@@ -183,6 +183,27 @@ def test_what_is_alike_is_kept_once() -> None:
     model = Unrolled()
     FROZEN.compile(model)(random(2, 64))
     assert weight_cache.stats().bytes < 2 * (64 * 64 + 64) * 2
+
+
+@torch.no_grad()
+@needs.PACKING
+def test_what_is_made_on_the_way_is_freed_once_it_is_compiled() -> None:
+    """A cast that is packed then: it takes as much, and nobody needs it any more."""
+    model = nn.Linear(96, 96)
+    compiled = FROZEN.compile(model)
+    gc.collect()
+    others = {id(t): t for t in gc.get_objects() if type(t) is torch.Tensor}
+    before = gc.get_threshold()
+    gc.set_threshold(200, 2, 10**9)  # what is referred to in cycles grows old and stays
+    try:
+        compiled(random(4, 96))
+        kept = {id(entry.value) for entry in STORE.of_weight(model.weight)}
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and id(t) not in others]
+    finally:
+        gc.set_threshold(*before)
+    low = [each for each in tensors if each.dtype == torch.bfloat16 and each.numel() == 96 * 96]
+    assert len(low) == 1
+    assert {id(each) for each in low} == kept
 
 
 @torch.no_grad()

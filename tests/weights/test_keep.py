@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -27,6 +28,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.errors import KeepError, StaleWeightError
+from amp_fx.weights.engine import engine
+from amp_fx.weights.store import STORE
 from amp_fx.weights.write_signals import CAUGHT_BY
 from tests.weights import writes
 from tests.weights.nets import make_net
@@ -484,8 +487,47 @@ def test_a_copied_model_keeps_values_of_its_own_weights() -> None:
 
 
 def test_it_cannot_be_pickled() -> None:
-    with pytest.raises(TypeError, match="cannot pickle"):
-        pickle.dumps(amp_fx.keep(doubled, weight()))
+    kept = amp_fx.keep(doubled, weight())
+    with pytest.raises(TypeError, match=r"cannot pickle .* call amp_fx.keep again"):
+        pickle.dumps(kept)
+    assert copy.copy(kept) is kept
+
+
+@pytest.mark.parametrize("kind", ["conj", "neg"])
+def test_a_weight_that_becomes_its_conjugate_or_negative_in_place(kind: str) -> None:
+    """The same storage and strides: only a bit of the tensor says so."""
+    z = torch.randn(SIZE, SIZE, dtype=torch.complex64)
+    w = z.clone() if kind == "conj" else z.imag.clone()
+    w.data = z if kind == "conj" else z.imag
+    kept = amp_fx.keep(lambda w: (w * 2).resolve_conj(), w)
+    before = kept().clone()
+    w.data = z.conj() if kind == "conj" else z.conj().imag
+    assert_same(kept(), before.conj().resolve_conj() if kind == "conj" else -before)
+
+
+RESULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 3, torch.qint8),
+    "quantized by channel": lambda w: torch.quantize_per_channel(
+        w, torch.full((SIZE,), 0.1), torch.zeros(SIZE), 0, torch.qint8
+    ),
+    "conjugate": lambda w: torch.complex(w, w).conj(),
+    "nan": lambda w: (w * torch.nan).to(torch.complex128),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # quantized tensors will go
+@pytest.mark.parametrize("result", RESULTS)
+def test_whatever_can_be_kept_can_be_compared(result: str) -> None:
+    w = weight()
+    kept = amp_fx.keep(RESULTS[result], w, verify="full")
+    kept()
+    kept()
+    array = w.detach().numpy()
+    kept()
+    array += 1
+    if result != "nan":
+        with pytest.raises(amp_fx.errors.StaleWeightError):
+            kept()
 
 
 # ------------------------------------------------------------------------- functions that fail
@@ -997,10 +1039,21 @@ def test_what_a_transform_or_mode_asks_for_first_is_kept_as_it_is() -> None:
         kept()
     assert type(kept()) is torch.Tensor
     assert_same(kept(), w.detach() * 2)
-    model = Packs()
-    for strict in (False, True):
-        program = torch.export.export(model, (x,), strict=strict).module()
-        assert_same(program(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_would_be_a_constant_of_an_exported_program_is_refused(strict: bool) -> None:
+    """A program whose parameters are loaded anew would go on with the value of the old ones."""
+    with pytest.raises(Exception, match=r"torch.export would make the value .* a constant"):
+        torch.export.export(Packs(), (torch.randn(3, SIZE),), strict=strict)
+
+
+def test_a_value_does_not_depend_on_the_default_device_of_its_first_call() -> None:
+    w = weight()
+    kept = amp_fx.keep(lambda w: w * torch.arange(SIZE), w)
+    with torch.device("meta"):
+        assert kept().device.type == "cpu"
+    assert_same(kept(), w.detach() * torch.arange(SIZE))
 
 
 # ----------------------------------------------------------------------- threads and processes
@@ -1077,6 +1130,80 @@ def test_one_thread_writes_while_others_read() -> None:
         reader.join()
     assert faults == []
     assert_same(kept()[0], torch.full((64, 64), last + 1))
+
+
+def test_a_thread_that_compiles_and_one_that_makes_a_value_with_compiled_code_go_on() -> None:
+    """Each wants what the other has: the store, and Dynamo's lock."""
+    w, is_made, is_compiling = weight(), threading.Event(), threading.Event()
+
+    def made(w: torch.Tensor) -> torch.Tensor:
+        is_made.set()
+        is_compiling.wait(1)
+        return torch.compile(doubled, backend="eager")(w)
+
+    def compile_amp_fx() -> None:
+        is_made.wait(10)
+        is_compiling.set()
+        with torch.no_grad():
+            torch.compile(nn.Linear(SIZE, SIZE), backend="amp_fx")(torch.randn(2, SIZE))
+
+    kept = amp_fx.keep(made, w)
+    threads = [threading.Thread(target=f, daemon=True) for f in (kept, compile_amp_fx)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "they wait for each other"
+    assert_same(kept(), w.detach() * 2)
+
+
+def test_the_cost_of_an_update_does_not_grow_with_what_else_is_kept() -> None:
+    """Counted: how often a value that is made again asks others whether they hold it."""
+    weights = [weight() for _ in range(50)]
+    keeps = [amp_fx.keep(doubled, w) for w in weights]
+    for kept in keeps:
+        kept()
+    asked: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for call in {call for entry in STORE.entries.values() for call in entry.calls}:
+            patch.setattr(call, "let_go", functools.partial(asked.append, call))
+        for kept in keeps:
+            kept.invalidate()
+            kept()
+    assert len(asked) <= len(keeps)
+
+
+@pytest.mark.parametrize("first", ["by the thread", "by both"])
+def test_a_write_that_began_while_nothing_was_watched_is_waited_for(first: str) -> None:
+    """A thread that was seen writing writes again, and a call comes in between.
+
+    The thread is at work, has its pointer and has not written all: that is what an op looks like
+    in the midst of a write.
+    """
+    w = nn.Parameter(torch.zeros(64, 64))
+    kept = amp_fx.keep(doubled, w, verify="off")
+    kept()
+    has_begun, is_called = threading.Event(), False
+
+    def write() -> None:
+        w.data.fill_(1)
+        through = engine().alias(w.detach())
+        has_begun.set()
+        while not is_called:
+            time.sleep(0)
+        through.fill_(2)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert has_begun.wait(10)
+    if first == "by both":
+        w.data[0] = 3
+    kept()
+    is_called = True
+    writer.join()
+    time.sleep(0.2)
+    kept()
+    assert_same(kept(), torch.full((64, 64), 4.0))
 
 
 def test_a_write_that_another_thread_is_at_is_not_missed_for_good() -> None:

@@ -19,7 +19,8 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from amp_fx import inner, native
+from amp_fx import native
+from amp_fx.backend import inner
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
@@ -214,14 +215,14 @@ def kept_copy() -> Any:
 
 def test_a_value_is_free_unless_something_holds_it() -> None:
     _, kept = kept_copy()
-    assert watch.is_free(kept)
+    assert watch.reusable((kept,)) == [kept.value]
     value = kept.value
-    assert not watch.is_free(kept)
+    assert watch.reusable((kept,)) == [None]
     view = value.view_as(value)
     del value
-    assert not watch.is_free(kept)
+    assert watch.reusable((kept,)) == [None]
     del view
-    assert watch.is_free(kept)
+    assert watch.reusable((kept,)) == [kept.value]
 
 
 @pytest.mark.parametrize("is_view", [True, False])
@@ -232,9 +233,9 @@ def test_a_value_is_not_free_while_a_backward_holds_it(is_view: bool) -> None:
     used = kept.value.view_as(kept.value) if is_view else kept.value
     out = x @ used
     del used
-    assert not watch.is_free(kept)
+    assert watch.reusable((kept,)) == [None]
     del out
-    assert watch.is_free(kept)
+    assert watch.reusable((kept,)) == [kept.value]
 
 
 SWITCHED_OFF = """

@@ -531,7 +531,7 @@ def test_an_error_while_comparing_ends_the_call(
         with pytest.raises(RuntimeError, match="out of memory"):
             scene.call()
     (entry,) = STORE.of_weight(scene.weights[0])
-    assert engine().is_free(entry.kept)
+    assert engine().reusable((entry.kept,)) == [entry.value]
 
 
 # ---------------------------------------------------------------------------- the order of streams

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from amp_fx import inner
+from amp_fx.backend import inner
 from tests.weights.nets import compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def test_added_placeholders_are_marked_static(monkeypatch: pytest.MonkeyPatch) -
         seen.append((gm, example_inputs))
         return gm.forward
 
-    monkeypatch.setattr("amp_fx.backend.compile_inner", recording)
+    monkeypatch.setattr("amp_fx.backend.entry.compile_inner", recording)
     compile_amp_fx(make_net())(inputs())
     [(gm, example_inputs)] = seen
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -68,7 +68,7 @@ def test_aotautograd_takes_them_for_static(
 
     monkeypatch.setattr(inner, "_aot_eager", through_aotautograd)
     # As on accelerators, where it matters.
-    monkeypatch.setattr("amp_fx.backend.trained_weights", lambda *_: frozenset())
+    monkeypatch.setattr("amp_fx.backend.entry.trained_weights", lambda *_: frozenset())
     with torch.set_grad_enabled(is_grad_enabled):
         compile_amp_fx(make_net(), compiler="aot_eager")(inputs())
     # The copies of three parameters, and the parameters where gradients go to them.

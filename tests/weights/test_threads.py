@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.weights import store
+from amp_fx.weights.store import STORE
 from tests.weights.nets import assert_same, autocast, compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:
@@ -87,15 +87,15 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
     for model in (net, twin):
         model.a.weight.data.mul_(2)
     started, finished = threading.Event(), threading.Event()
-    original = store._copy_all
+    original = STORE._made
 
-    def slow(pairs: Any) -> None:
+    def slow(*args: Any) -> Any:
         if not started.is_set():
             started.set()
             finished.wait(1)
-        original(pairs)
+        return original(*args)
 
-    monkeypatch.setattr(store, "_copy_all", slow)
+    monkeypatch.setattr(STORE, "_made", slow)
     results: list[torch.Tensor] = []
 
     def first() -> None:

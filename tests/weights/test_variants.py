@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_fx import backend, inner, weight_cache
+from amp_fx import weight_cache
+from amp_fx.backend import entry as backend
+from amp_fx.backend import inner
 from amp_fx.weights.engine import engine
 from amp_fx.weights.variants import Casting, Later
 from tests.weights.nets import (

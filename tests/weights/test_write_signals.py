@@ -193,16 +193,16 @@ def test_other_threads_that_run_are_told_from_those_that_wait() -> None:
     """Before torch 2.13 storages are watched only where no other thread can be in an op."""
     program = (
         "import threading, time\n"
-        "from amp_fx.weights.write_signals import _other_threads_wait\n"
-        "print(_other_threads_wait())\n"
+        "from amp_fx.weights.write_signals import others_work\n"
+        "print(not others_work())\n"
         "event = threading.Event()\n"
         "threading.Thread(target=event.wait, daemon=True).start()\n"
         "time.sleep(0.2)\n"
-        "print(_other_threads_wait())\n"
+        "print(not others_work())\n"
         "def work():\n"
         "    while not event.is_set(): pass\n"
         "threading.Thread(target=work, daemon=True).start()\n"
-        "print(_other_threads_wait())\n"
+        "print(not others_work())\n"
         "event.set()\n"
     )
     command = [sys.executable, "-c", program]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_fx import weight_cache
-from amp_fx.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.tables.presets import torch_version
 from amp_fx.weights import kept_call
 from tests import needs

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.transforms")
 
 
 def watch_transforms(backend: Callable[..., Any]) -> None:

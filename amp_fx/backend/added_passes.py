@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from amp_fx.backend.pipeline import PASSES
 from amp_fx.errors import OptionError
-from amp_fx.pipeline import PASSES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import fx
 
-from amp_fx.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.passes.low_reads import LowRead, low_reads
 from amp_fx.policies.policy import preset
-from amp_fx.weights.low_reads import LowRead, low_reads
 from tests.programs import site
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from amp_fx.regions.kernels import prepare_state
 if TYPE_CHECKING:
     from amp_fx.regions.state import AutocastState
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.fallback")
 
 
 def as_native_region(

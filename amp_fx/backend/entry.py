@@ -11,22 +11,23 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import native
-from amp_fx.added_passes import cache_options, in_cache_keys
-from amp_fx.ahead import as_saved, is_ahead_of_time
-from amp_fx.fallback import warn_eager
-from amp_fx.freezing import compile_freezing, weights_to_freeze
+from amp_fx.backend.added_passes import cache_options, in_cache_keys
+from amp_fx.backend.ahead import as_saved, is_ahead_of_time
+from amp_fx.backend.fallback import warn_eager
+from amp_fx.backend.freezing import compile_freezing, weights_to_freeze
+from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
+from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
+from amp_fx.backend.transforms import watch_transforms
 from amp_fx.graphs.attributes import with_attributes_as_inputs
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import plain_inputs, value_of
-from amp_fx.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.options import Options
 from amp_fx.passes.keep_weight_casts import weight_name
+from amp_fx.passes.lay_out_kept_copies import lay_out_kept_copies
 from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
-from amp_fx.rewrite import Reporting, rewrite, trained_weights
-from amp_fx.transforms import watch_transforms
 from amp_fx.weights.kept_inputs import (
     example_copies,
     kept_inputs,
@@ -34,7 +35,6 @@ from amp_fx.weights.kept_inputs import (
     remove_others,
     verify_level,
 )
-from amp_fx.weights.layouts import lay_out_kept_copies
 from amp_fx.weights.region_cast import one_region
 from amp_fx.weights.variants import (
     Casting,
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from amp_fx.ahead import SavedGraph
-    from amp_fx.rewrite import Rewritten
+    from amp_fx.backend.ahead import SavedGraph
+    from amp_fx.backend.rewrite import Rewritten
     from amp_fx.weights.kept_inputs import KeptInputs
 
     Compiled = Callable[..., Any]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.backend")
 
 skip_in_dynamo()
 

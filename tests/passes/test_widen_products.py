@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx import product_costs, weight_cache
-from amp_fx.after_autograd import AfterAutograd
-from amp_fx.inner import has_cpp_compiler
-from amp_fx.wide_products import KINDS
+from amp_fx import weight_cache
+from amp_fx.backend import product_costs
+from amp_fx.backend.after_autograd import AfterAutograd
+from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.passes.widen_products import KINDS
 from tests import needs
 
 if TYPE_CHECKING:

@@ -12,11 +12,12 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from amp_fx import backend, weight_cache
-from amp_fx.inner import has_cpp_compiler
-from amp_fx.weights import layouts
+from amp_fx import weight_cache
+from amp_fx.backend import entry as backend
+from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.passes import lay_out_kept_copies as layouts
+from amp_fx.passes.lay_out_kept_copies import prefers_channels_last
 from amp_fx.weights.kept_cast import Slot, laid_out_as_before
-from amp_fx.weights.layouts import prefers_channels_last
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.nets import assert_same, compile_amp_fx, random

@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from amp_fx.processor import kernels_in_use
-from amp_fx.wide_products import (
+from amp_fx.devices.processor import kernels_in_use
+from amp_fx.passes.widen_products import (
     ATTENTION,
     ATTENTION_BACKWARD,
     BATCHED,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Table = dict[str, float]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.product_costs")
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def pays(kind: str, dtype: torch.dtype, least_size: int) -> bool:
     """Whether a product is clearly faster in float32, casts included, on this CPU.
 
     Args:
-        kind: One of ``wide_products.KINDS``.
+        kind: One of ``widen_products.KINDS``.
         dtype: The low dtype.
         least_size: The least of its sizes.
     """

@@ -14,8 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.fallback import warn_eager
-from amp_fx.inductor_repair import repaired
+from amp_fx.backend.fallback import warn_eager
+from amp_fx.backend.inductor_repair import repaired
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
@@ -24,12 +24,12 @@ from amp_fx.weights.managed import is_distributed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from amp_fx.after_autograd import AfterAutograd
+    from amp_fx.backend.after_autograd import AfterAutograd
     from amp_fx.options import Options
 
     Compiled = Callable[..., Any]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.inner")
 
 
 def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
@@ -65,7 +65,7 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
         options: The options of the backend.
         following: A pass of the user's own, which runs afterwards.
     """
-    from amp_fx.after_autograd import AfterAutograd
+    from amp_fx.backend.after_autograd import AfterAutograd
 
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,

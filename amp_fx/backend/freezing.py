@@ -16,15 +16,15 @@ import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from amp_fx.graphs.metadata import SITE
-from amp_fx.graphs.values import is_written, tensors_in, value_of
-from amp_fx.inner import (
+from amp_fx.backend.inner import (
     after_autograd,
     compile_graph,
     compile_with_inductor,
     inductor_config,
     uses_inductor,
 )
+from amp_fx.graphs.metadata import SITE
+from amp_fx.graphs.values import is_written, tensors_in, value_of
 from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from amp_fx.backend.rewrite import Rewritten
     from amp_fx.options import Options
-    from amp_fx.rewrite import Rewritten
     from amp_fx.weights.freeze import FrozenGraph
     from amp_fx.weights.recipes import Recipe
 
     Compiled = Callable[..., Any]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.freezing")
 
 
 def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:

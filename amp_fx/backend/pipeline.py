@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.pipeline")
 pass_log = logging.getLogger("amp_fx.passes")
 
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"

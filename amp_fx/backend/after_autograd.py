@@ -1,27 +1,30 @@
 """Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``products``, ``raise_casts``.
 
 Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
-rounded, written, read and written again. ``aten.mm.dtype`` gives the sums of the product in float32
-as the hardware makes them: one rounding less, and 6 of 8 bytes per element less in between.
-Products on CPUs without units for their dtype are the matter of ``wide_products``.
+rounded, written, read and written again. ``aten.mm.dtype``, and ``aten.bmm.dtype`` for weights of
+experts, give the sums of the product in float32 as the hardware makes them: one rounding less, and
+6 of 8 bytes per element less in between.
+Products on CPUs without units for their dtype are the matter of ``widen_products``.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from amp_fx import wide_products
+from amp_fx.backend.product_costs import pays
+from amp_fx.devices.processor import kernels_in_use
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import narrowing
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import raise_casts as raising
+from amp_fx.passes import widen_products as widening
 from amp_fx.passes.raise_casts import raise_casts
-from amp_fx.processor import kernels_in_use
-from amp_fx.product_costs import pays
-from amp_fx.wide_products import widen_products
+from amp_fx.passes.widen_products import widen_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,9 +34,25 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 DEVICES = ("cuda",)
-"""Device types with a kernel of ``aten.mm.dtype``."""
+"""Device types with kernels of ``aten.mm.dtype`` and ``aten.bmm.dtype``."""
 
-_RAISING = (narrowing.__file__, raising.__file__)
+_PASSES = (narrowing.__file__, raising.__file__, widening.__file__)
+
+
+@functools.cache
+def _wide_products() -> dict[Any, Any]:
+    """The products that give float32, by the ones that they take the place of.
+
+    Relies on inductor's lowering of ``aten.bmm`` taking an ``out_dtype`` where ``aten.bmm.dtype``
+    is lowered.
+    """
+    from torch._inductor.kernel.bmm import tuned_bmm
+
+    found = {aten.mm.default: aten.mm.dtype}
+    if "out_dtype" in inspect.signature(tuned_bmm).parameters:
+        found[aten.bmm.default] = aten.bmm.dtype
+    return found
+
 
 _VIEWS = (
     aten.permute.default,
@@ -94,7 +113,7 @@ class AfterAutograd(CustomGraphPass):
         With ``products="auto"`` it says which kernels the measured table is of: caches that
         machines share, or one with other settings, would give low products to one without units.
         """
-        files = (__file__, wide_products.__file__, *_RAISING)
+        files = (__file__, *_PASSES)
         measured_on = kernels_in_use() if self.products == "auto" else ()
         settings = (self.has_wide_grads, self.products, self.raises_casts, measured_on)
         own = (get_hash_for_files(files), *settings)
@@ -151,7 +170,7 @@ def _product(cast: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     node = cast.all_input_nodes[0]
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.all_input_nodes[0]
-    if node.target is not aten.mm.default or len(node.users) != 1:
+    if node.target not in _wide_products() or len(node.users) != 1:
         return None
     value = node.meta["val"]
     is_known = value.device.type in DEVICES and is_low(value.dtype)
@@ -160,7 +179,8 @@ def _product(cast: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _widen(graph: fx.Graph, cast: fx.Node, product: fx.Node) -> None:
     with graph.inserting_after(product):
-        wide = graph.call_function(aten.mm.dtype, (*product.args, torch.float32))
+        wide_product = _wide_products()[product.target]
+        wide = graph.call_function(wide_product, (*product.args, torch.float32))
     wide.meta = dict(product.meta)
     product.replace_all_uses_with(wide)
     node = cast

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.added_passes import passes_of_users, with_added
+from amp_fx.backend.added_passes import passes_of_users, with_added
+from amp_fx.backend.fallback import as_native_region, warn_fallback
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import PassError
-from amp_fx.fallback import as_native_region, warn_fallback
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
@@ -24,7 +25,6 @@ from amp_fx.options import (
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import has_gradient
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, kept_casts
-from amp_fx.pipeline import default_passes, run_passes
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
     NO_FRAME,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from amp_fx.passes.base import Observer, Pass, PassReport
     from amp_fx.regions.module_stack import CompileFrame
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("amp_fx.rewrite")
 
 
 @dataclasses.dataclass(frozen=True)
