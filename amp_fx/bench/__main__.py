@@ -1,6 +1,7 @@
 """``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today.
 
-``python -m amp_fx.bench bytes`` and ``step`` count instead (``amp_fx.bench.traffic``).
+``python -m amp_fx.bench bytes`` and ``step`` count instead, and ``roofline`` calculates step times
+from that (``amp_fx.bench.traffic``).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import report as reports
 from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.traffic.command import main as traffic
+from amp_fx.bench.traffic.roofline import main as roofline
 from amp_fx.bench.traffic.step import main as step
 from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
-from amp_fx.inner import has_cpp_compiler
 from amp_fx.options import COMPILERS, check_device_dtype
 from amp_fx.regions.state import autocast_device_types
 
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return traffic(arguments[1:])
     if arguments[:1] == ["step"]:
         return step(arguments[1:])
+    if arguments[:1] == ["roofline"]:
+        return roofline(arguments[1:])
     parsed = _parser().parse_args(arguments)
     try:
         cases = _parse_cases(parsed.cases)
@@ -100,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m amp_fx.bench",
         description="Times amp_fx beside what users have today, in turns in one process.",
         epilog="`python -m amp_fx.bench bytes` counts what generated kernels move instead, and "
-        "`step` what those of an optimizer's step do: see their --help.\n\n"
+        "`step` what those of an optimizer's step do; `roofline` calculates step times on a GPU "
+        "from that: see their --help.\n\n"
         f"cases:\n{cases}\n\ncontenders:\n{contenders}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -8,7 +8,7 @@ import platform
 
 import torch
 
-from amp_fx.processor import processor_name
+from amp_fx.devices.processor import processor_name
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from amp_fx import native, weight_cache
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
@@ -42,7 +43,6 @@ from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
-from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.traffic.step import REFRESH, count
-from amp_fx.inner import has_cpp_compiler
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 

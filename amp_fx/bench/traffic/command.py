@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.machine import versions
 from amp_fx.bench.report import three_digits
 from amp_fx.bench.traffic.models import CASES, TINY
@@ -32,7 +33,6 @@ from amp_fx.bench.traffic.worker import (
 )
 from amp_fx.dtypes import dtype_name, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
-from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -116,6 +116,7 @@ class Counter:
         settings = {
             "compile_threads": 1,
             "fx_graph_cache": False,
+            "shape_padding": False,  # whether it pays is measured, on the device
             "triton.unique_kernel_names": True,
         }
         with replaced(*attributes), config.patch(settings):

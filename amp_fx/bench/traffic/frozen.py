@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 def freezing(counter: Counter) -> Iterator[list[list[Made]]]:
     """Where fake weights are frozen as real ones would be, by the same passes and checks.
 
+    On CPUs that is without oneDNN's packed weights, whose ops take no fake tensors.
+
     Args:
         counter: Counts the frozen graphs.
 
@@ -33,9 +35,10 @@ def freezing(counter: Counter) -> Iterator[list[list[Made]]]:
         For each frozen graph what makes its values after a write, a launch each: as
         ``amp_fx.bench.traffic.totals.totals`` takes it.
     """
-    from torch._inductor import graph
+    from torch._inductor import config, graph
 
-    from amp_fx import backend, freezing
+    from amp_fx.backend import entry as backend
+    from amp_fx.backend import freezing
 
     made: list[list[Made]] = []
     runs: list[Any] = []
@@ -63,13 +66,16 @@ def freezing(counter: Counter) -> Iterator[list[list[Made]]]:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    with replaced(
-        (backend, "weights_to_freeze", fake_weights),
-        (freezing, "constants_for", fake_constants),
-        (freezing, "compile_graph", compile_counted),
-        (freezing, "new_call", call_fake),
-        # Fake tensors have no addresses, by which inductor would tell that two are one.
-        (graph, "is_same_tensor", lambda left, right: left is right),
+    with (
+        config.patch({"cpp.weight_prepack": False}),
+        replaced(
+            (backend, "weights_to_freeze", fake_weights),
+            (freezing, "constants_for", fake_constants),
+            (freezing, "compile_graph", compile_counted),
+            (freezing, "new_call", call_fake),
+            # Fake tensors have no addresses, by which inductor would tell that two are one.
+            (graph, "is_same_tensor", lambda left, right: left is right),
+        ),
     ):
         yield made
 

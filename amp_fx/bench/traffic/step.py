@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.machine import versions
 from amp_fx.bench.traffic.counting import Counter
 from amp_fx.bench.traffic.pretend import can_pretend, pretend_cuda
@@ -24,7 +25,6 @@ from amp_fx.grad_scaler.compiled_step import CompiledStep
 from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
 from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, stacked
 from amp_fx.grad_scaler.update_rules import rule_of
-from amp_fx.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

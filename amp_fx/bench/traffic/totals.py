@@ -27,6 +27,7 @@ class Totals:
         num_refreshes: How many of the former are those of a refresh.
         saved_bytes: What the forward saves for the backward, but for inputs of the program.
         wire_bytes: What one rank sends to others in rings (``amp_fx.graphs.collectives``).
+        extern_bytes: What kernels of libraries read and write.
     """
 
     num_bytes: int
@@ -37,6 +38,7 @@ class Totals:
     num_refreshes: int
     saved_bytes: int
     wire_bytes: int = 0
+    extern_bytes: int = 0
 
 
 def totals(
@@ -65,6 +67,7 @@ def totals(
         num_refreshes=num_refreshes,
         saved_bytes=sum(graph["saved_bytes"] for graph in graphs),
         wire_bytes=sum(graph["wire_bytes"] for graph in graphs),
+        extern_bytes=sum(k["num_bytes"] for k in kernels if k["kind"] == EXTERN),
     )
 
 
