@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint slow bench gpu notebooks docs pictures torch-env test-torch clean
+.PHONY: demo test lint slow bench gpu notebooks docs pictures torch-env test-torch test-cuda-code clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -62,6 +62,13 @@ torch-env:
 
 test-torch:
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+# CUDA's code on a machine without a GPU: generated, and executed on the CPU. Wants a torch that was
+# built with CUDA; `make test-cuda-code ARGS="-m slow"` runs what takes long.
+test-cuda-code:
+	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+		$(OTHER)/bin/python -m pytest tests/cuda $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

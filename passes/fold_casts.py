@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from amp_fx.graphs.bodies import rewritten_bodies
-from amp_fx.graphs.casts import Cast, inserted_cast, is_widening
+from amp_fx.graphs.casts import KERNEL_RESULT, Cast, inserted_cast, is_widening
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import SITE, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
@@ -129,8 +129,11 @@ _CAST_METHODS = ("to", "float", "double")
 
 def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
     widened = node.all_input_nodes[0]
-    if inserted_cast(widened) is None and widened.target not in _CAST_METHODS:
+    first = inserted_cast(widened)
+    if first is None and widened.target not in _CAST_METHODS:
         return False
+    if first is not None and first.reason == KERNEL_RESULT:
+        return False  # what it widens is wide, which no fake kernel knows
     origin = widened.all_input_nodes[0]
     value = value_of(origin)
     if len(widened.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):

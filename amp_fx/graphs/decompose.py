@@ -26,7 +26,7 @@ from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_resu
 from amp_fx.regions.kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
-from amp_fx.tables.kernels import OPAQUE_KERNELS
+from amp_fx.tables.kernels import FLOAT32, LOW, opaque_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,9 +49,9 @@ class NotPlainError(Exception):
 class OpaqueKernelError(NotPlainError):
     """A node makes an op whose kernel casts inside (``tables/kernels.py``)."""
 
-    def __init__(self, op: str, low_dtype: torch.dtype) -> None:
+    def __init__(self, op: str, low_dtype: torch.dtype, result: str) -> None:
         super().__init__(f"the kernel of {op} calls ops that autocast casts")
-        self.result_dtype = low_dtype if OPAQUE_KERNELS[op] else None
+        self.result_dtype = {LOW: low_dtype, FLOAT32: torch.float32}.get(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ class _PolicyTable:
             low_dtype = self._state.low_dtype(device_type)
             if decision is None:
                 _refuse_native_kernel(op, device_type)
-                _refuse_opaque_kernel(op, low_dtype)
+                _refuse_opaque_kernel(op, device_type, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
@@ -261,10 +261,10 @@ def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
         raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
 
 
-def _refuse_opaque_kernel(op: OpOverload, low_dtype: torch.dtype) -> None:
-    name = qualified_name(op)
-    if name in OPAQUE_KERNELS:
-        raise OpaqueKernelError(name, low_dtype)
+def _refuse_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
+    result = opaque_result(qualified_name(op), device_type)
+    if result is not None:
+        raise OpaqueKernelError(qualified_name(op), low_dtype, result)
 
 
 @contextlib.contextmanager

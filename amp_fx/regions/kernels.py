@@ -27,7 +27,7 @@ from amp_fx.policies.policy import preset
 from amp_fx.regions.cache_keys import put_policies_in_keys
 from amp_fx.regions.module_stack import current_stack
 from amp_fx.regions.policy_codes import ambient_policy
-from amp_fx.tables.kernels import OPAQUE_KERNELS
+from amp_fx.tables.kernels import opaque_result
 from amp_fx.tables.op_names import all_ops
 
 if TYPE_CHECKING:
@@ -226,7 +226,8 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
     dispatch_key = getattr(torch._C.DispatchKey, key)
     own_key = torch._C.DispatchKeySet(dispatch_key)
     keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
-    calls_others = op._can_decompose() or qualified_name(op) in OPAQUE_KERNELS
+    is_opaque = opaque_result(qualified_name(op), device_type) is not None
+    calls_others = op._can_decompose() or is_opaque
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         call = (op, args, kwargs)

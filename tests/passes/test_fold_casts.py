@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.pipeline import run_passes
 from tests.programs import (
     assert_same_bits,
     matrices,

@@ -1,0 +1,77 @@
+"""A CUDA device in the host's memory: starts it, for the rest of the process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from amp_fx.bench.traffic.pretend import pretend_cuda
+from tests.cuda import memory
+from tests.cuda.cuda_only import attention
+
+
+@functools.cache
+def start() -> None:
+    """Has torch find a GPU whose kernels the host computes.
+
+    ``pretend_cuda`` answers what torch, Dynamo and inductor ask about the GPU before they write
+    code for it; here comes what is needed to run that code.
+    """
+    pretend_cuda()
+    memory.library().install_device()
+    memory.install()
+    _seed_the_device()
+    _attend()
+    torch.backends.cudnn.is_acceptable = _not_acceptable
+    places: Any = torch.cuda
+    places.Event = Event
+
+
+class Event:
+    """In the place of ``torch.cuda.Event``: kernels run at once, so it has happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what torch's takes."""
+
+    def record(self, *_: Any) -> None:
+        """Notes nothing."""
+
+    def wait(self, *_: Any) -> None:
+        """Waits for nothing."""
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+
+def _not_acceptable(_: torch.Tensor) -> bool:
+    """Recurrent networks run cell by cell, as they do without cuDNN."""
+    return False
+
+
+def _seed_the_device() -> None:
+    """Seeds and states of ``torch.cuda`` are those of ``memory.RANDOM``."""
+    random = memory.RANDOM
+    answers: dict[str, Any] = {
+        "manual_seed": random.seed,
+        "manual_seed_all": random.seed,
+        "get_rng_state": random.get,
+        "set_rng_state": random.set,
+    }
+    for place in (torch.cuda, torch.cuda.random):
+        for name, answer in answers.items():
+            setattr(place, name, answer)
+
+
+def _attend() -> None:
+    """Chooses the kernel of attention, for which CUDA's own function would ask the driver."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    name = "scaled_dot_product_attention"
+    library.impl(name, attention, "AutogradCUDA", allow_override=True)
+    library.impl(name, attention, "CUDA", allow_override=True)
+    memory.keep(library)

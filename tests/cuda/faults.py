@@ -1,0 +1,310 @@
+"""Faults that are planted into amp_fx, one at a time, to see that the comparisons find them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs import casts
+from amp_fx.passes import fold_casts, insert_casts, restore_outputs
+from amp_fx.passes.base import PassResult
+from amp_fx.policies.policy import preset
+from amp_fx.regions import state
+from amp_fx.weights import kept_call, kept_cast, store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+    from torch import fx
+
+    Plant = Callable[[pytest.MonkeyPatch], "dict[str, Any] | None"]
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A change to amp_fx that makes results wrong.
+
+    Attributes:
+        about: What is changed, in words.
+        plant: Makes the change; may give options for the backend.
+        missed: Why no comparison without generated code finds it; empty if one does.
+    """
+
+    about: str
+    plant: Plant
+    missed: str = ""
+
+
+def other(dtype: torch.dtype) -> torch.dtype:
+    """The low dtype that is not meant."""
+    return LOW[1 - LOW.index(dtype)]
+
+
+# ------------------------------------------------------------------------------- casts in the graph
+
+
+def _edit_casts(
+    edit: Callable[[fx.Graph, fx.Node], None], *, is_low: bool, last: bool = False
+) -> Plant:
+    """Edits the casts to low dtypes, or to float32, right after they were inserted."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = insert_casts.InsertCasts.call
+
+        def call(self: Any, gm: fx.GraphModule) -> PassResult:
+            result = original(self, gm)
+            found = [n for n in gm.graph.nodes if casts.inserted_cast(n) is not None]
+            chosen = [n for n in found if (n.kwargs["dtype"] in LOW) is is_low]
+            for node in chosen[-1:] if last else chosen:
+                edit(gm.graph, node)
+            return result
+
+        patch.setattr(insert_casts.InsertCasts, "call", call)
+
+    return plant
+
+
+def _drop(graph: fx.Graph, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    graph.erase_node(node)
+
+
+def _to_other_low(_: fx.Graph, node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "dtype": other(node.kwargs["dtype"])}  # type: ignore[arg-type]
+
+
+def _to_float64(_: fx.Graph, node: fx.Node) -> None:
+    node.kwargs = {**node.kwargs, "dtype": torch.float64}
+
+
+def _round_first(dtype: torch.dtype) -> Callable[[fx.Graph, fx.Node], None]:
+    def edit(graph: fx.Graph, node: fx.Node) -> None:
+        with graph.inserting_before(node):
+            rounded = graph.call_method("to", (node.all_input_nodes[0], dtype))
+        node.replace_input_with(node.all_input_nodes[0], rounded)
+
+    return edit
+
+
+def _detach(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        detached = graph.call_method("detach", (node.all_input_nodes[0],))
+    node.replace_input_with(node.all_input_nodes[0], detached)
+
+
+# ------------------------------------------------------------------------------------- other passes
+
+
+def _no_restoring(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore_outputs.RestoreOutputs, "call", lambda *_: PassResult(Counter()))
+
+
+def _share_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fold_casts, "_may_share", lambda *_: True)
+
+
+def _fold_lossy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fold_casts, "is_widening", lambda *_: True)
+    patch.setattr(fold_casts, "has_gradient", lambda *_: False)
+
+
+def _ignore_version(patch: pytest.MonkeyPatch) -> None:
+    original = casts.inserted_cast
+
+    def without_version(node: fx.Node) -> Any:
+        cast = original(node)
+        return cast and dataclasses.replace(cast, source_version=(0, 0))
+
+    patch.setattr(fold_casts, "inserted_cast", without_version)
+    patch.setattr(fold_casts, "has_gradient", lambda *_: False)
+
+
+def _ignore_disabling(patch: pytest.MonkeyPatch) -> None:
+    original = state.AutocastState.turned
+
+    def turned(self: Any, device: str, **changes: Any) -> Any:
+        return original(self, device, **{**changes, "enabled": True})
+
+    patch.setattr(state.AutocastState, "turned", turned)
+
+
+def _ignore_dtype(patch: pytest.MonkeyPatch) -> None:
+    original = state.AutocastState.turned
+
+    def turned(self: Any, device: str, **changes: Any) -> Any:
+        return original(self, device, **{**changes, "dtype": torch.bfloat16})
+
+    patch.setattr(state.AutocastState, "turned", turned)
+
+
+# ----------------------------------------------------------------------------------------- policies
+
+
+def _policy(ops: dict[str, str]) -> Plant:
+    return lambda _: {"policy": preset("torch").with_ops(ops)}
+
+
+# ------------------------------------------------------------------------------------- kept weights
+
+
+def _backward(change: Callable[[torch.Tensor], Any]) -> Plant:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, None]:
+            return change(grads[0].to(ctx.weight_dtype)), None
+
+        patch.setattr(kept_cast._KeptCast, "backward", staticmethod(backward))
+
+    return plant
+
+
+def _never_refresh(patch: pytest.MonkeyPatch) -> None:
+    original = store.Store.refresh
+
+    def refresh(self: Any, entries: Any, *args: Any) -> bool:
+        is_made = all(entry.value is not None for entry in entries)
+        return True if is_made else original(self, entries, *args)
+
+    patch.setattr(store.Store, "refresh", refresh)
+    _never_stale(patch)
+
+
+def _never_stale(patch: pytest.MonkeyPatch) -> None:
+    """Calls after the first get what the first got."""
+    original = kept_call.KeptCall.prepare
+    made: dict[int, Any] = {}
+
+    def enter(self: Any, args: Any) -> Any:
+        if id(self) not in made:
+            return None
+        self._look.begin()
+        run, values = made[id(self)]
+        return run, [*[args[i] for i in self.passed], *values]
+
+    def prepare(self: Any, args: Any) -> Any:
+        run, inputs = original(self, args)
+        made[id(self)] = run, inputs[len(self.passed) :]
+        return run, inputs
+
+    patch.setattr(kept_call.KeptCall, "enter", enter)
+    patch.setattr(kept_call.KeptCall, "prepare", prepare)
+
+
+def _made(change: Callable[[list[Any], Any], None]) -> Plant:
+    """Changes values right after they were made."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = store.Store._made
+
+        def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
+            values = original(self, entries, sources, olds)
+            change(values, sources)
+            return values
+
+        patch.setattr(store.Store, "_made", made)
+
+    return plant
+
+
+def _truncate(values: list[Any], sources: Any) -> None:
+    for value, (weight, *_) in zip(values, sources, strict=True):
+        if value.dtype == torch.bfloat16:
+            bits = weight.detach().view(torch.int32) >> 16
+            value.view(torch.int16).copy_(bits.to(torch.int16))
+        else:
+            value.copy_(weight.detach().to(torch.bfloat16))
+
+
+def _swap(values: list[Any], _: Any) -> None:
+    alike = [v for v in values if v.shape == values[0].shape]
+    first = alike[0].clone()
+    alike[0].copy_(alike[-1])
+    alike[-1].copy_(first)
+
+
+def _leave_last(values: list[Any], _: Any) -> None:
+    values[-1].zero_()
+
+
+def _transpose(values: list[Any], _: Any) -> None:
+    for value in values:
+        if value.dim() == 2 and value.shape[0] == value.shape[1]:
+            value.copy_(value.t().clone())
+
+
+def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept_cast.Slot, "key", lambda self, _: (self.is_alias, self.memory_format))
+
+
+def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
+    """Of several stale values only the first is made again."""
+    original = store.Store._made
+
+    def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
+        before = [None if old is None else old.clone() for old in olds]
+        values = original(self, entries, sources, olds)
+        for value, old in list(zip(values, before, strict=True))[1:]:
+            if old is not None:
+                value.copy_(old)
+        return values
+
+    patch.setattr(store.Store, "_made", made)
+
+
+_REGION = (
+    "with the inner compiler eager, graphs take the casts that eager autocast keeps for a region, "
+    "and their backward; generated code has the kept cast's own"
+)
+
+FAULTS = {
+    "low casts dropped": Fault("no op runs low", _edit_casts(_drop, is_low=True)),
+    "float32 casts dropped": Fault("no op runs in float32", _edit_casts(_drop, is_low=False)),
+    "one float32 cast dropped": Fault(
+        "the last one is missing", _edit_casts(_drop, is_low=False, last=True)
+    ),
+    "other low dtype": Fault("float16 for bfloat16", _edit_casts(_to_other_low, is_low=True)),
+    "float64 for float32": Fault("one size too wide", _edit_casts(_to_float64, is_low=False)),
+    "rounded twice": Fault(
+        "through float16 to bfloat16", _edit_casts(_round_first(torch.float16), is_low=True)
+    ),
+    "rounded before float32": Fault(
+        "a cast of a float32 tensor goes through bfloat16",
+        _edit_casts(_round_first(torch.bfloat16), is_low=True, last=True),
+    ),
+    "gradient cut": Fault(
+        "a cast to float32 passes no gradient", _edit_casts(_detach, is_low=False, last=True)
+    ),
+    "gradients cut": Fault("casts pass no gradient", _edit_casts(_detach, is_low=True)),
+    "outputs not restored": Fault("they stay low in the bare way", _no_restoring),
+    "all casts shared": Fault("gradients are summed low", _share_all),
+    "lossy round trip folded": Fault("a cast to low and back is removed", _fold_lossy),
+    "versions ignored": Fault("a cast is shared across a write", _ignore_version),
+    "disabled region ignored": Fault("what is to be float32 runs low", _ignore_disabling),
+    "dtype of a region ignored": Fault("a nested region has the outer dtype", _ignore_dtype),
+    "product in float32": Fault("mm keeps its dtypes", _policy({"mm": "fp32", "linear": "fp32"})),
+    "softmax low": Fault("softmax keeps low inputs", _policy({"softmax": "lower_precision_fp"})),
+    "sum low": Fault("sum keeps low inputs", _policy({"sum": "lower_precision_fp"})),
+    "norm low": Fault("layer norm is low", _policy({"layer_norm": "lower_precision_fp"})),
+    "cat low": Fault("cat narrows instead of widening", _policy({"cat": "lower_precision_fp"})),
+    "pow low": Fault("pow keeps low inputs", _policy({"pow": "lower_precision_fp"})),
+    "backward rounded": Fault(
+        "gradients of weights are rounded once more",
+        _backward(lambda grad: torch.round(grad * 64) / 64),
+        _REGION,
+    ),
+    "backward doubled": Fault("they are doubled", _backward(lambda grad: 2 * grad), _REGION),
+    "backward dropped": Fault("they are zero", _backward(torch.zeros_like), _REGION),
+    "never refreshed": Fault("copies stay what they were first", _never_refresh),
+    "never stale": Fault("no call looks whether a weight was written", _never_stale),
+    "truncated copies": Fault("copies are cut off, not rounded", _made(_truncate)),
+    "copies swapped": Fault("two weights have each other's copies", _made(_swap)),
+    "copy forgotten": Fault("the last copy is zeros", _made(_leave_last)),
+    "copies transposed": Fault("square copies lie the other way", _made(_transpose)),
+    "only one refreshed": Fault("the first of several stale copies", _only_first_refresh),
+    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_dtype),
+}

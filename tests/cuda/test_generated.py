@@ -1,0 +1,122 @@
+"""Code that inductor generates for CUDA, executed: amp_fx against native autocast and eager mode.
+
+Under the policy ``"torch"`` the numbers are those of the code that ``torch.compile`` generates
+under ``torch.autocast``, bit for bit. Inductor rounds less often than eager mode: it keeps in
+float32 what one kernel computes. So eager mode is compared within ``NUM_ROUNDINGS`` roundings to
+the low dtype, relative to the largest number of a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from amp_fx.dtypes import dtype_name
+from tests.cuda import needs
+
+needs.start()
+
+from tests.cuda import generated  # noqa: E402
+from tests.cuda.faults import FAULTS  # noqa: E402
+from tests.cuda.nets import NETS, Ran, run  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+
+generated.start()
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+NUM_ROUNDINGS = 4
+"""Roundings in a row, each by half a unit of the low dtype, that two ways may differ by."""
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+NOISE = ("conv1.bias",)
+"""Parameters that a norm behind them takes out again: their gradients are what rounding left."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return NUM_ROUNDINGS * torch.finfo(dtype).eps / 2
+
+
+def compiled(**options: Any) -> Any:
+    given = {"fallback": False, "products": "low", **options}
+    return functools.partial(torch.compile, backend="amp_fx", options=given, dynamic=False)
+
+
+def plain(model: nn.Module) -> nn.Module:
+    return model
+
+
+@functools.lru_cache(maxsize=2)
+def eager(name: str, dtype: torch.dtype, is_trained: bool) -> Ran:
+    with torch._inductor.config.patch(fallback_random=True):
+        return run(NETS[name], plain, dtype, is_trained=is_trained)
+
+
+@functools.lru_cache(maxsize=2)
+def native(name: str, dtype: torch.dtype, is_trained: bool) -> Ran:
+    with torch._inductor.config.patch(fallback_random=True):
+        return run(NETS[name], torch.compile, dtype, is_trained=is_trained)
+
+
+def ours(name: str, dtype: torch.dtype, is_trained: bool, **options: Any) -> Ran:
+    with torch._inductor.config.patch(fallback_random=True):
+        return run(NETS[name], compiled(**options), dtype, is_trained=is_trained)
+
+
+def assert_near(found: Ran, expected: Ran, dtype: torch.dtype) -> None:
+    assert found.dtypes == expected.dtypes
+    distances = found.distances(expected).items()
+    far = {n: d for n, d in distances if d > tolerance(dtype) and not n.endswith(NOISE)}
+    assert not far
+
+
+CASES = [(name, is_trained) for name in NETS for is_trained in (True, False)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("name", "is_trained"), CASES)
+def test_bits_of_native_and_near_eager(name: str, is_trained: bool, dtype: torch.dtype) -> None:
+    found = ours(name, dtype, is_trained)
+    assert_near(found, eager(name, dtype, is_trained), dtype)
+    assert found.differing(native(name, dtype, is_trained)) == []
+
+
+@pytest.mark.parametrize("options", [{"raise_casts": True}, {"weight_cache": False}], ids=str)
+@pytest.mark.parametrize("name", NETS)
+def test_bits_of_native_with(name: str, options: dict[str, bool]) -> None:
+    dtype = torch.bfloat16
+    found = ours(name, dtype, True, **options)
+    assert found.differing(native(name, dtype, True)) == []
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_lean_is_near_eager(name: str) -> None:
+    """Residual sums are low under it, which outputs and all gradients see: twice the roundings."""
+    dtype = torch.bfloat16
+    expected, found = eager(name, dtype, True), ours(name, dtype, True, policy="lean")
+    distances = found.distances(expected).items()
+    assert not {n: d for n, d in distances if d > 2 * tolerance(dtype) and not n.endswith(NOISE)}
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_stale_copy_would_be_seen(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are written between the calls: with the copies of the first, bits differ."""
+    dtype = torch.bfloat16
+    FAULTS["never refreshed"].plant(monkeypatch)
+    found = ours("mlp", dtype, is_trained)
+    assert any(n.startswith("1 ") for n in found.differing(native("mlp", dtype, is_trained)))
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.missed])
+def test_faults_that_only_generated_code_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16
+    FAULTS[name].plant(monkeypatch)
+    found = ours("mlp", dtype, True)
+    assert any("grad of" in n for n in found.differing(native("mlp", dtype, True)))

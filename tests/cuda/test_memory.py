@@ -1,0 +1,133 @@
+"""The device in the host's memory: that its tensors behave as CUDA's, and its ops compute right."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.cuda import needs
+
+needs.start()
+
+from amp_fx import native  # noqa: E402
+from tests.cuda.memory import on_cuda, on_host  # noqa: E402
+
+
+def test_a_tensor_is_one_of_cuda_over_memory_of_the_hosts() -> None:
+    x = torch.randn(3, 4)
+    there = on_cuda(x)
+    assert there.device == torch.device("cuda", 0)
+    there.mul_(2)
+    torch.testing.assert_close(on_host(there), x, rtol=0, atol=0)
+
+
+def test_memory_outlives_the_tensor_that_it_was_made_of() -> None:
+    there = on_cuda(torch.full((1000,), 3.0))
+    seen = on_host(there[:10])
+    del there
+    gc.collect()
+    assert torch.equal(seen, torch.full((10,), 3.0))
+
+
+def test_views_share_memory() -> None:
+    x = torch.zeros(4, 6, device="cuda")
+    x.t()[2:4].fill_(1)
+    x.view(-1)[0] = 5
+    assert x.sum().item() == 13
+    assert x._version == 2
+
+
+def test_results_are_laid_out_as_cuda_makes_them() -> None:
+    x = torch.randn(2, 3, 4, device="cuda", dtype=torch.float16)
+    assert torch.softmax(x, -1, dtype=torch.float32).dtype == torch.float32
+    _, mean, _ = torch.native_layer_norm(x, [4], None, None, 1e-5)
+    assert mean.dtype == torch.float32  # float16 on the CPU
+
+
+def test_ops_that_the_cpu_lacks_for_low_dtypes_are_computed_in_float32() -> None:
+    x = torch.randn(1, 1, 4, 4, 4, device="cuda", dtype=torch.bfloat16)
+    found = functional.avg_pool3d(x, 2)
+    assert found.dtype == torch.bfloat16
+    expected = functional.avg_pool3d(x.cpu().float(), 2).bfloat16()
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+def test_autocast_casts_by_cudas_table() -> None:
+    x = torch.randn(4, 4, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        product = x @ x
+        assert product.dtype == torch.float16
+        assert product.sum().dtype == torch.float32  # float16 on the CPU
+        assert functional.layer_norm(product, [4]).dtype == torch.float32
+
+
+def test_gradients_are_the_cpus() -> None:
+    torch.manual_seed(0)
+    here = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    x = torch.randn(5, 4)
+    here(x).square().sum().backward()
+    expected = [p.grad for p in here.parameters()]
+    here.zero_grad()
+    here.cuda()(x.cuda()).square().sum().backward()
+    found = [p.grad.cpu() for p in here.parameters() if p.grad is not None]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}, {"capturable": True}, {}])
+def test_optimizers_step(way: dict[str, bool]) -> None:
+    def stepped(device: str, **options: bool) -> torch.Tensor:
+        weight = nn.Parameter(torch.linspace(-1, 1, 12, device=device).view(3, 4))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, **options)  # type: ignore[arg-type]
+        for _ in range(3):
+            weight.grad = weight.detach() ** 2
+            optimizer.step()
+        return weight.detach().cpu()
+
+    torch.testing.assert_close(stepped("cuda", **way), stepped("cpu"))
+
+
+def test_seeds_give_the_same_numbers_and_leave_the_hosts_alone() -> None:
+    torch.manual_seed(3)
+    torch.cuda.manual_seed(7)
+    first = torch.randn(5, device="cuda"), functional.dropout(torch.ones(9, device="cuda"), 0.5)
+    here = torch.randn(5)
+    torch.cuda.manual_seed(7)
+    again = torch.randn(5, device="cuda"), functional.dropout(torch.ones(9, device="cuda"), 0.5)
+    assert all(map(torch.equal, first, again))
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(5), here)
+
+
+def test_scalars_and_conjugates() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j], device="cuda")
+    assert x.conj().sum().item() == 4 - 1j
+    assert torch.equal((x.conj() * x).real.cpu(), torch.tensor([5.0, 10.0]))
+
+
+def test_out_arguments_without_memory_get_some() -> None:
+    out = torch.empty(0, device="cuda")
+    torch.add(torch.ones(3, device="cuda"), 1, out=out)
+    assert torch.equal(out.cpu(), torch.full((3,), 2.0))
+
+
+def test_writes_are_seen_as_those_of_cudas_kernels() -> None:
+    """In-place ops ask the storage for a pointer; ops on lists, and reading, do not."""
+    engine = native.load()
+    weight = torch.ones(4, 4, device="cuda")
+    assert engine.watch(weight)
+    _ = weight + weight, weight.cpu(), weight @ weight, on_host(weight)
+    torch._foreach_add_([weight], 1)
+    assert engine.watched(weight)
+    weight.data.add_(1)
+    assert not engine.watched(weight)
+
+
+def test_events_of_streams_have_happened() -> None:
+    stream = torch.accelerator.current_stream("cuda")
+    event = stream.record_event()
+    assert event.query()
+    stream.wait_event(event)
