@@ -31,12 +31,6 @@ def find(rank: dict[str, Any], path: str) -> dict[str, Any]:
         "outside.whole",
         "options_of_ddp.static",
         "options_of_ddp.unused",
-        pytest.param(
-            "zero",
-            marks=pytest.mark.xfail(
-                reason="torch's threads write the weights: keeping is given up"
-            ),
-        ),
         "checkpointed",
         "local_sgd",
         "tensor_parallel",
@@ -48,6 +42,12 @@ def test_every_cast_is_kept_and_made_once_per_update(ranks: Ranks, case: str) ->
         assert found["ours"] == found["eager"]
         assert found["kept"] == NUM_CASTS
         assert found["made"] == NUM_CASTS * NUM_UPDATES
+
+
+def test_casts_are_right_where_threads_of_torch_write_weights(ranks: Ranks) -> None:
+    """ZeRO broadcasts without waiting: steps this short end before the write is trusted."""
+    for rank in ranks:
+        assert rank["zero"]["ours"] == rank["zero"]["eager"]
 
 
 def test_parts_of_a_graph_keep_their_casts(ranks: Ranks) -> None:
