@@ -63,11 +63,34 @@ const at::Tensor& unpack(PyObject* object) {
   return reinterpret_cast<THPVariable*>(object)->cdata;
 }
 
-// Calls a function; what it throws becomes an exception of Python's.
-template <typename Function>
-PyObject* guarded(Function function) {
+struct Decref {
+  void operator()(PyObject* object) const {
+    Py_DECREF(object);
+  }
+};
+using Ref = std::unique_ptr<PyObject, Decref>; // owned
+
+Ref ref_to(PyObject* object) {
+  return Ref(Py_XNewRef(object));
+}
+
+PyObject* result(bool found) {
+  return PyBool_FromLong(found);
+}
+PyObject* result(PyObject* found) {
+  return found;
+}
+
+// A function as Python calls it: what it throws becomes an exception of Python's.
+template <auto function>
+PyObject* method(PyObject* self, PyObject* args) {
   try {
-    return function();
+    if constexpr (std::is_void_v<decltype(function(self, args))>) {
+      function(self, args);
+      return Py_NewRef(Py_None);
+    } else {
+      return result(function(self, args));
+    }
   } catch (const c10::TypeError& error) {
     PyErr_SetString(PyExc_TypeError, error.what_without_backtrace());
   } catch (const c10::Error& error) {
@@ -78,23 +101,93 @@ PyObject* guarded(Function function) {
   return nullptr;
 }
 
+PyObject* item(PyObject* tuple, Py_ssize_t i) {
+  return PyTuple_GET_ITEM(tuple, i);
+}
+
 // ------------------------------------------------------------------ storages and their writes
 
+thread_local const uint64_t this_thread = [] {
+  static std::atomic<uint64_t> latest{0};
+  return ++latest;
+}();
+std::atomic<int64_t> num_in_flight{0}; // calls that read values
+thread_local int64_t num_own_in_flight = 0;
+
+// How long a write may go on after its pointer was taken, for all but the thread that took it.
+constexpr int64_t write_ns = 50'000'000;
+constexpr int64_t collective_ns = 1'000'000'000;
+constexpr int64_t ns_per_byte = 10;
+constexpr int64_t memory_of_writers_ns = 60'000'000'000;
+
+int64_t now() { // nanoseconds
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+struct Write {
+  uint64_t thread = 0; // 0: none
+  int64_t begin = 0, end = 0; // it has ended by then
+};
+
 // What is known of one storage. The weak reference keeps its address from being used again.
-struct Record {
+class Record {
+ public:
   explicit Record(const c10::intrusive_ptr<StorageImpl>& s)
-      : storage(s), num_bytes(static_cast<int64_t>(s->nbytes())) {}
+      : storage(s), num_bytes_(static_cast<int64_t>(s->nbytes())) {}
+
   c10::weak_intrusive_ptr<StorageImpl> storage;
-  int64_t num_bytes;
   uint64_t armed_at = 0; // the writes when the hook was set
   bool is_distrusted = false; // written where nothing sees it: nothing made of it is ever fresh
   std::atomic<uint64_t> writes{1}; // raised when a write begins; 0 stands for "never made"
-  std::atomic<uint64_t> writer{0}; // the thread of the latest write
-  std::atomic<int64_t> settled_at{0}; // when that write has ended for sure
-  int64_t written_at = 0; // when a write was last noted; these under `noting`
-  uint64_t last_writer = 0, other_writer = 0; // the latest thread, and the one before; 0: none
-  int64_t other_at = 0;
-  std::mutex noting;
+
+  // This thread writes. It has waited for any collective that writes the same.
+  void note_write() {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (latest_.thread != this_thread) {
+        other_ = latest_;
+      }
+      latest_ = {this_thread, now(), end_of(write_ns)};
+      end_of_collective_ = 0;
+    }
+    writes++;
+  }
+  void note_collective() {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      end_of_collective_ = end_of(collective_ns);
+    }
+    writes++;
+  }
+  // The hook was gone: threads that were seen writing may be at a write that it did not see.
+  void expect_others() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (Write* write : {&latest_, &other_}) {
+      const bool is_recent = write == &latest_ || now() - write->begin < memory_of_writers_ns;
+      if (write->thread != 0 && write->thread != this_thread && is_recent) {
+        write->end = end_of(write_ns);
+      }
+    }
+  }
+  // Whether another thread, or a collective, may still be writing.
+  bool is_settling() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const int64_t time = now();
+    const auto is_going_on = [time](const Write& write) {
+      return write.thread != this_thread && time < write.end;
+    };
+    return time < end_of_collective_ || is_going_on(latest_) || is_going_on(other_);
+  }
+
+ private:
+  int64_t end_of(int64_t duration) const {
+    return now() + duration + ns_per_byte * num_bytes_;
+  }
+  int64_t num_bytes_;
+  std::mutex mutex_;
+  Write latest_, other_; // that of the latest thread, and the last one of the thread before it
+  int64_t end_of_collective_ = 0;
 };
 using RecordRef = std::shared_ptr<Record>;
 
@@ -106,61 +199,6 @@ std::mutex& records_mutex() {
 std::unordered_map<StorageImpl*, RecordRef>& records() {
   static auto* map = new std::unordered_map<StorageImpl*, RecordRef>();
   return *map;
-}
-
-constexpr uint64_t any_thread = 0; // the writer of a collective: torch's own threads
-constexpr uint64_t several_threads = UINT64_MAX; // that write at once, or may do so
-std::atomic<uint64_t> next_thread{1};
-thread_local const uint64_t this_thread = next_thread++;
-std::atomic<int64_t> num_in_flight{0}; // calls that read values
-thread_local int64_t num_own_in_flight = 0;
-
-int64_t now() { // nanoseconds
-  using namespace std::chrono;
-  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
-// How long a write may go on after its pointer was taken, for all but the thread that took it.
-constexpr int64_t settling_ns = 50'000'000;
-constexpr int64_t settling_ns_of_collective = 1'000'000'000;
-constexpr int64_t settling_ns_per_byte = 10;
-constexpr int64_t memory_of_writers_ns = 60'000'000'000;
-
-// Waits longer before what is read is trusted.
-void settle(Record& record, uint64_t writer, int64_t settling) {
-  std::lock_guard<std::mutex> guard(record.noting);
-  const int64_t time = now();
-  const bool was_collective = record.writer == any_thread; // who writes after one has waited for it
-  const bool is_alone = was_collective || record.writer == writer || time >= record.settled_at;
-  record.writer = is_alone ? writer : several_threads;
-  const int64_t end = time + settling + settling_ns_per_byte * record.num_bytes;
-  record.settled_at = was_collective ? end : std::max(record.settled_at.load(), end);
-}
-
-void note_write(Record& record, uint64_t writer = this_thread, int64_t settling = settling_ns) {
-  if (writer != any_thread) { // collectives are seen each time, whether or not there is a hook
-    std::lock_guard<std::mutex> guard(record.noting);
-    if (record.last_writer != writer) {
-      record.other_writer = std::exchange(record.last_writer, writer);
-      record.other_at = record.written_at;
-    }
-    record.written_at = now();
-  }
-  settle(record, writer, settling);
-  record.writes++;
-}
-
-// Whether another thread may be at a write that nothing saw, as the hook was gone: one that was seen
-// writing before.
-bool may_others_write(Record& record) {
-  std::lock_guard<std::mutex> guard(record.noting);
-  const bool is_others = record.last_writer != 0 && record.last_writer != this_thread;
-  return is_others || (record.other_writer != 0 && record.other_writer != this_thread &&
-                       now() - record.other_at < memory_of_writers_ns);
-}
-
-bool is_settling(const Record& record) {
-  return record.writer != this_thread && now() < record.settled_at;
 }
 
 RecordRef find_record(StorageImpl* storage) {
@@ -186,6 +224,14 @@ RecordRef record_of(const c10::intrusive_ptr<StorageImpl>& storage) {
   return record;
 }
 
+// Every request for a mutable pointer counts as a write. Graphs of ours read weights through
+// aliases, which have storages of their own.
+void on_write(StorageImpl* storage) {
+  if (RecordRef record = find_record(storage)) {
+    record->note_write();
+  }
+}
+
 #if HAS_HOOK
 
 // Reads two private members of StorageImpl, by the rule that explicit instantiation may name
@@ -207,14 +253,6 @@ struct IsChecked {
   friend type reveal(IsChecked);
 };
 template struct Reveal<IsChecked, &StorageImpl::has_mutable_data_ptr_check_>;
-
-// Every request for a mutable pointer counts as a write. Graphs of ours read weights through
-// aliases, which have storages of their own.
-void on_write(StorageImpl* storage) {
-  if (RecordRef record = find_record(storage)) {
-    note_write(*record);
-  }
-}
 
 bool is_armed(const StorageImpl* storage) {
   return storage->*reveal(Hook{}) == &on_write && storage->*reveal(IsChecked{});
@@ -260,11 +298,9 @@ void disarm(StorageImpl* storage) {
 // is gone once it was called: other threads that write may be at a write that it did not see.
 bool watch_again(StorageImpl* storage, Record& record) {
   if (!is_armed(storage)) {
-    if (may_others_write(record)) {
-      settle(record, several_threads, settling_ns);
-    }
+    record.expect_others();
     if (!HAS_HOOK || record.armed_at == record.writes) {
-      note_write(record);
+      record.note_write();
     }
     if (!arm(storage)) {
       return false;
@@ -277,11 +313,7 @@ bool watch_again(StorageImpl* storage, Record& record) {
 // Whether torch allocated a storage itself: others are written by those who did (NumPy, other
 // processes).
 bool is_own(const StorageImpl& storage) {
-#if HAS_HOOK
-  return c10::impl::cow::has_simple_data_ptr(storage);
-#else
-  return is_armed(&storage) || c10::impl::cow::has_simple_data_ptr(storage);
-#endif
+  return c10::impl::cow::has_simple_data_ptr(storage) || (!HAS_HOOK && is_armed(&storage));
 }
 
 const at::Tensor* plain_tensor(PyObject* object) {
@@ -332,15 +364,8 @@ struct Sample {
     return data + (from + ((mixed(seed + i) >> 32) * (to - from) >> 32)) * item_size;
   }
   uint64_t read(const char* place) const { // of numbers of 16 bytes the first 8
-    return item_size == 4 ? read_as<uint32_t>(place)
-        : item_size == 2  ? read_as<uint16_t>(place)
-        : item_size == 1  ? read_as<uint8_t>(place)
-                          : read_as<uint64_t>(place);
-  }
-  template <typename Bits>
-  static uint64_t read_as(const char* place) {
-    Bits found;
-    std::memcpy(&found, place, sizeof(found));
+    uint64_t found = 0;
+    std::memcpy(&found, place, std::min(item_size, sizeof(found)));
     return found;
   }
   void take(const at::Tensor& weight, const char* data) {
@@ -408,7 +433,7 @@ struct Stamp {
     sample.take(weight, data);
   }
   void finish() {
-    seen = is_armed(storage) && !is_settling(*record) ? next_seen : 0;
+    seen = is_armed(storage) && !record->is_settling() ? next_seen : 0;
     version = next_version;
     is_suspect = false;
   }
@@ -464,24 +489,26 @@ bool is_fresh(const Kept* kept, const at::Tensor* const* weights) {
   return true;
 }
 
+PyObject* new_kept(PyObject* type, PyObject* args) {
+  PyObject* weights = nullptr;
+  int is_alias = 0;
+  if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &weights, &is_alias)) {
+    return nullptr;
+  }
+  auto stamps = std::make_unique<std::vector<Stamp>>();
+  for (const at::Tensor* weight : tensors_of(weights)) {
+    stamps->emplace_back().bind(*weight);
+  }
+  PyObject* kept = PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0);
+  if (kept != nullptr) {
+    as_kept(kept)->is_alias = static_cast<char>(is_alias);
+    as_kept(kept)->stamps = stamps.release();
+  }
+  return kept;
+}
+
 PyObject* kept_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    PyObject* weights = nullptr;
-    int is_alias = 0;
-    if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &weights, &is_alias)) {
-      return nullptr;
-    }
-    auto stamps = std::make_unique<std::vector<Stamp>>();
-    for (const at::Tensor* weight : tensors_of(weights)) {
-      stamps->emplace_back().bind(*weight);
-    }
-    Kept* kept = as_kept(type->tp_alloc(type, 0));
-    if (kept != nullptr) {
-      kept->is_alias = static_cast<char>(is_alias);
-      kept->stamps = stamps.release();
-    }
-    return reinterpret_cast<PyObject*>(kept);
-  });
+  return method<new_kept>(reinterpret_cast<PyObject*>(type), args);
 }
 
 void kept_dealloc(PyObject* self) {
@@ -492,37 +519,28 @@ void kept_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* kept_bind(PyObject* self, PyObject* weights) {
-  return guarded([&] {
-    const Tensors found = tensors_of(weights);
-    for (size_t i = 0; i < found.size(); ++i) {
-      if (Stamp& stamp = as_kept(self)->stamps->at(i); !stamp.lies_where(*found[i])) {
-        stamp.bind(*found[i]);
-      }
+void kept_bind(PyObject* self, PyObject* weights) {
+  const Tensors found = tensors_of(weights);
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (Stamp& stamp = as_kept(self)->stamps->at(i); !stamp.lies_where(*found[i])) {
+      stamp.bind(*found[i]);
     }
-    return Py_NewRef(Py_None);
-  });
+  }
 }
 
-PyObject* kept_lies_where(PyObject* self, PyObject* weights) {
-  return guarded([&] {
-    return PyBool_FromLong(lies_where(as_kept(self), tensors_of(weights).data()));
-  });
+bool kept_lies_where(PyObject* self, PyObject* weights) {
+  return lies_where(as_kept(self), tensors_of(weights).data());
 }
 
-PyObject* kept_is_fresh(PyObject* self, PyObject* weights) {
-  return guarded([&] {
-    const Tensors found = tensors_of(weights);
-    const Kept* kept = as_kept(self);
-    return PyBool_FromLong(lies_where(kept, found.data()) && is_fresh(kept, found.data()));
-  });
+bool kept_is_fresh(PyObject* self, PyObject* weights) {
+  const Tensors found = tensors_of(weights);
+  return lies_where(as_kept(self), found.data()) && is_fresh(as_kept(self), found.data());
 }
 
-PyObject* kept_invalidate(PyObject* self, PyObject*) {
+void kept_invalidate(PyObject* self, PyObject*) {
   for (Stamp& stamp : *as_kept(self)->stamps) {
     stamp.seen = stamp.next_seen = 0;
   }
-  return Py_NewRef(Py_None);
 }
 
 PyObject* kept_suspects(PyObject* self, PyObject*) {
@@ -535,28 +553,21 @@ PyObject* kept_suspects(PyObject* self, PyObject*) {
 
 // adopt(other, positions): takes the weights to be what they are to another value, which was
 // started; they stand there at these positions.
-PyObject* kept_adopt(PyObject* self, PyObject* const* args, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    auto& stamps = *as_kept(self)->stamps;
-    for (size_t i = 0; i < stamps.size(); ++i) {
-      const auto position = PyLong_AsSize_t(PyTuple_GET_ITEM(args[1], i));
-      stamps[i] = as_kept(args[0])->stamps->at(position);
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
-PyCFunction as_method(PyObject* (*method)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(method));
+void kept_adopt(PyObject* self, PyObject* args) {
+  auto& stamps = *as_kept(self)->stamps;
+  for (size_t i = 0; i < stamps.size(); ++i) {
+    const auto position = PyLong_AsSize_t(item(item(args, 1), i));
+    stamps[i] = as_kept(item(args, 0))->stamps->at(position);
+  }
 }
 
 PyMethodDef kept_methods[] = {
-    {"bind", kept_bind, METH_O, "Says where the weights lie now; those that moved are stale."},
-    {"lies_where", kept_lies_where, METH_O, "Whether the weights are where they were."},
-    {"is_fresh", kept_is_fresh, METH_O, "Whether no signal tells of a write."},
-    {"invalidate", kept_invalidate, METH_NOARGS, "Makes the value stale."},
-    {"suspects", kept_suspects, METH_NOARGS, "By weight, whether a sampled element differed."},
-    {"adopt", as_method(kept_adopt), METH_FASTCALL, "Takes what another value knows of the weights."},
+    {"bind", method<kept_bind>, METH_O, "Says where the weights lie now; those that moved are stale."},
+    {"lies_where", method<kept_lies_where>, METH_O, "Whether the weights are where they were."},
+    {"is_fresh", method<kept_is_fresh>, METH_O, "Whether no signal tells of a write."},
+    {"invalidate", method<kept_invalidate>, METH_NOARGS, "Makes the value stale."},
+    {"suspects", method<kept_suspects>, METH_NOARGS, "By weight, whether a sampled element differed."},
+    {"adopt", method<kept_adopt>, METH_VARARGS, "Takes what another value knows of the weights."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef kept_members[] = {
@@ -580,45 +591,32 @@ template <typename Function>
 void for_each(PyObject* kepts, PyObject* weights, Function function) {
   TORCH_CHECK(PyTuple_GET_SIZE(kepts) == PyTuple_GET_SIZE(weights), "as many values as weights");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-    function(i, as_kept(PyTuple_GET_ITEM(kepts, i)), tensors_of(PyTuple_GET_ITEM(weights, i)));
+    function(i, as_kept(item(kepts, i)), tensors_of(item(weights, i)));
   }
 }
 
 // stale(kepts, weights) -> the positions of the values that are not fresh, each value once; to
 // others it is a hit.
-PyObject* stale(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    PyObject* found = PyList_New(0);
-    std::unordered_set<Kept*> known;
-    for_each(args[0], args[1], [&](Py_ssize_t i, Kept* kept, const Tensors& sources) {
-      if (!lies_where(kept, sources.data()) || !is_fresh(kept, sources.data())) {
-        if (!known.insert(kept).second) {
-          return;
-        }
-        PyObject* position = PyLong_FromSsize_t(i);
-        PyList_Append(found, position);
-        Py_DECREF(position);
-      } else {
-        kept->hits++;
-      }
-    });
-    return found;
+PyObject* stale(PyObject*, PyObject* args) {
+  PyObject* found = PyList_New(0);
+  std::unordered_set<Kept*> known;
+  for_each(item(args, 0), item(args, 1), [&](Py_ssize_t i, Kept* kept, const Tensors& weights) {
+    if (lies_where(kept, weights.data()) && is_fresh(kept, weights.data())) {
+      kept->hits++;
+    } else if (known.insert(kept).second) {
+      PyList_Append(found, Ref(PyLong_FromSsize_t(i)).get());
+    }
   });
+  return found;
 }
 
-// start(kepts, weights): values are about to be made.
-PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    for_each(args[0], args[1], [&](Py_ssize_t, Kept* kept, const Tensors& sources) {
-      for (size_t i = 0; i < sources.size(); ++i) {
-        kept->stamps->at(i).start(*sources[i]);
-      }
-    });
-    return Py_NewRef(Py_None);
-  });
+void start_value(Kept* kept, const Tensors& weights) {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    kept->stamps->at(i).start(*weights[i]);
+  }
 }
 
-void set_made(Kept* kept, PyObject* value) {
+void finish_value(Kept* kept, PyObject* value) {
   for (Stamp& stamp : *kept->stamps) {
     stamp.finish();
   }
@@ -626,45 +624,45 @@ void set_made(Kept* kept, PyObject* value) {
   Py_XDECREF(std::exchange(kept->value, Py_NewRef(value)));
 }
 
-// finish(kepts, values): they are made.
-PyObject* finish(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); ++i) {
-      set_made(as_kept(PyTuple_GET_ITEM(args[0], i)), PyTuple_GET_ITEM(args[1], i));
-    }
-    return Py_NewRef(Py_None);
+// start(kepts, weights): values are about to be made.
+void start(PyObject*, PyObject* args) {
+  for_each(item(args, 0), item(args, 1), [](Py_ssize_t, Kept* kept, const Tensors& weights) {
+    start_value(kept, weights);
   });
+}
+
+// finish(kepts, values): they are made.
+void finish(PyObject*, PyObject* args) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(item(args, 0)); ++i) {
+    finish_value(as_kept(item(item(args, 0), i)), item(item(args, 1), i));
+  }
 }
 
 // finish_step(kepts, values, weights): a step made them, and wrote the weights through aliases.
 // They are of the weights as those are now, unless somebody else wrote them since `start`. To all
 // other values the step is a write.
-PyObject* finish_step(PyObject*, PyObject* const* args, Py_ssize_t) {
-  return guarded([&]() -> PyObject* {
-    std::unordered_set<Kept*> valid;
-    std::unordered_set<Record*> written;
-    for_each(args[0], args[2], [&](Py_ssize_t, Kept* kept, const Tensors& sources) {
-      bool is_valid = lies_where(kept, sources.data());
-      for (const Stamp& stamp : *kept->stamps) {
-        is_valid &= stamp.next_seen == stamp.record->writes;
-        written.insert(stamp.record.get());
-      }
-      if (is_valid) {
-        valid.insert(kept);
-      }
-    });
-    for (Record* record : written) {
-      note_write(*record);
+void finish_step(PyObject*, PyObject* args) {
+  std::unordered_set<Kept*> invalid;
+  std::unordered_set<Record*> written;
+  PyObject *kepts = item(args, 0), *values = item(args, 1), *weights = item(args, 2);
+  for_each(kepts, weights, [&](Py_ssize_t, Kept* kept, const Tensors& own) {
+    bool is_valid = lies_where(kept, own.data());
+    for (const Stamp& stamp : *kept->stamps) {
+      is_valid &= stamp.next_seen == stamp.record->writes;
+      written.insert(stamp.record.get());
     }
-    for_each(args[0], args[2], [&](Py_ssize_t i, Kept* kept, const Tensors& sources) {
-      for (size_t j = 0; valid.count(kept) > 0 && j < sources.size(); ++j) {
-        kept->stamps->at(j).start(*sources[j]);
-      }
-      if (valid.count(kept) > 0) {
-        set_made(kept, PyTuple_GET_ITEM(args[1], i));
-      }
-    });
-    return Py_NewRef(Py_None);
+    if (!is_valid) {
+      invalid.insert(kept);
+    }
+  });
+  for (Record* record : written) {
+    record->note_write();
+  }
+  for_each(kepts, weights, [&](Py_ssize_t i, Kept* kept, const Tensors& own) {
+    if (invalid.count(kept) == 0) {
+      start_value(kept, own);
+      finish_value(kept, item(values, i));
+    }
   });
 }
 
@@ -683,12 +681,11 @@ bool is_read(PyObject* object) { // as an object, a tensor or a view, by a backw
 // reusable(kepts) -> each value whose memory may be written, since nobody can be reading it;
 // None in the place of others.
 PyObject* reusable(PyObject*, PyObject* kepts) {
-  const bool is_busy = num_in_flight > 0;
   PyObject* found = PyList_New(PyTuple_GET_SIZE(kepts));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-    PyObject* value = as_kept(PyTuple_GET_ITEM(kepts, i))->value;
-    const bool is_free = !is_busy && value != nullptr && value != Py_None && !is_read(value);
-    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? value : Py_None));
+    const Kept* kept = as_kept(item(kepts, i));
+    const bool is_free = num_in_flight == 0 && has_value(kept) && !is_read(kept->value);
+    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? kept->value : Py_None));
   }
   return found;
 }
@@ -698,29 +695,26 @@ PyObject* reusable(PyObject*, PyObject* kepts) {
 // One set of weights that a graph was called with. The run is what was made of the values; it
 // keeps those alive, so that comparing addresses tells whether they are still the same.
 struct Place {
-  std::vector<Kept*> kepts; // owned
-  PyObject* entries; // owned
-  PyObject* run; // owned, or nullptr
+  std::vector<Ref> owned;
+  std::vector<Kept*> kepts;
+  Ref entries, run; // the latter may be null
   std::vector<PyObject*> of_run;
 
   bool is_dead() const {
     return !std::all_of(kepts.begin(), kepts.end(), has_value);
   }
   bool has_run() const {
-    for (size_t i = 0; run != nullptr && i < kepts.size(); ++i) {
-      if (kepts[i]->value != of_run[i]) {
-        return false;
-      }
-    }
-    return run != nullptr;
+    const auto is_same = [](const Kept* kept, PyObject* value) { return kept->value == value; };
+    return run && std::equal(kepts.begin(), kepts.end(), of_run.begin(), is_same);
   }
 };
+using Places = std::vector<Place>; // whatever leaves one is freed when nothing changes it any more
 
 struct Look {
   PyObject_HEAD
   std::vector<Py_ssize_t>* sources; // positions of the weights, value after value
   std::vector<Py_ssize_t>* passed;
-  std::vector<Place>* places; // one graph may serve many layers, each with its own weights
+  Places* places; // one graph may serve many layers, each with its own weights
   Py_ssize_t num_delivered; // so many values are inputs of the graph
   char samples, runs, found_mismatch;
 };
@@ -731,22 +725,12 @@ Look* as_look(PyObject* object) {
   return reinterpret_cast<Look*>(object);
 }
 
-void release(const std::vector<Place>& places) {
-  for (const Place& place : places) {
-    for (Kept* kept : place.kepts) {
-      Py_DECREF(kept);
-    }
-    Py_DECREF(place.entries);
-    Py_XDECREF(place.run);
-  }
-}
-
 // The weights of all values, one value's after the other's; nullptr for what is no plain tensor.
 const Tensors& weights_in(const Look* look, PyObject* args) {
   static thread_local Tensors found;
   found.clear();
   for (Py_ssize_t position : *look->sources) {
-    found.push_back(plain_tensor(PyTuple_GET_ITEM(args, position)));
+    found.push_back(plain_tensor(item(args, position)));
   }
   return found;
 }
@@ -791,114 +775,93 @@ bool are_fresh(Look* look, const Place& place, const Tensors& weights) {
   return are_all_fresh;
 }
 
-PyObject* begin_call(PyObject*, PyObject*) {
+void begin_call(PyObject*, PyObject*) {
   num_in_flight++;
   num_own_in_flight++;
-  return Py_NewRef(Py_None);
 }
 
-PyObject* leave_call(PyObject*, PyObject*) {
+void leave_call(PyObject*, PyObject*) {
   num_in_flight--;
   num_own_in_flight--;
-  return Py_NewRef(Py_None);
 }
 
 // enter(args) -> (run, inputs) of a call that finds all fresh, which it begins; or None.
 PyObject* look_enter(PyObject* self, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    Look* look = as_look(self);
-    const auto num_passed = static_cast<Py_ssize_t>(look->passed->size());
-    // Whatever is allocated may start the garbage collector, which may call graphs: so it is first.
-    PyObject* inputs = PyList_New(num_passed + look->num_delivered);
-    PyObject* found = inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs);
-    if (found == nullptr) {
-      return nullptr;
-    }
-    const Tensors& weights = weights_in(look, args);
-    Place* place = find_place(look, weights);
-    look->found_mismatch = 0;
-    if (place == nullptr || !are_fresh(look, *place, weights) ||
-        (look->runs && !place->has_run())) {
-      Py_DECREF(found);
-      return Py_NewRef(Py_None);
-    }
-    for (Py_ssize_t i = 0; i < num_passed; ++i) {
-      PyList_SET_ITEM(inputs, i, Py_NewRef(PyTuple_GET_ITEM(args, (*look->passed)[i])));
-    }
-    for (Py_ssize_t i = 0; i < look->num_delivered; ++i) {
-      PyList_SET_ITEM(inputs, num_passed + i, Py_NewRef(place->kepts[i]->value));
-    }
-    for (Kept* kept : place->kepts) {
-      kept->hits++;
-    }
-    if (place->run != nullptr) {
-      Py_DECREF(Py_None);
-      PyTuple_SET_ITEM(found, 0, Py_NewRef(place->run));
-    }
-    Py_DECREF(begin_call(nullptr, nullptr));
-    return found;
-  });
+  Look* look = as_look(self);
+  const auto num_passed = static_cast<Py_ssize_t>(look->passed->size());
+  // Whatever is allocated may start the garbage collector, which may call graphs: so it is first.
+  PyObject* inputs = PyList_New(num_passed + look->num_delivered);
+  Ref found(inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs));
+  if (!found) {
+    return nullptr;
+  }
+  const Tensors& weights = weights_in(look, args);
+  Place* place = find_place(look, weights);
+  look->found_mismatch = 0;
+  if (place == nullptr || !are_fresh(look, *place, weights) || (look->runs && !place->has_run())) {
+    return Py_NewRef(Py_None);
+  }
+  for (Py_ssize_t i = 0; i < num_passed; ++i) {
+    PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*look->passed)[i])));
+  }
+  for (Py_ssize_t i = 0; i < look->num_delivered; ++i) {
+    PyList_SET_ITEM(inputs, num_passed + i, Py_NewRef(place->kepts[i]->value));
+  }
+  for (Kept* kept : place->kepts) {
+    kept->hits++;
+  }
+  if (place->run) {
+    Py_DECREF(Py_None);
+    PyTuple_SET_ITEM(found.get(), 0, Py_NewRef(place->run.get()));
+  }
+  begin_call(nullptr, nullptr);
+  return found.release();
 }
 
 // entries(args) -> what `remember` was given for the place of these weights; or None.
 PyObject* look_entries(PyObject* self, PyObject* args) {
-  return guarded([&] {
-    const Place* place = find_place(as_look(self), weights_in(as_look(self), args));
-    return Py_NewRef(place == nullptr || place->is_dead() ? Py_None : place->entries);
-  });
+  const Place* place = find_place(as_look(self), weights_in(as_look(self), args));
+  return Py_NewRef(place == nullptr || place->is_dead() ? Py_None : place->entries.get());
 }
 
 // remember(kepts, entries, run): takes the values of a place, and what was made of them.
-PyObject* look_remember(PyObject* self, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    PyObject *kepts = nullptr, *entries = nullptr, *run = nullptr;
-    if (!PyArg_ParseTuple(arguments, "O!OO", &PyTuple_Type, &kepts, &entries, &run)) {
-      return nullptr;
+void look_remember(PyObject* self, PyObject* args) {
+  PyObject *kepts = item(args, 0), *run = item(args, 2);
+  Place place{{}, {}, ref_to(item(args, 1)), ref_to(run == Py_None ? nullptr : run), {}};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
+    place.owned.push_back(ref_to(item(kepts, i)));
+    place.kepts.push_back(as_kept(item(kepts, i)));
+    place.of_run.push_back(place.kepts.back()->value);
+  }
+  Places kept, old = std::move(*as_look(self)->places);
+  for (Place& known : old) {
+    if (old.size() < max_places && !known.is_dead() && known.kepts != place.kepts) {
+      kept.push_back(std::move(known));
     }
-    Place place{{}, Py_NewRef(entries), run == Py_None ? nullptr : Py_NewRef(run), {}};
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-      place.kepts.push_back(as_kept(Py_NewRef(PyTuple_GET_ITEM(kepts, i))));
-      place.of_run.push_back(place.kepts.back()->value);
-    }
-    auto& places = *as_look(self)->places;
-    std::vector<Place> kept, gone;
-    const bool is_full = places.size() >= max_places;
-    for (Place& known : places) {
-      const bool stays = !is_full && !known.is_dead() && known.kepts != place.kepts;
-      (stays ? kept : gone).push_back(std::move(known));
-    }
-    kept.push_back(std::move(place));
-    places = std::move(kept);
-    release(gone);
-    return Py_NewRef(Py_None);
-  });
+  }
+  kept.push_back(std::move(place));
+  *as_look(self)->places = std::move(kept);
 }
 
 // let_go(): frees places of values that are no more, and what was made of other values.
-PyObject* look_let_go(PyObject* self, PyObject*) {
-  return guarded([&] {
-    auto& places = *as_look(self)->places;
-    std::vector<Place> kept, gone;
-    std::vector<PyObject*> runs;
-    for (Place& place : places) {
-      if (place.run != nullptr && !place.has_run()) {
-        runs.push_back(std::exchange(place.run, nullptr));
-      }
-      (place.is_dead() ? gone : kept).push_back(std::move(place));
+void look_let_go(PyObject* self, PyObject*) {
+  Places kept, old = std::move(*as_look(self)->places);
+  std::vector<Ref> runs;
+  for (Place& place : old) {
+    if (!place.has_run()) {
+      runs.push_back(std::move(place.run));
     }
-    places = std::move(kept);
-    release(gone);
-    for (PyObject* run : runs) {
-      Py_DECREF(run);
+    if (!place.is_dead()) {
+      kept.push_back(std::move(place));
     }
-    return Py_NewRef(Py_None);
-  });
+  }
+  *as_look(self)->places = std::move(kept);
 }
 
 std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
   auto* indices = new std::vector<Py_ssize_t>();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    indices->push_back(PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple, i)));
+    indices->push_back(PyLong_AsSsize_t(item(tuple, i)));
   }
   return indices;
 }
@@ -917,7 +880,7 @@ PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
   if (look != nullptr) {
     look->sources = indices_of(sources);
     look->passed = indices_of(passed);
-    look->places = new std::vector<Place>();
+    look->places = new Places();
     look->num_delivered = num_delivered;
     look->runs = static_cast<char>(runs);
     look->samples = static_cast<char>(samples);
@@ -927,7 +890,6 @@ PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
 
 void look_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  release(*as_look(self)->places);
   delete as_look(self)->sources;
   delete as_look(self)->passed;
   delete as_look(self)->places;
@@ -936,12 +898,12 @@ void look_dealloc(PyObject* self) {
 }
 
 PyMethodDef look_methods[] = {
-    {"enter", look_enter, METH_O, "The run and inputs of a call that finds all fresh, or None."},
-    {"begin", begin_call, METH_NOARGS, "What a successful enter does besides."},
-    {"leave", leave_call, METH_NOARGS, "Ends what enter or begin began."},
-    {"entries", look_entries, METH_O, "The entries of the place of some weights, or None."},
-    {"remember", look_remember, METH_VARARGS, "Takes the values of a place."},
-    {"let_go", look_let_go, METH_NOARGS, "Frees what was made of values that are no more."},
+    {"enter", method<look_enter>, METH_O, "The run and inputs of a call that finds all fresh, or None."},
+    {"begin", method<begin_call>, METH_NOARGS, "What a successful enter does besides."},
+    {"leave", method<leave_call>, METH_NOARGS, "Ends what enter or begin began."},
+    {"entries", method<look_entries>, METH_O, "The entries of the place of some weights, or None."},
+    {"remember", method<look_remember>, METH_VARARGS, "Takes the values of a place."},
+    {"let_go", method<look_let_go>, METH_NOARGS, "Frees what was made of values that are no more."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef look_members[] = {
@@ -966,97 +928,54 @@ RecordRef record_in(PyObject* object) {
   return record_of(unpack(object).storage().getWeakStorageImpl().lock());
 }
 
-PyObject* watch(PyObject*, PyObject* object) {
-  return guarded([&] {
-    StorageImpl* storage = storage_in(object);
-    return PyBool_FromLong(is_own(*storage) && watch_again(storage, *record_in(object)));
-  });
+bool watch(PyObject*, PyObject* object) {
+  StorageImpl* storage = storage_in(object);
+  return is_own(*storage) && watch_again(storage, *record_in(object));
 }
 
-PyObject* unwatch(PyObject*, PyObject* object) {
-  return guarded([&] {
-    if (is_armed(storage_in(object))) {
-      disarm(storage_in(object));
-    }
-    return Py_NewRef(Py_None);
-  });
-}
-
-PyObject* watched(PyObject*, PyObject* object) {
-  return guarded([&] { return PyBool_FromLong(is_armed(storage_in(object))); });
-}
-
-PyObject* distrust(PyObject*, PyObject* object) {
-  return guarded([&] {
-    record_in(object)->is_distrusted = true;
-    return Py_NewRef(Py_None);
-  });
-}
-
-PyObject* is_distrusted(PyObject*, PyObject* object) {
-  return guarded([&] {
-    const RecordRef record = find_record(storage_in(object));
-    return PyBool_FromLong(record != nullptr && record->is_distrusted);
-  });
-}
-
-// Says that tensors were written, or that a collective goes on writing them.
-void mark_written(const std::vector<at::Tensor>& tensors, bool goes_on = false) {
-  std::lock_guard<std::mutex> guard(records_mutex());
-  const auto& known = records();
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined() || !tensor.has_storage()) {
-      continue;
-    }
-    const auto found = known.find(tensor.storage().unsafeGetStorageImpl());
-    if (found == known.end()) {
-      continue;
-    }
-    if (goes_on) {
-      note_write(*found->second, any_thread, settling_ns_of_collective);
-    } else {
-      note_write(*found->second);
-    }
+void unwatch(PyObject*, PyObject* object) {
+  if (is_armed(storage_in(object))) {
+    disarm(storage_in(object));
   }
 }
 
-PyObject* mark(PyObject*, PyObject* list) {
-  return guarded([&]() -> PyObject* {
-  std::vector<at::Tensor> tensors;
+bool watched(PyObject*, PyObject* object) {
+  return is_armed(storage_in(object));
+}
+
+void distrust(PyObject*, PyObject* object) {
+  record_in(object)->is_distrusted = true;
+}
+
+bool is_distrusted(PyObject*, PyObject* object) {
+  const RecordRef record = find_record(storage_in(object));
+  return record != nullptr && record->is_distrusted;
+}
+
+// mark(list): says that tensors were written.
+void mark(PyObject*, PyObject* list) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
-    PyObject* item = PyList_GET_ITEM(list, i);
-    if (is_tensor(item)) {
-      tensors.push_back(unpack(item));
+    PyObject* object = PyList_GET_ITEM(list, i);
+    if (is_tensor(object) && unpack(object).has_storage()) {
+      on_write(storage_in(object));
     }
   }
-  mark_written(tensors);
-  return Py_NewRef(Py_None);
-  });
 }
 
 // stands_for(whole, part): what is said of a DTensor, also by ops that write lists, is said of its
 // part in this process. Its own storage, which holds nothing, tells which DTensor that is.
-PyObject* stands_for(PyObject*, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-  PyObject *whole = nullptr, *part = nullptr;
-  if (!PyArg_ParseTuple(arguments, "OO", &whole, &part)) {
-    return nullptr;
-  }
-  const at::Tensor& tensor = unpack(whole);
-  if (tensor.has_storage()) {
-    const RecordRef record =
-        record_of(unpack(part).storage().getWeakStorageImpl().lock());
+void stands_for(PyObject*, PyObject* args) {
+  const at::Tensor& whole = unpack(item(args, 0));
+  if (whole.has_storage()) {
+    const RecordRef record = record_in(item(args, 1));
     std::lock_guard<std::mutex> guard(records_mutex());
-    records()[tensor.storage().unsafeGetStorageImpl()] = record;
+    records()[whole.storage().unsafeGetStorageImpl()] = record;
   }
-  return Py_NewRef(Py_None);
-  });
 }
 
 // The same bytes as a weight's in a storage of its own: who asks it for a pointer does not ask
 // the weight's. It keeps the weight's storage alive and has the weight's version.
 PyObject* alias(PyObject*, PyObject* object) {
-  return guarded([&]() -> PyObject* {
   const at::Tensor& source = unpack(object);
   const auto owner = source.storage().getWeakStorageImpl().lock();
   using Owner = c10::intrusive_ptr<StorageImpl>;
@@ -1076,7 +995,6 @@ PyObject* alias(PyObject*, PyObject* object) {
     impl->set_version_counter(source.unsafeGetTensorImpl()->version_counter());
   }
   return THPVariable_Wrap(std::move(result));
-  });
 }
 
 // ------------------------------------------------ kernels on ops that write lists, collectives
@@ -1097,12 +1015,16 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-void collect(const c10::IValue& value, std::vector<at::Tensor>* found) {
-  if (value.isTensor()) {
-    found->push_back(value.toTensor());
-  } else if (value.isList()) { // of tensors, or of lists of them
-    for (const c10::IValue& item : value.toListRef()) {
-      collect(item, found);
+// Says that tensors, or lists of them, were written, or that a collective goes on writing them.
+void mark_written(const c10::IValue& value, bool goes_on) {
+  if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) {
+      mark_written(each, goes_on);
+    }
+  } else if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
+    StorageImpl* storage = value.toTensor().storage().unsafeGetStorageImpl();
+    if (RecordRef record = find_record(storage)) {
+      goes_on ? record->note_collective() : record->note_write();
     }
   }
 }
@@ -1110,15 +1032,17 @@ void collect(const c10::IValue& value, std::vector<at::Tensor>* found) {
 void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const Written& known = list_ops().at(full_name(op.operator_name()));
-  std::vector<at::Tensor> written;
-  for (size_t index : known.positions) {
-    collect((*stack)[first + index], &written);
-  }
   const bool goes_on = known.is_collective &&
       (known.is_async_at < 0 || (*stack)[first + known.is_async_at].toBool());
-  mark_written(written, goes_on);
+  std::vector<c10::IValue> written;
+  for (size_t index : known.positions) {
+    written.push_back((*stack)[first + index]);
+    mark_written(written.back(), goes_on);
+  }
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  mark_written(written, goes_on); // another thread may have looked meanwhile
+  for (const c10::IValue& value : written) { // another thread may have looked meanwhile
+    mark_written(value, goes_on);
+  }
 }
 
 // The arguments that an op may write: lists that its schema marks, and all tensors of a
@@ -1142,11 +1066,10 @@ Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
 }
 
 // Puts a kernel in front of each op that writes lists of tensors, and of each collective.
-PyObject* watch_list_ops(PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
+void watch_list_ops(PyObject*, PyObject*) {
   static auto* kernels = new std::vector<c10::RegistrationHandleRAII>();
   if (!kernels->empty()) {
-    return Py_NewRef(Py_None);
+    return;
   }
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const bool is_collective = name.name.rfind("c10d::", 0) == 0;
@@ -1167,36 +1090,32 @@ PyObject* watch_list_ops(PyObject*, PyObject*) {
         nullptr,
         "amp_fx"));
   }
-  return Py_NewRef(Py_None);
-  });
 }
 
 PyObject* watched_list_ops(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   for (const auto& entry : list_ops()) {
-    PyObject* name = PyUnicode_FromString(entry.first.c_str());
-    PyList_Append(names, name);
-    Py_DECREF(name);
+    PyList_Append(names, Ref(PyUnicode_FromString(entry.first.c_str())).get());
   }
   return names;
 }
 
 PyMethodDef functions[] = {
-    {"stale", as_method(stale), METH_FASTCALL, "Which values are not fresh."},
-    {"start", as_method(start), METH_FASTCALL, "Values are about to be made of weights."},
-    {"finish", as_method(finish), METH_FASTCALL, "They are made."},
-    {"finish_step", as_method(finish_step), METH_FASTCALL, "They are made by what wrote the weights."},
-    {"reusable", reusable, METH_O, "The values that nobody can be reading, None for others."},
-    {"watch", watch, METH_O, "Watches a tensor's storage; False where that is impossible."},
-    {"unwatch", unwatch, METH_O, "Watches it no longer."},
-    {"watched", watched, METH_O, "Whether a write would be noticed, and none was."},
-    {"distrust", distrust, METH_O, "Makes all that is made of a tensor stale, for good."},
-    {"is_distrusted", is_distrusted, METH_O, "Whether that was said."},
-    {"mark", mark, METH_O, "Says that the tensors of a list were written."},
-    {"stands_for", stands_for, METH_VARARGS, "What is said of a DTensor is said of its part."},
-    {"alias", alias, METH_O, "The same bytes in a storage of its own."},
-    {"watch_list_ops", watch_list_ops, METH_NOARGS, "Sees ops that write lists of tensors."},
-    {"watched_list_ops", watched_list_ops, METH_NOARGS, "Their names."},
+    {"stale", method<stale>, METH_VARARGS, "Which values are not fresh."},
+    {"start", method<start>, METH_VARARGS, "Values are about to be made of weights."},
+    {"finish", method<finish>, METH_VARARGS, "They are made."},
+    {"finish_step", method<finish_step>, METH_VARARGS, "They are made by what wrote the weights."},
+    {"reusable", method<reusable>, METH_O, "The values that nobody can be reading, None for others."},
+    {"watch", method<watch>, METH_O, "Watches a tensor's storage; False where that is impossible."},
+    {"unwatch", method<unwatch>, METH_O, "Watches it no longer."},
+    {"watched", method<watched>, METH_O, "Whether a write would be noticed, and none was."},
+    {"distrust", method<distrust>, METH_O, "Makes all that is made of a tensor stale, for good."},
+    {"is_distrusted", method<is_distrusted>, METH_O, "Whether that was said."},
+    {"mark", method<mark>, METH_O, "Says that the tensors of a list were written."},
+    {"stands_for", method<stands_for>, METH_VARARGS, "What is said of a DTensor is said of its part."},
+    {"alias", method<alias>, METH_O, "The same bytes in a storage of its own."},
+    {"watch_list_ops", method<watch_list_ops>, METH_NOARGS, "Sees ops that write lists of tensors."},
+    {"watched_list_ops", method<watched_list_ops>, METH_NOARGS, "Their names."},
     {nullptr, nullptr, 0, nullptr}};
 
 #ifndef _WIN32
