@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ExplainError, OptionError
@@ -70,7 +71,7 @@ def fake_stand_in(
     present = {tensor.device.type for tensor in tensors}
     target = target_device(present, device_type)
     imagined = target != "cpu" and not (target in present and is_usable(target))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(), static_shapes=True)
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,6 +84,11 @@ def fake_stand_in(
     program = _copy_module(model, made) if isinstance(model, torch.nn.Module) else model
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     return StandIn(program, fake_args, fake_kwargs, mode, target, imagined)
+
+
+def _shape_env() -> ShapeEnv:
+    """One for the sizes that loops invent; sizes and numbers that depend on values are refused."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def real_stand_in(

@@ -82,13 +82,14 @@ class WorkMeter:
                 stack.enter_context(torch.no_grad())
             else:
                 stack.enter_context(analysis(self._fake_mode, is_grad_enabled=False))
-            args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, argument_values(node))
-            if may_multiply:
-                stack.enter_context(counter)
-            stack.enter_context(traffic)
             try:
+                given = argument_values(node)
+                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, given)
+                if may_multiply:
+                    stack.enter_context(counter)
+                stack.enter_context(traffic)
                 call_target(node, args, kwargs)
-            except Exception:  # noqa: BLE001 - islands may not run out of their place
+            except Exception:  # noqa: BLE001 - neither islands nor bodies of vmap may run elsewhere
                 return UNKNOWN
         flops = int(counter.get_total_flops()) if may_multiply else 0
         return Work(flops, traffic.moved)

@@ -159,8 +159,13 @@ def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of elements that a shadow can be made for."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not is_wrapped(tensor)
+    """Whether a tensor has a storage of elements that a shadow can be made for.
+
+    Forward gradients begin with zeros that have none, and their formulas ask for sizes on ``meta``.
+    """
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    has_numbers = not tensor._is_zerotensor() and not tensor.is_meta
+    return is_dense and has_numbers and not is_wrapped(tensor)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

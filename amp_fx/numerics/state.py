@@ -38,7 +38,7 @@ class StateGuard:
         modules: Iterable[torch.nn.Module] = (),
         optimizers: Iterable[torch.optim.Optimizer] = (),
     ) -> None:
-        self.has_wrappers = False
+        self.has_wrappers = self.has_sizes = False
         self._dtypes: set[torch.dtype] = set()
         self._parameter_dtypes: set[torch.dtype] = set()
         self._others: list[_Attributes | _OptimizerState] = [
@@ -51,8 +51,12 @@ class StateGuard:
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether an op is on what tensors made of others keep their sizes in, on ``meta``."""
-        return self.has_wrappers and any(t.device.type == "meta" for t in tensors)
+        """Whether an op is on what the program itself keeps sizes in, on ``meta``.
+
+        Tensors that stand for others do, and formulas of forward gradients, by themselves.
+        """
+        are_meta = [t.is_meta for t in tensors]
+        return any(are_meta) and (self.has_wrappers or (self.has_sizes and all(are_meta)))
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
         """Takes down the tensors that an op is called with.
@@ -94,7 +98,9 @@ class StateGuard:
         """Takes down what an op has made, of the tensors that it was called with."""
         given = {address_of(t) for t in tensors if t.layout is torch.strided}
         for result in tensors_in(results):
-            if result.layout is torch.strided and not is_wrapped(result):
+            if result.is_meta:
+                self.has_sizes = True
+            elif result.layout is torch.strided and not is_wrapped(result):
                 address = address_of(result)
                 if address not in self._made and address not in given:
                     self._made[address] = StorageReference(result.untyped_storage())
@@ -273,7 +279,9 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guard.look_at(tensors)
         facts = facts_of(func) if isinstance(func, torch._ops.OpOverload) else None
         if facts is None or facts.is_view:
-            return func(*args, **kwargs)
+            results = func(*args, **kwargs)
+            self.guard.has_sizes |= any(t.is_meta for t in tensors_in(results))
+            return results
         self.guard.save(facts.written(args, kwargs))
         results = func(*args, **kwargs)
         self.guard.note_made(results, tensors)
