@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint slow bench gpu notebooks docs pictures torch-env test-torch test-cuda-code clean
+.PHONY: demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch test-cuda-code clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -17,6 +17,19 @@ demo: $(READY)
 # A worker per core, with one thread each: more of either only makes them wait for each other.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# Lint, types and some tests of every part, in three minutes: what to run between two edits.
+CHECK := tables policies/test_calls.py policies/test_policy.py regions/test_region.py graphs/test_decompose.py \
+	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
+	passes/test_keep_weight_casts.py passes/test_wrap_islands.py weights/test_sharing.py \
+	weights/test_write_signals.py weights/test_gradients.py weights/test_variants.py test_backend.py \
+	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
+	grad_scaler/test_parity.py grad_scaler/test_clip.py grad_scaler/test_compiled_step.py \
+	exporting/test_parity.py integrations/test_blocks.py explanation/test_table.py \
+	explanation/test_kept_values.py numerics/test_programs.py drawing/test_draw.py drift/test_compare.py \
+	bench/test_step.py commands/test_explain.py commands/test_policy.py
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(CHECK:%=tests/%) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -20,7 +20,6 @@ behind the convolution, where their cast costs nothing and a refresh would be on
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, KEPT_INPUT, SITE
+from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
@@ -133,7 +133,7 @@ def add_kept_input(
     SITE.put(node, SITE.of(source))
     # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-    KEPT_INPUT.put(node, Slot(index, dtype, weight_name(source), is_alias))
+    KEPT_INPUT.put(node, Slot(index, dtype, input_path(source), is_alias))
     node._dynamo_source = None
     return node
 
@@ -141,22 +141,6 @@ def add_kept_input(
 def _like_exactly(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     """``empty_like`` keeps the strides of dense tensors only."""
     return torch.empty_strided(tensor.size(), tensor.stride(), device=tensor.device, **options)
-
-
-def weight_name(node: fx.Node) -> str:
-    """What the user's program calls a weight: ``layers.0.weight``.
-
-    Relies on Dynamo's sources, whose names are expressions such as
-    ``L['self']._modules['layers']._modules['0']._parameters['weight']``.
-    """
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", None)
-    text = str(name() if callable(name) else name) if name is not None else ""
-    parts = _KEYS.findall(text)
-    return ".".join(parts) or node.name
-
-
-_KEYS = re.compile(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]")
 
 
 def _replace(graph: fx.Graph, cast: fx.Node, source: fx.Node, copy: fx.Node) -> None:

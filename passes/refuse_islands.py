@@ -9,7 +9,6 @@ op which autocast knows nothing of (``auto_functionalized``, ``with_effects``).
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -20,6 +19,7 @@ from amp_fx.errors import ExportError
 from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import ISLAND, SITE
+from amp_fx.graphs.places import lines_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.wrap_islands import needs_autocast
 from amp_fx.regions.kernels import has_autocast_kernel
@@ -66,13 +66,11 @@ def _calls_plain_op(node: fx.Node) -> bool:
     return len(ops) == 1 and not any(has_autocast_kernel(ops[0], device) for device in devices)
 
 
-_FILE = re.compile(r'File "([^"]+)", line (\d+)')
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1] / "amp_fx"))
 """Folders whose code is not the program's."""
 
 
 def place_of(node: fx.Node) -> str:
     """Where the program has it, for a person to read; empty if that is not known."""
-    frames = _FILE.findall(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not frame[0].startswith(_HIDDEN)]
-    return "; it stands at {}:{}".format(*frames[-1]) if frames else ""
+    lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
+    return f"; it stands at {lines[-1].file}:{lines[-1].number}" if lines else ""

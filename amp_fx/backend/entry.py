@@ -20,9 +20,9 @@ from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
 from amp_fx.backend.transforms import watch_transforms
 from amp_fx.graphs.attributes import with_attributes_as_inputs
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
 from amp_fx.options import Options
-from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.passes.lay_out_kept_copies import lay_out_kept_copies
 from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.disabled_guard import guard_disabled_region
@@ -206,7 +206,7 @@ def _casting(
         example_inputs: Inputs of the graph.
     """
     gm = found.variant(keeps, aliases=True)
-    unchanged = Unchanged(smallest, weight_name(found.placeholders[smallest]))
+    unchanged = Unchanged(smallest, input_path(found.placeholders[smallest]))
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))

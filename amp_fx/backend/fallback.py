@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import traceback
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,8 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.values import captured_value, remember_captured
-from amp_fx.policies.module_path import module_path
 from amp_fx.regions.kernels import prepare_state
 
 if TYPE_CHECKING:
@@ -102,10 +101,10 @@ def describe_place(error: BaseException, graph: fx.Graph) -> str:
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     node = _node_at_work(error) or _named_node(str(error), calls)
     if node is not None:
-        return f"; at {_op_name(node)}{_place(node)}"
+        return f"; at {op_name(node)}{_place(node)}"
     placed = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
     return (
-        f"; in the graph that begins at {_op_name(placed[0])}{_place(placed[0])}" if placed else ""
+        f"; in the graph that begins at {op_name(placed[0])}{_place(placed[0])}" if placed else ""
     )
 
 
@@ -131,18 +130,7 @@ def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:
     return next((node for node in ops if str(node.target) in message), None)
 
 
-def _op_name(node: fx.Node) -> str:
-    if isinstance(node.target, (str, torch._ops.OpOverload)):
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target))
-
-
 def _place(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(entry[0]) for entry in stack.values() if str(entry[0])]
-    module = f" in {module_path(paths[-1]) or paths[-1]}" if paths else ""
-    lines = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-    return module + (f" ({lines[-1][0]}:{lines[-1][1]})" if lines else "")
-
-
-_SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+    place = place_of(node)
+    module = f" in {place.module}" if place.module else ""
+    return module + (f" ({place.file}:{place.line})" if place.file else "")

@@ -24,8 +24,8 @@ from amp_fx.backend.inner import (
     uses_inductor,
 )
 from amp_fx.graphs.metadata import SITE
+from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import is_written, tensors_in, value_of
-from amp_fx.passes.keep_weight_casts import weight_name
 from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.freeze import CannotFreezeError, compile_frozen, folded
 from amp_fx.weights.kept_call import FrozenCall
@@ -274,7 +274,7 @@ def frozen_weights(
         is_seen = is_watchable(example_inputs[i]) or example_inputs[i].is_meta  # a stand-in
         is_kept = is_alone and written.isdisjoint(sharing) and is_seen
         if is_kept and not is_dynamic(value_of(placeholders[i])):
-            found[i] = weight_name(placeholders[i])
+            found[i] = input_path(placeholders[i])
     return found
 
 

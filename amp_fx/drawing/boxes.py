@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import CASTS, bare_op
 from amp_fx.explanation.table import SHORT
+from amp_fx.graphs.places import short_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

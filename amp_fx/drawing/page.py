@@ -9,9 +9,9 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.explanation.places import short_path
 from amp_fx.explanation.rows import bare_op, treatment
 from amp_fx.explanation.table import human
+from amp_fx.graphs.places import short_path
 from amp_fx.numerics.picture import MEASURES
 from amp_fx.numerics.table import MOST
 from amp_fx.numerics.words import number

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import cast_record, islands_in
-from amp_fx.explanation.places import module_types
 from amp_fx.explanation.reading import GraphReader
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import CastRecord, GraphRecord
@@ -16,6 +15,7 @@ from amp_fx.exporting.entry import export
 from amp_fx.exporting.notes import notes_of, restore_notes
 from amp_fx.exporting.program import WEIGHTS, copied_graph
 from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.places import module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME

@@ -9,7 +9,6 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.lowered import kernels_of, saved_for_backward, sent_by
-from amp_fx.explanation.places import input_path, module_types
 from amp_fx.explanation.reading import GraphReader, kind_of
 from amp_fx.explanation.reasons import clean_reason, region_names
 from amp_fx.explanation.records import (
@@ -22,6 +21,7 @@ from amp_fx.explanation.records import (
 from amp_fx.explanation.work import WorkMeter
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.passes.low_reads import low_reads

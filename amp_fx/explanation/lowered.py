@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_fx.backend.inner import through_inductor
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.kernels import scheduled_kernels
-from amp_fx.explanation.places import op_name, place_of
 from amp_fx.explanation.records import CollectiveRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.regions.state import no_autocast

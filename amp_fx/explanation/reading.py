@@ -9,12 +9,12 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.places import Place, input_path, op_name, place_of
 from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.work import NOTHING
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
+from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.weights.kept_cast import kept_cast

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.graphs.metadata import KEPT_INPUT
+from amp_fx.graphs.places import lines_of
 from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
 from amp_fx.weights.spread import (
@@ -211,14 +211,9 @@ def remove_others(gm: fx.GraphModule, passed: Sequence[int]) -> None:
 def owner_of(gm: fx.GraphModule, root: str | None) -> str:
     """Whose graph it is: the class of the outermost module, or the function, and its file."""
     for node in gm.graph.nodes:
-        frame = _OUTERMOST_FRAME.search(node.meta.get("stack_trace") or "")
-        if frame is not None:
-            path, function = frame.groups()
-            return f"{root or function} ({Path(path).name})"
+        for line in lines_of(node):
+            return f"{root or line.function} ({Path(line.file).name})"
     return root or "unknown"
-
-
-_OUTERMOST_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
 
 
 def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -9,14 +9,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from amp_fx.regions.module_stack import module_stack, variable_path
+from amp_fx.regions.module_stack import NO_FRAME, module_stack, variable_path
 
 if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.regions.module_stack import CompileFrame
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]*)\n?\s*([^\n]*)')
+
+
+class Line(NamedTuple):
+    """A line of the program, in the function that was being called."""
+
+    file: str
+    number: int
+    function: str
+    code: str
+
+
+def lines_of(node: fx.Node) -> list[Line]:
+    """The lines that called what a node does, the outermost function's first."""
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [Line(file, int(number), name, code.strip()) for file, number, name, code in found]
 
 
 class Place(NamedTuple):
@@ -29,7 +44,7 @@ class Place(NamedTuple):
     code: str
 
 
-def place_of(node: fx.Node, frame: CompileFrame) -> Place:
+def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> Place:
     """The innermost module and source line that a node was captured in.
 
     Args:
@@ -37,9 +52,8 @@ def place_of(node: fx.Node, frame: CompileFrame) -> Place:
         frame: Where its graph was captured.
     """
     module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    file, line, code = frames[-1] if frames else ("", "0", "")
-    return Place(module, module_type, file, int(line), code.strip())
+    file, line, _, code = [Line("", 0, "", ""), *lines_of(node)][-1]
+    return Place(module, module_type, file, line, code)
 
 
 def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:
@@ -60,7 +74,7 @@ def module_types(gm: fx.GraphModule, frame: CompileFrame) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def input_path(node: fx.Node, frame: CompileFrame) -> str:
+def input_path(node: fx.Node, frame: CompileFrame = NO_FRAME) -> str:
     """A parameter's or buffer's path (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else str(node.target)
