@@ -29,10 +29,8 @@ from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.weights.kept_inputs import (
-    example_copies,
     kept_inputs,
     owner_of,
-    remove_others,
     verify_level,
 )
 from amp_fx.weights.region_cast import one_region
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 
     from amp_fx.backend.ahead import SavedGraph
     from amp_fx.backend.rewrite import Rewritten
-    from amp_fx.weights.kept_inputs import KeptInputs
 
     Compiled = Callable[..., Any]
 
@@ -119,8 +116,8 @@ def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Opt
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
     options = dataclasses.replace(options, fallback=False)
     with no_autocast(), in_cache_keys(found.passes):
-        kept = kept_inputs(gm, example_inputs, verify=options.verify, root=found.root)
-        compiled = compile_inner(gm, _inputs_of(gm, kept, example_inputs), options)
+        kept, inputs = kept_inputs(gm, example_inputs, verify=options.verify, root=found.root)
+        compiled = compile_inner(gm, inputs, options)
     is_off = bool(AutocastState.ambient().enabled)
     return as_saved(compiled, kept, is_off=is_off, has_regions=has_regions)
 
@@ -182,10 +179,10 @@ def _keeping(
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))
-        kept = kept_inputs(
+        kept, inputs = kept_inputs(
             gm, example_inputs, verify=options.verify, root=found.root, may_give_up=may_give_up
         )
-        compiled = _compile(gm, _inputs_of(gm, kept, example_inputs), options)
+        compiled = _compile(gm, inputs, options)
     return compiled if kept is None else kept.wrap(compiled)
 
 
@@ -210,22 +207,11 @@ def _casting(
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))
-        kept = kept_inputs(
+        kept, inputs = kept_inputs(
             gm, example_inputs, verify=options.verify, root=found.root, more=(unchanged,)
         )
         assert kept is not None
-        return Casting(kept, _compile(gm, _inputs_of(gm, kept, example_inputs), options))
-
-
-def _inputs_of(
-    gm: fx.GraphModule, kept: KeptInputs | None, example_inputs: Sequence[Any]
-) -> Sequence[Any]:
-    """The inputs that a graph is compiled for; those that it does not need are removed."""
-    if kept is None:
-        return example_inputs
-    added = example_copies(gm, example_inputs)
-    remove_others(gm, kept.passed)
-    return [*(example_inputs[i] for i in kept.passed), *added]
+        return Casting(kept, _compile(gm, inputs, options))
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

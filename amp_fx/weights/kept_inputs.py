@@ -144,11 +144,11 @@ def kept_inputs(
     root: str | None = None,
     more: Sequence[Any] = (),
     may_give_up: bool = False,
-) -> KeptInputs | None:
-    """The kept inputs of a rewritten graph; None if it has none.
+) -> tuple[KeptInputs | None, Sequence[Any]]:
+    """The kept inputs of a rewritten graph, None if it has none, and what it is compiled for.
 
     Args:
-        gm: The graph.
+        gm: The graph; the inputs that it does not need are removed.
         example_inputs: What Dynamo gave.
         verify: ``Options.verify``.
         root: The class of the outermost module that is compiled, if it is one.
@@ -158,7 +158,7 @@ def kept_inputs(
     placeholders = gm.graph.find_nodes(op="placeholder")
     kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]
     if not kept and not more:
-        return None
+        return None, example_inputs
     slots = [KEPT_INPUT.of(node) for node in kept]
     weights = [example_inputs[slot.source_index] for slot in slots]
     specs = {
@@ -166,9 +166,11 @@ def kept_inputs(
         for i, weight in enumerate(weights)
         if is_spread(weight)
     }
-    return KeptInputs(
+    passed = _passed_inputs(placeholders)
+    inputs = [*(example_inputs[i] for i in passed), *example_copies(gm, example_inputs)]
+    filled = KeptInputs(
         slots,
-        _passed_inputs(placeholders),
+        passed,
         owner=owner_of(gm, root),
         verify=verify_level(verify),
         num_inputs=len(example_inputs),
@@ -176,6 +178,8 @@ def kept_inputs(
         more=more,
         may_give_up=may_give_up,
     )
+    _remove_others(gm, passed)
+    return filled, inputs
 
 
 VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
@@ -199,8 +203,7 @@ def _passed_inputs(placeholders: Sequence[fx.Node]) -> tuple[int, ...]:
     return tuple(i for i, node in enumerate(given) if node.users or i not in replaced)
 
 
-def remove_others(gm: fx.GraphModule, passed: Sequence[int]) -> None:
-    """Removes the inputs that are not passed from a graph."""
+def _remove_others(gm: fx.GraphModule, passed: Sequence[int]) -> None:
     needed = frozenset(passed)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if not KEPT_INPUT.is_on(node) and index not in needed:
