@@ -1,6 +1,6 @@
-"""Unscale, check, clip and step as one call, compiled, that never waits for the device.
+"""Unscaling, checking, clipping and stepping as one compiled call that never waits for the device.
 
-Adam, AdamW and SGD take the two passes of ``two_pass``. What follows is for all others.
+Adam, AdamW and SGD take the two passes of ``two_pass``. The rest of this file is for all others.
 
 A skipped step cannot be a branch on the host. So the step always runs, and every tensor that it
 wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step's own kernels.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,12 +18,22 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import ScalerTypeError
-from amp_fx.grad_scaler.local_parts import can_step_parts, stepping_parts
-from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
+from amp_fx.grad_scaler.eager_step import written_tensors
+from amp_fx.grad_scaler.gradients import (
+    clip_factor,
+    grads_of,
+    norm_of_all,
+    on_devices,
+    params_with_grads,
+)
+from amp_fx.grad_scaler.processes import can_step_parts, stepping_parts
 from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
-from amp_fx.grad_scaler.two_pass import TwoPassStep, overflow_flag, total_norm
-from amp_fx.grad_scaler.unscale import clip_factor, on_devices
+from amp_fx.grad_scaler.two_pass import (
+    TwoPassStep,
+    overflow_flag,
+    refuse_needed_closure,
+    total_norm,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,14 +45,15 @@ if TYPE_CHECKING:
 
 
 class CompiledStep:
-    """What `GradScaler.compile_step` returns; call it once per iteration.
+    """Unscales, checks, clips and steps; `GradScaler.compile_step` returns it.
+
+    Call it once per iteration.
 
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
     tensors in their state, which nothing on the device can put back, and for sparse gradients or
-    gradients on several devices. Optimizers that are fused, and none that two passes are for, run
-    eagerly too, and do not wait. An optimizer whose step reads values itself, as Adafactor's does,
-    waits there.
+    gradients on several devices. Fused optimizers that do not take two passes run eagerly too, and
+    do not wait. An optimizer whose step reads values itself, as Adafactor's does, waits there.
 
     Where several processes have to agree, the call is two compiled ones, with the exchange of the
     flag and of the norm between them. DTensors are stepped part by part; optimizers that look at
@@ -53,7 +63,7 @@ class CompiledStep:
     `param_groups`; a step that writes others cannot be compiled this way.
 
     Two passes write no gradients unless they are asked to; all others leave gradients unscaled and
-    clipped. Which optimizers take them: `GradScaler.compile_step`.
+    clipped. `GradScaler.compile_step` says which optimizers take them.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -73,7 +83,7 @@ class CompiledStep:
         write_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
-        """Compile nothing yet; see `GradScaler.compile_step` for the arguments."""
+        """Compiles nothing yet; see `GradScaler.compile_step` for the arguments."""
         refuse_needed_closure(optimizer)
         self.norm: Tensor | None = None
         self._scaler = scaler
@@ -96,7 +106,7 @@ class CompiledStep:
         )
 
     def __call__(self) -> Any:
-        """Unscale, check, clip, step and update the scale.
+        """Unscales, checks, clips, steps and updates the scale.
 
         Returns:
             What the optimizer's step returns; None if it was skipped.
@@ -125,7 +135,7 @@ class CompiledStep:
     # In two passes -------------------------------------------------------------------------------
 
     def _work(self) -> Work | None:
-        """What a step in two passes works on; None where that cannot be."""
+        """Returns what a step in two passes works on; None where that cannot be."""
         if not self._scaler._agreement.is_alone(self._optimizer):
             return None
         work = self._two_pass.work()
@@ -145,7 +155,7 @@ class CompiledStep:
         self._scaler._stepped(state)
 
     def _step_unscaled(self) -> Any:
-        """With a scaler that does nothing."""
+        """Steps with a scaler that is disabled."""
         work = self._work()
         if work is None:
             return self._step_eagerly()
@@ -157,12 +167,12 @@ class CompiledStep:
     def _can_run_compiled(self, groups: list[GradGroup]) -> bool:
         if self._must_run_eagerly or not groups:
             return False
-        if any(grad.layout is not torch.strided for grad in _grads(self._params())):
+        if any(grad.layout is not torch.strided for grad in grads_of(self._params())):
             return self._give_up("its gradients are sparse")
         if len({group.device for group in groups}) > 1:
             return self._give_up("its gradients are on several devices")
         if not can_step_parts(self._optimizer):
-            return self._give_up("its parameters are spread over processes")
+            return self._give_up("its parameters are sharded over processes")
         return all(id(param) in self._params_with_state for param in self._params())
 
     def _give_up(self, reason: str, *, stacklevel: int = 4) -> bool:
@@ -202,7 +212,7 @@ class CompiledStep:
         return None  # and the step will refuse
 
     def _note_state(self, numbers: dict[Any, Any]) -> None:
-        """After a step that was not skipped all parameters with gradients have their state."""
+        """Notes that parameters with gradients have their state, unless the step was skipped."""
         report = self._scaler.last_step
         if report is None or report.skipped:
             return
@@ -238,7 +248,7 @@ class CompiledStep:
         return found_inf, result
 
     def _step_together(self, groups: list[GradGroup]) -> tuple[Tensor, Any]:
-        """The same in two calls, between which processes exchange what they found."""
+        """Does the same in two calls, between which processes exchange what they found."""
         scaler, optimizer = self._scaler, self._optimizer
         grads = [grad for group in groups for grad in group.grads]
         mark_kept_in_place(grads)
@@ -246,16 +256,16 @@ class CompiledStep:
         scaler._agreement.reduce_(found_inf, optimizer)
         factor = None
         if self._max_norm is not None:
-            self.norm = scaler._norm(optimizer, groups, self._norm_type)
+            self.norm = norm_of_all(optimizer, groups, self._norm_type)
             factor = clip_factor(self.norm, self._max_norm)
         with stepping_parts(optimizer), self._learning_rates_as_tensors():
             result = self._compiled.step(*self._marked(), found_inf, factor)
         return found_inf, result
 
     def _marked(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Parameters with gradients, all that a step writes, and the gradients."""
+        """Returns parameters with gradients, all that a step writes, and the gradients."""
         params = self._params()
-        written, grads = written_tensors(self._optimizer, params), _grads(params)
+        written, grads = written_tensors(self._optimizer, params), grads_of(params)
         if self._num_compiled != len(params):  # what is compiled now sees the marks
             mark_kept_in_place([*written, *grads])
             self._num_compiled = len(params)
@@ -266,7 +276,7 @@ class CompiledStep:
 
     @contextlib.contextmanager
     def _learning_rates_as_tensors(self) -> Iterator[None]:
-        """Make the learning rates inputs of the compiled call.
+        """Makes the learning rates inputs of the compiled call.
 
         A number is a constant to the compiler: a schedule would compile anew at each change (SGD
         and RMSprop did). Left alone where torch refuses it: in foreach implementations that are
@@ -290,7 +300,7 @@ class CompiledStep:
                 group["lr"] = rate
 
     def _function(self) -> Any:
-        """The function to compile where one process steps by itself."""
+        """Makes the function to compile where one process steps by itself."""
         step_or_put_back = self._step_function()
         max_norm, norm_type = self._max_norm, self._norm_type
 
@@ -309,7 +319,7 @@ class CompiledStep:
         return unscale_check_clip_step
 
     def _step_function(self) -> Any:
-        """The part of it that comes after the check."""
+        """Makes the part of it that comes after the check."""
         optimizer = self._optimizer
         step = bare_step(optimizer)
 
@@ -337,17 +347,8 @@ class CompiledStep:
         return step_or_put_back
 
 
-def refuse_needed_closure(optimizer: Any) -> None:
-    """Raise if an optimizer's step cannot do without a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ScalerTypeError(
-            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
-        )
-
-
 class CompiledParts(NamedTuple):
-    """What a step is made of: of the first two where processes agree in between, or of the last."""
+    """Holds what a step calls: `check` and `step` where processes agree in between, or `whole`."""
 
     check: Any
     step: Any
@@ -356,18 +357,14 @@ class CompiledParts(NamedTuple):
 
 @torch.no_grad()
 def unscale_and_check(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients by `inv_scale`, and return 1.0 if one of them is not finite, else 0.0."""
+    """Multiplies gradients by `inv_scale`; returns 1.0 if one of them is not finite, else 0.0."""
     for grad in grads:
         grad.mul_(inv_scale)
     return overflow_flag(grads)
 
 
-def _grads(params: list[Tensor]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
-
-
 def _as_tensor(group: dict[str, Any]) -> Tensor:
-    """A group's learning rate as a tensor, which is made without waiting."""
+    """Makes a tensor of a group's learning rate, without waiting."""
     params = group["params"]
     is_read = group.get("foreach") is False and not group.get("capturable")
     is_on_host = is_read or not params or params[0].is_cpu
@@ -376,13 +373,13 @@ def _as_tensor(group: dict[str, Any]) -> Tensor:
 
 
 def _widest(tensors: list[Tensor]) -> torch.dtype:
-    """The real dtype that all of these fit in; float32 at least."""
+    """Returns the real dtype that all of these fit in; float32 at least."""
     dtypes = [tensor.dtype.to_real() for tensor in tensors]
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def _numbers(optimizer: Any) -> dict[Any, Any]:
-    """All numbers that a step could count in: in the groups, in the state, in the optimizer."""
+    """Lists all numbers that a step could count in: in groups, in the state, in the optimizer."""
     places = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
     return {
         (index, key): value
@@ -393,7 +390,7 @@ def _numbers(optimizer: Any) -> dict[Any, Any]:
 
 
 def _move_to_device(optimizer: Any, params: list[Tensor]) -> None:
-    """Bring step counters to the parameters' device, where they can be put back."""
+    """Brings step counters to the parameters' device, where they can be put back."""
     for group in optimizer.param_groups:
         if "capturable" in group and any(not param.is_cpu for param in group["params"]):
             group["capturable"] = True

@@ -1,23 +1,27 @@
-"""An optimizer's step in two passes over memory, compiled.
+"""An optimizer's step in two passes over memory, compiled; `amp_fx.compile_step`.
 
-The first reads the gradients, for their norm and for whether all are finite. The second unscales,
-clips and updates in registers, and writes the weights, the optimizer's state and the kept low
-copies of the weights: of a weight with AdamW's two moments that is 4 bytes and 30, of which 2
-are those of the copy. Gradients are read and, unless that is asked for, not written.
+The first pass reads the gradients, for their norm and for whether all are finite. The second
+unscales, clips and updates in registers, and writes the weights, the optimizer's state and the kept
+low-precision copies of the weights: of a weight with AdamW's two moments that is 4 bytes and 30, of
+which 2 are those of the copy. It reads gradients and, unless that is asked for, does not write
+them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_fx.grad_scaler.agreement import any_dtensor
-from amp_fx.grad_scaler.outputs import widen
+from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler import arguments
+from amp_fx.grad_scaler.gradients import clip_factor, upcast
+from amp_fx.grad_scaler.processes import any_dtensor, params_of
 from amp_fx.grad_scaler.torch_private import mark_kept_in_place, mark_stepped, with_own_code
-from amp_fx.grad_scaler.unscale import clip_factor
 from amp_fx.grad_scaler.update_rules import number, rule_of
 from amp_fx.weights.step_copies import StepCopies
 
@@ -29,7 +33,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Work(NamedTuple):
-    """What one step works on; lists are in the order of the weights.
+    """Holds what one step works on; lists are in the order of the weights.
 
     Attributes:
         weights: those with gradients.
@@ -49,7 +53,7 @@ class Work(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the first pass found, 0-dim each.
+    """Holds what the first pass found, 0-dim each.
 
     Attributes:
         found_inf: float32: 1 if a gradient is not finite; None where nobody asks.
@@ -64,7 +68,7 @@ class TwoPassStep:
     """Steps one optimizer.
 
     Args:
-        optimizer: of a class that ``update_rules`` has a rule for, or it never ``work``s.
+        optimizer: of a class that ``update_rules`` has a rule for; otherwise ``work`` gives None.
         max_norm: clip gradients to this norm; None does not clip.
         norm_type: the order of the norm.
         writes_grads: whether gradients are unscaled and clipped where they lie, too.
@@ -90,11 +94,11 @@ class TwoPassStep:
         self._numbers: tuple[Any, Tensor] | None = None
 
     def work(self) -> Work | None:
-        """What a step would work on now; None where it has to be done in another way.
+        """Returns what a step would work on now; None if it has to be done in another way.
 
-        That is so for optimizers that there is no rule for; for gradients that are sparse, spread
-        over processes, on several devices or of several dtypes, complex or low; for weights whose
-        state is yet to be made.
+        That is so for optimizers that have no rule; for gradients that are sparse, sharded over
+        processes, on several devices or of several dtypes, complex or low-precision; for weights
+        whose state is yet to be made.
         """
         rule = rule_of(self._optimizer)
         if rule is None:
@@ -103,7 +107,7 @@ class TwoPassStep:
         return work if work is not None and _fits(work) else None
 
     def __call__(self, work: Work, inv_scale: Tensor | None = None) -> Found:
-        """Step.
+        """Steps.
 
         Args:
             work: what ``work`` gave just now.
@@ -130,9 +134,9 @@ class TwoPassStep:
         return Found(found_inf, norm)
 
     def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
-        """What the first pass gave, where no other CUDA graph takes its memory.
+        """Returns what the first pass gave, where no other CUDA graph takes its memory.
 
-        The second is one, with ``mode="reduce-overhead"``, and what was found outlives the step.
+        With ``mode="reduce-overhead"`` the second pass is one. What was found outlives the step.
         """
         may_be_graph = not self._options.keys().isdisjoint(("mode", "options"))
         if not may_be_graph:
@@ -153,9 +157,9 @@ class TwoPassStep:
         return self._compiled[key]
 
     def _numbers_of(self, rule: Rule, work: Work) -> Tensor:
-        """The settings of each weight's group: float64, [numbers, weights], on its device.
+        """Returns the settings of each weight's group: float64, [numbers, weights], on its device.
 
-        Made anew only where one of them is another number; a tensor is read where it is.
+        Makes them anew only where one of them is another number; reads a tensor where it is.
         """
         groups = self._optimizer.param_groups
         given = [[number(group, name) for group in groups] for name in rule.numbers]
@@ -176,7 +180,7 @@ class TwoPassStep:
         return numbers
 
     def _measure(self, rule: Rule, work: Work) -> Any:
-        """The first pass: what it found, the factor that clips, and what updates take."""
+        """Makes the first pass: what it found, the factor that clips, and what updates take."""
         max_norm, norm_type = self._max_norm, self._norm_type
         dtype = work.weights[0].dtype
 
@@ -200,7 +204,7 @@ class TwoPassStep:
         return measure
 
     def _update(self, rule: Rule, flags: tuple[Any, ...]) -> Any:
-        """The second pass."""
+        """Makes the second pass."""
         writes_grads = self._writes_grads
 
         def update(
@@ -231,9 +235,9 @@ class TwoPassStep:
 def _split(
     weights: list[Tensor], lows: list[list[Tensor]]
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The copies that an update writes itself, and weights with those that are written after it.
+    """Returns the copies that an update writes, and weights with those that are written after it.
 
-    On a CPU those are the copies that are laid out in another way than their weights, such as a
+    On a CPU the latter are copies that are laid out in another way than their weights, such as a
     convolution's: next to one, inductor updates in the small tiles that are turned in registers,
     3 times as slowly as all in a row.
     """
@@ -251,7 +255,7 @@ def _lay_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _mark(work: Work, weights: list[Tensor], lows: list[list[Tensor]]) -> None:
-    """Say that all that a step writes stays where it is, should it be compiled now."""
+    """Says that all that a step writes stays where it is, should it be compiled now."""
     states = [state for states in work.states for state in states]
     mark_kept_in_place([*weights, *states, *(low for some in lows for low in some)])
 
@@ -265,20 +269,20 @@ def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
 
 
 def overflow_flag(grads: list[Tensor]) -> Tensor:
-    """1.0 if one of some gradients is not finite, else 0.0: float32, 0-dim."""
+    """Returns 1.0 if one of the gradients is not finite, else 0.0: float32, 0-dim."""
     are_finite = torch.stack([grad.isfinite().all() for grad in grads])
     return are_finite.all().logical_not().to(torch.float32)
 
 
 def total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as one vector, of ops that inductor fuses."""
-    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
+    """Returns the norm of all gradients as one vector, by ops that inductor fuses."""
+    norms = [torch.linalg.vector_norm(upcast(g), norm_type) for g in grads if g.numel()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
 
 def gathered(optimizer: Any, rule: Rule) -> Work | None:
-    """All that a step reads and writes; None where something is missing."""
+    """Gathers all that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
         group_flags = rule.flags(group)
@@ -300,7 +304,7 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
 
 
 def _fits(work: Work) -> bool:
-    """Whether all is dense, of one dtype that is not low, and on one device."""
+    """Returns whether all is dense, of one dtype that is not low-precision, and on one device."""
     tensors = [*work.weights, *work.grads, *(s for states in work.states for s in states)]
     if not any(grad.numel() for grad in work.grads) or any_dtensor(tensors):
         return False
@@ -319,17 +323,137 @@ def _fits(work: Work) -> bool:
 
 
 def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
-    """The step counters: float64, [weights], on the weights' device; one of them if none count."""
+    """Returns the step counters: float64, [weights], on their device; one 0 if none count."""
     if not counts:
         return numbers.new_zeros(())
     return torch.stack(counts).to(numbers, non_blocking=True)
 
 
 def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
-    """Count a step, unless it was skipped."""
+    """Counts a step, unless it was skipped."""
     if not counts:
         return
     if found_inf is None:
         torch._foreach_add_(counts, 1)
         return
     torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
+
+
+# Without a scaler ---------------------------------------------------------------------------------
+
+
+def compile_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    write_grads: bool = False,
+    **compile_options: Any,
+) -> PlainStep:
+    """Makes one call out of clipping gradients, stepping, and casting the weights again.
+
+    Use it to train in bfloat16 or float32; with a scaler use `GradScaler.compile_step`. The call
+    gives the numbers of ``torch.nn.utils.clip_grad_norm_`` and ``optimizer.step()``, within
+    roundings, in two passes over memory. It writes the low-precision copies of weights that amp_fx
+    keeps, so that the next forward finds them fresh::
+
+        compiled = torch.compile(model, backend="amp_fx")
+        step = amp_fx.compile_step(optimizer, max_norm=1.0)
+        for inputs, targets in data:
+            optimizer.zero_grad()
+            loss_fn(compiled(inputs), targets).backward()
+            step()
+
+    Adam, AdamW and SGD take two passes, with any of their settings but `differentiable`, on dense
+    float32 or float64 weights on one device, a CPU or CUDA, from the second step on: the first
+    makes the optimizer's state. Everything else runs eagerly: those two functions, one after the
+    other. A warning says so if an optimizer never takes two passes.
+
+    Gradients that are not finite reach the weights, as they do without this.
+
+    Args:
+        optimizer: what to step.
+        max_norm: clip gradients to this norm; None does not clip.
+        norm_type: the order of the norm.
+        write_grads: whether gradients are clipped where they lie, too, which writes 4 bytes more
+            for each. Otherwise `.grad` is afterwards what the backward left.
+        compile_options: for torch.compile.
+
+    Raises:
+        ScalerTypeError: this is not an optimizer, or its step needs a closure.
+        ScalerValueError: `max_norm` is negative or not a number.
+    """
+    arguments.optimizer(optimizer)
+    largest, order = arguments.optional_clipping(max_norm, norm_type)
+    return PlainStep(
+        optimizer,
+        max_norm=largest,
+        norm_type=order,
+        write_grads=write_grads,
+        compile_options=compile_options,
+    )
+
+
+class PlainStep:
+    """Clips and steps; `compile_step` returns it. Call it once per update.
+
+    Attributes:
+        norm: the norm of the gradients at the last call, before clipping: 0-dim. None without
+            `max_norm`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        max_norm: float | None,
+        norm_type: float,
+        write_grads: bool,
+        compile_options: dict[str, Any],
+    ) -> None:
+        """Compiles nothing yet; see `compile_step` for the arguments."""
+        refuse_needed_closure(optimizer)
+        self.norm: Tensor | None = None
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._norm_type = norm_type
+        self._has_warned = False
+        self._two_pass = TwoPassStep(
+            optimizer,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            writes_grads=write_grads,
+            compile_options=compile_options,
+        )
+
+    def __call__(self) -> Any:
+        """Clips and steps.
+
+        Returns:
+            What the optimizer's step returns; None from two passes.
+        """
+        work = self._two_pass.work()
+        if work is not None:
+            self.norm = self._two_pass(work).norm
+            return None
+        if not self._has_warned and rule_of(self._optimizer) is None:
+            self._has_warned = True
+            warnings.warn(
+                f"steps of {type(self._optimizer).__name__} run eagerly: two passes are for "
+                "torch's own Adam, AdamW and SGD, without hooks.",
+                stacklevel=2,
+            )
+        if self._max_norm is not None:
+            self.norm = torch.nn.utils.clip_grad_norm_(
+                params_of(self._optimizer), self._max_norm, self._norm_type
+            )
+        return self._optimizer.step()
+
+
+def refuse_needed_closure(optimizer: Any) -> None:
+    """Raises if an optimizer's step cannot do without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ScalerTypeError(
+            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+        )
