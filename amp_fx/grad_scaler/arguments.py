@@ -61,12 +61,7 @@ def one_of(value: object, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
-    """Checks the largest norm and the order of the norm.
-
-    Args:
-        max_norm: a number of at least 0, or a tensor of one; infinity measures without clipping.
-        norm_type: the order; may be infinite, also as "inf".
-    """
+    """Checks the largest norm, which may be a tensor, and the order, which may be "inf"."""
     largest = _number(_item(max_norm), "max_norm", "a number of at least 0", lambda x: x >= 0.0)
     order = math.inf if norm_type == "inf" else norm_type
     expected = "the order of a norm, such as 2.0 or inf"

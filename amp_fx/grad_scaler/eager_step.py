@@ -40,11 +40,7 @@ def step_fused(
 ) -> Any:
     """Steps an optimizer that takes `grad_scale` and `found_inf` (torch's contract for it).
 
-    Args:
-        scaler: whose scale and checks it takes.
-        optimizer: what to step.
-        state: the optimizer's.
-        step: the optimizer's, with the caller's arguments.
+    `step` is the optimizer's own, with the caller's arguments.
     """
     if _takes_scaler(optimizer.step):
         warnings.warn(
@@ -62,21 +58,22 @@ def step_fused(
     else:
         scaler._check_inf_per_device(optimizer)
         optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-    optimizer.found_inf = _flag_for(optimizer, scaler._combine(state.found_inf))
+    optimizer.found_inf = _flag_for(optimizer, state)
     try:
         return step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _flag_for(optimizer: Any, found_inf: Tensor) -> Tensor | None:
+def _flag_for(optimizer: Any, state: OptimizerState) -> Tensor | None:
     """Returns the flag; None if the host knows it to be 0 and only torch's own code reads it.
 
     With a flag, Adam and Adagrad take it off each of their step counters, which costs as much as
     the check.
     """
-    is_needless = loss_scale.peek(found_inf) == 0.0 and runs_only_own_code(optimizer)
-    return None if is_needless else found_inf
+    assert state.flag is not None
+    is_needless = loss_scale.peek(state.flag) == 0.0 and runs_only_own_code(optimizer)
+    return None if is_needless else state.flag
 
 
 def _takes_scaler(step: Callable[..., Any]) -> bool:
@@ -91,36 +88,31 @@ def _takes_scaler(step: Callable[..., Any]) -> bool:
 def step_checked(
     scaler: GradScaler, optimizer: Any, state: OptimizerState, step: Callable[..., Any]
 ) -> Any:
-    """Steps an optimizer whose gradients are unscaled and checked, if they are finite.
-
-    The arguments are those of `step_fused`.
-    """
+    """Steps an optimizer whose gradients are unscaled and checked, if they are finite."""
     report = state.report or scaler._report(state)
-    is_unknown = report.known_skipped is None
-    if is_unknown and _is_capturable(optimizer) and _has_state(optimizer):
-        return step_unless(scaler._combine(state.found_inf), optimizer, step)
-    return None if report.learn_skipped() else step()
-
-
-def _is_capturable(optimizer: Any) -> bool:
-    return all(group.get("capturable", False) for group in optimizer.param_groups)
+    if report.known_skipped is None and _can_be_undone(optimizer):
+        assert state.flag is not None
+        return step_unless(state.flag, optimizer, step)
+    if not report.skipped:
+        return step()
+    report.look()
+    return None
 
 
 # On the device ----------------------------------------------------------------------------------
 
 
-def _has_state(optimizer: Any) -> bool:
-    """Returns whether all that a step writes is there: a step that makes state cannot be undone."""
-    return all(optimizer.state.get(param) for param in params_with_grads(optimizer))
+def _can_be_undone(optimizer: Any) -> bool:
+    """Returns whether a step is on the device, and makes no state that is not there."""
+    is_capturable = all(group.get("capturable", False) for group in optimizer.param_groups)
+    return is_capturable and all(map(optimizer.state.get, params_with_grads(optimizer)))
 
 
 def written_tensors(optimizer: Any, params: list[Tensor]) -> list[Tensor]:
-    """Lists all tensors that a step writes: the parameters, and what the optimizer keeps of them.
+    """Lists all tensors that a step writes: parameters with gradients, and what is kept of them.
 
-    Args:
-        optimizer: keeps tensors in its `state`, nested at will, and in its `param_groups`. Learning
-            rates are not among them: no step writes one.
-        params: those with gradients.
+    An optimizer keeps tensors in its `state`, nested at will, and in its `param_groups`. Learning
+    rates are not among them: no step writes one.
     """
     state = getattr(optimizer, "state", {})
     in_groups = [
@@ -148,14 +140,6 @@ def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> 
     Costs a copy of the tensors for the time of the step. Torch's own optimizers, if they have
     no hooks, step a part of their parameters at a time, so that the copy is of that part: those of
     them that are capturable treat each parameter by itself.
-
-    Args:
-        found_inf: 0-dim; not 0 where gradients overflowed.
-        optimizer: what to step.
-        step: the optimizer's, with the caller's arguments.
-
-    Returns:
-        What the optimizer's step returns; None where no parameter has a gradient.
     """
     overflowed = on_devices(found_inf != 0)
     if not runs_only_own_code(optimizer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from amp_fx.grad_scaler.torch_private import (
     group_by_device_and_dtype,
     has_check_and_unscale,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Tensor]]
 
@@ -74,42 +71,28 @@ class ParameterNames:
 
     def add(self, named_parameters: NamedParameters) -> None:
         """Learns names from pairs of name and parameter; raises, and learns none, if one is not."""
-        if not isinstance(named_parameters, Iterable):
-            raise _wrong_names(named_parameters)
-        pairs = list(named_parameters)
+        is_iterable = isinstance(named_parameters, Iterable)
+        pairs = list(named_parameters) if is_iterable else [named_parameters]
         for pair in pairs:
-            if not (_is_pair(pair) and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
-                raise _wrong_names(pair)
-        for name, param in pairs:
-            self._names[param] = name
+            match pair:
+                case (str(), Tensor()):
+                    continue
+            raise ScalerTypeError(
+                "named_parameters must give pairs of name and parameter, as "
+                f"model.named_parameters() does; got {type(pair).__name__!r}."
+            )
+        self._names.update((param, name) for name, param in pairs)
 
     def of(self, optimizer: Any) -> list[tuple[str, Tensor]]:
-        """Lists all parameters of an optimizer, in order, with the best name there is for each."""
-        return [
-            (self._known(param) or _name_in_group(optimizer, i, j), param)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, param in enumerate(group["params"])
-        ]
-
-    def _known(self, param: Tensor) -> str | None:
-        return self._names.get(param, None)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
-
-
-def _wrong_names(value: object) -> ScalerTypeError:
-    return ScalerTypeError(
-        "named_parameters must give pairs of name and parameter, as model.named_parameters() does; "
-        f"got {type(value).__name__!r}."
-    )
-
-
-def _name_in_group(optimizer: Any, group: int, index: int) -> str:
-    """Returns the name that the optimizer was given, or else the parameter's place in it."""
-    names = optimizer.param_groups[group].get("param_names")
-    return names[index] if names else f"param_groups[{group}]['params'][{index}]"
+        """Lists an optimizer's parameters, by these names, its own, or the place in its groups."""
+        found = []
+        for i, group in enumerate(optimizer.param_groups):
+            own = group.get("param_names")
+            for j, param in enumerate(group["params"]):
+                name = own[j] if own else f"param_groups[{i}]['params'][{j}]"
+                known = self._names.get(param, None)  # type: ignore[no-untyped-call]
+                found.append((known or name, param))
+        return found
 
 
 def listing(names: list[str]) -> str:
@@ -120,6 +103,8 @@ def listing(names: list[str]) -> str:
 
 
 # Groups ------------------------------------------------------------------------------------------
+
+
 class GradGroup(NamedTuple):
     """Holds dense gradients of one device and dtype.
 
@@ -160,10 +145,8 @@ def group_gradients(
         grads = [local(grad) for grad in grads]
     grouped = group_by_device_and_dtype([*grads, *grads_of(others)])
     for device, dtype in grouped:
-        if dtype is torch.float16 and not allow_fp16:
-            raise _float16_error(optimizer, names)
-        if device.type == "meta":
-            raise _meta_error(optimizer, names)
+        if device.type == "meta" or (dtype is torch.float16 and not allow_fp16):
+            _refuse_grads(optimizer, names, device, dtype)
     if others:
         values = [_values(param, coalesce=coalesce) for param in others]
         grouped = group_by_device_and_dtype([*grads, *values])
@@ -179,26 +162,23 @@ def _values(param: Tensor, *, coalesce: bool) -> Tensor:
     return sparse_values(grad)
 
 
-def _float16_error(optimizer: Any, names: ParameterNames) -> Float16GradientError:
-    found = _names_where(lambda grad: grad.dtype is torch.float16, optimizer, names)
-    return Float16GradientError(
-        f"Attempting to unscale FP16 gradients: those of {found}. Keep the parameters "
+def _refuse_grads(
+    optimizer: Any, names: ParameterNames, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises because of gradients on the meta device, or else because of those of a dtype."""
+    is_meta = device.type == "meta"
+    named = [(name, param.grad) for name, param in names.of(optimizer) if param.grad is not None]
+    bad = [name for name, grad in named if (grad.is_meta if is_meta else grad.dtype is dtype)]
+    if is_meta:
+        raise ScalerValueError(
+            "gradients must be on a device that holds values, such as 'cuda' or 'cpu'; those of "
+            f"{listing(bad)} are on 'meta'."
+        )
+    raise Float16GradientError(
+        f"Attempting to unscale FP16 gradients: those of {listing(bad)}. Keep the parameters "
         "in float32 and let torch.autocast lower the computation, or construct the scaler with "
         "allow_fp16=True (unscaled float16 gradients may round to zero)."
     )
-
-
-def _meta_error(optimizer: Any, names: ParameterNames) -> ScalerValueError:
-    found = _names_where(lambda grad: grad.is_meta, optimizer, names)
-    return ScalerValueError(
-        "gradients must be on a device that holds values, such as 'cuda' or 'cpu'; those of "
-        f"{found} are on 'meta'."
-    )
-
-
-def _names_where(is_meant: Callable[[Tensor], bool], optimizer: Any, names: ParameterNames) -> str:
-    named = [(name, param.grad) for name, param in names.of(optimizer)]
-    return listing([name for name, grad in named if grad is not None and is_meant(grad)])
 
 
 # Checking and unscaling --------------------------------------------------------------------------
@@ -223,14 +203,9 @@ def on_devices(source: Tensor) -> OnDevices:
 
 @torch.no_grad()
 def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torch.device, Tensor]:
-    """Looks for gradients that are not finite, and changes none.
+    """Looks for gradients that are not finite, or not after multiplying by `inv_scale`.
 
-    Args:
-        groups: the gradients.
-        inv_scale: float32, 0-dim. If given, look also for those that multiplying by it overflows.
-
-    Returns:
-        Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
+    Changes none of them. Returns what `unscale_` returns.
     """
     found_inf = _no_inf(groups)
     for group in groups:
@@ -248,11 +223,8 @@ def unscale_(
 ) -> dict[torch.device, Tensor]:
     """Multiplies all gradients by `inv_scale` and looks for those that are not finite.
 
-    Args:
-        groups: the gradients.
-        inv_scale: float32, 0-dim, on any device.
-        may_overflow: whether `inv_scale` may be above 1, so that finite gradients can overflow. The
-            kernel looks at gradients before it multiplies them, so they are then checked again.
+    The kernel looks at gradients before it multiplies them. Where `inv_scale` may be above 1, and
+    finite gradients overflow by it, `may_overflow` has them checked again.
 
     Returns:
         Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
@@ -275,9 +247,7 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
     """Makes one flag out of several, on a device: not 0 if any is not 0."""
     if len(found_infs) == 1 and found_infs[0].device == device:
         return found_infs[0]
-    flags = [flag if flag.device == device else on_devices(flag)[device] for flag in found_infs]
-    if not flags:
-        return _float32(0.0, device)
+    flags = [on_devices(flag)[device] for flag in found_infs] or [_float32(0.0, device)]
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
 
@@ -291,13 +261,8 @@ def unscale_and_clip_(
     """Checks, unscales and clips in one pass, after one for the norm of the scaled gradients.
 
     On CUDA that norm is taken in float64, which no scaled float32 gradient overflows. On the CPU,
-    where float64 is slow, it may overflow, but there looking whether it did is free.
-
-    Args:
-        groups: the gradients.
-        inv_scale: float32, 0-dim, at most 1.
-        max_norm: the largest norm that gradients keep.
-        norm_type: the order of the norm.
+    where float64 is slow, it may overflow, but there looking whether it did is free. `inv_scale`
+    must be at most 1.
 
     Returns:
         What `unscale_` returns, and the norm of the unscaled gradients. None, with nothing done, if
@@ -322,23 +287,13 @@ def unscale_and_clip_(
 
 
 @torch.no_grad()
-def norm(groups: list[GradGroup], norm_type: float) -> Tensor:
-    """Returns the norm of gradients, in their own dtype, float32 at least."""
-    return _total_norm(groups, norm_type).to(_norm_dtype(groups))
-
-
 def norm_of_all(optimizer: Any, groups: list[GradGroup], norm_type: float) -> Tensor:
-    """Returns the norm that unscaled gradients have in all shards and stages together.
-
-    Args:
-        optimizer: whose they are.
-        groups: its gradients in this process.
-        norm_type: the order of the norm.
-    """
-    params = params_of(optimizer)
-    is_sharded = any_dtensor(params)
-    own = norm_of_meshes(params, norm_type) if is_sharded else norm(groups, norm_type)
-    return norm_of_stages(own, norm_type, optimizer)
+    """Returns the norm that unscaled gradients have in all shards and stages together."""
+    if any_dtensor(params := params_of(optimizer)):
+        norm = norm_of_meshes(params, norm_type)
+    else:
+        norm = _total_norm(groups, norm_type).to(_norm_dtype(groups))
+    return norm_of_stages(norm, norm_type, optimizer)
 
 
 @torch.no_grad()
@@ -350,9 +305,13 @@ def clip_(groups: list[GradGroup], max_norm: float, norm: Tensor) -> Tensor:
     return norm
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns what clips gradients of this norm; torch.nn.utils.clip_grad_norm_'s formula."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+def clip_factor(norm: Tensor, max_norm: float, found_inf: Tensor | None = None) -> Tensor:
+    """Returns what clips gradients of this norm; torch.nn.utils.clip_grad_norm_'s formula.
+
+    With a flag, overflows are left unclipped, so that infinities and NaNs can still be counted.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return factor if found_inf is None else factor.masked_fill(found_inf != 0, 1.0)
 
 
 def _total_norm(groups: list[GradGroup], norm_type: float) -> Tensor:
@@ -402,12 +361,6 @@ def _norms(group: GradGroup, norm_type: float) -> list[Tensor]:
     grads = [grad for grad in group.grads if grad.numel()]
     if not grads:
         return []
-    return list(torch._foreach_norm(grads, norm_type, dtype=_accumulation_dtype(group)))
-
-
-def _accumulation_dtype(group: GradGroup) -> torch.dtype | None:
-    if group.dtype.is_complex:
-        return None
-    if group.device.type == "cuda":
-        return torch.float64
-    return torch.promote_types(group.dtype, torch.float32)
+    dtype = torch.float64 if group.device.type == "cuda" else torch.float32
+    in_dtype = None if group.dtype.is_complex else torch.promote_types(group.dtype, dtype)
+    return list(torch._foreach_norm(grads, norm_type, dtype=in_dtype))

@@ -36,18 +36,11 @@ def wait_for(value: Tensor) -> float:
 
 
 class LossScale(NamedTuple):
-    """Holds the scale and what its updates count.
+    """Holds the scale and what its updates count."""
 
-    Attributes:
-        scale: float32, 0-dim.
-        growth_tracker: int32, 0-dim: how many updates without overflow there were since the scale
-            last changed.
-        num_overflows: how many updates in a row overflowed; 0 if the hysteresis is 1.
-    """
-
-    scale: Tensor
-    growth_tracker: Tensor
-    num_overflows: int | Tensor
+    scale: Tensor  # float32, 0-dim
+    growth_tracker: Tensor  # int32, 0-dim: updates without overflow since the scale changed
+    num_overflows: int | Tensor  # in a row; 0 if the hysteresis is 1
 
 
 class Factors(NamedTuple):
@@ -60,14 +53,10 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds the range of the scale, and how many overflows in a row it sits out.
+    """Holds the range of the scale, and how many overflows in a row it takes to back off.
 
-    Attributes:
-        min_scale: the floor that the user asked for.
-        max_scale: the ceiling that the user asked for, if any.
-        hysteresis: how many overflows in a row it takes to back off.
-        floor: the scale does not shrink below this: `min_scale`, or a lower scale that was set.
-        ceiling: the scale does not grow above this: `max_scale`, or a higher scale that was set.
+    A scale that the user sets may lie outside of `min_scale` and `max_scale`; floor or ceiling,
+    which the scale keeps to, are then there.
     """
 
     min_scale: float
@@ -97,12 +86,7 @@ class Limits:
 
 
 def checked_limits(min_scale: float, max_scale: float | None, hysteresis: int) -> Limits:
-    """Makes limits of the settings of `GradScaler`.
-
-    Raises:
-        ScalerValueError: one has a value that is not allowed, or `max_scale` is too small.
-        ScalerTypeError: one is of the wrong kind.
-    """
+    """Makes limits of the settings of `GradScaler`, which are checked."""
     floor = arguments.positive_float(min_scale, "min_scale")
     ceiling = None
     if max_scale is not None and max_scale != math.inf:
@@ -132,8 +116,7 @@ def adjust(
         found_inf: 0-dim, on the scale's device; not 0 if a gradient was not finite.
         factors: by which the scale moves.
         limits: within which it moves.
-        may_reach_floor: whether this update may shrink the scale below the floor. If not, no
-            kernel looks.
+        may_reach_floor: whether it may shrink below the floor; if not, no kernel looks.
     """
     scale, growth_tracker, num_overflows = now
     old = is_early = None
@@ -199,16 +182,9 @@ class HostScale:
     def expect_update(
         self, scale: Tensor, backoff: float, floor: float, *, skipped: bool | None
     ) -> bool:
-        """Lowers the bound for an update that is to come.
+        """Lowers the bound for an update to come; returns whether that may go below the floor.
 
-        Args:
-            scale: as it is before the update.
-            backoff: what an overflow multiplies it by.
-            floor: what the scale should not shrink below.
-            skipped: whether a step was skipped; None if only the device knows.
-
-        Returns:
-            Whether the update may take the scale below the floor.
+        `skipped` says whether a step was skipped; None if only the device knows.
         """
         read = self._read
         if read is not None and not _is_capturing(module_with_events(scale)) and read.event.query():

@@ -62,16 +62,11 @@ class Agreement:
 
     A deep copy agrees with the same group. A pickled one agrees with nobody: a group belongs to its
     process.
-
-    Args:
-        process_group: the group to agree with, if there is one.
-
-    Raises:
-        ScalerTypeError: this is not a process group.
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        if process_group is not None and not _is_group(process_group):
+        is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+        if process_group is not None and not is_group:
             raise ScalerTypeError(
                 "process_group must be a torch.distributed.ProcessGroup, such as "
                 f"torch.distributed.group.WORLD; got {type(process_group).__name__!r}."
@@ -89,10 +84,8 @@ class Agreement:
     def reduce_(self, found_inf: Tensor, optimizer: Any) -> None:
         """Takes the largest flag of all processes; each has to call this, gradients or not.
 
-        Args:
-            found_inf: float32, 0-dim, on a device that the group's backend handles.
-            optimizer: whose parameters say which meshes there are. Parameters, as every process
-                has all of them while gradients may be missing.
+        Meshes are those of parameters: every process has all of them, while gradients may be
+        missing. The flag is on a device that the group's backend handles.
         """
         groups = [] if self.process_group is None else [self.process_group]
         for mesh in self._meshes(optimizer):
@@ -122,10 +115,6 @@ class Agreement:
         return Agreement, ()
 
 
-def _is_group(value: object) -> bool:
-    return dist.is_available() and isinstance(value, dist.ProcessGroup)
-
-
 _pipelines: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -134,24 +123,19 @@ def pipelines(optimizer: Any) -> list[Any]:
 
     Finds them once per optimizer, by looking at all objects of the process: stages are built before
     the first step, and torch keeps no list of them.
+
+    Relies on `_PipelineStageBase`, its `submod`, and its `group`, None for the default one.
     """
-    if "torch.distributed.pipelining.stage" not in sys.modules or not dist.is_initialized():
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None or not dist.is_initialized():
         return []
-    found = _pipelines.get(optimizer)
-    if found is None:
-        found = _pipelines[optimizer] = _find_pipelines({*map(id, params_of(optimizer))})
-    return found
-
-
-def _find_pipelines(params: set[int]) -> list[Any]:
-    """Relies on `_PipelineStageBase`, its `submod`, and its `group`, None for the default one."""
-    base = sys.modules["torch.distributed.pipelining.stage"]._PipelineStageBase
-    groups = {}
-    for stage in [each for each in gc.get_objects() if issubclass(type(each), base)]:
-        if any(id(param) in params for param in stage.submod.parameters()):
-            group = dist.group.WORLD if stage.group is None else stage.group
-            groups[id(group)] = group
-    return list(groups.values())
+    if optimizer not in _pipelines:
+        own, base = {*map(id, params_of(optimizer))}, module._PipelineStageBase
+        stages = [each for each in gc.get_objects() if issubclass(type(each), base)]
+        stages = [s for s in stages if not own.isdisjoint(map(id, s.submod.parameters()))]
+        groups = [dist.group.WORLD if s.group is None else s.group for s in stages]
+        _pipelines[optimizer] = list({id(group): group for group in groups}.values())
+    return _pipelines[optimizer]
 
 
 # The norm of all ---------------------------------------------------------------------------------
@@ -162,11 +146,13 @@ def norm_of_meshes(params: list[Tensor], norm_type: float) -> Tensor:
 
     Takes it of each mesh by itself, and of what is on no mesh: `get_total_norm` takes no mixture.
     """
-    grads = [param.grad for param in params if param.grad is not None]
     by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for grad in grads:
+    for grad in [param.grad for param in params if param.grad is not None]:
         by_mesh[_mesh(grad) if any_dtensor([grad]) else None].append(grad)
-    norms = [_full(torch.nn.utils.get_total_norm(part, norm_type)) for part in by_mesh.values()]
+    norms: list[Tensor] = []
+    for mesh, part in by_mesh.items():
+        norm: Any = torch.nn.utils.get_total_norm(part, norm_type)
+        norms.append(norm if mesh is None else norm.full_tensor())
     if len(norms) == 1:
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
@@ -179,10 +165,6 @@ def norm_of_stages(norm: Tensor, norm_type: float, optimizer: Any) -> Tensor:
         dist.all_gather(norms, norm, group)
         norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return cast("DTensor", tensor).full_tensor() if any_dtensor([tensor]) else tensor
 
 
 def _mesh(param: Tensor) -> DeviceMesh:
@@ -220,7 +202,8 @@ def stepping_parts(optimizer: Any) -> Iterator[None]:
 
     They share the memory of the DTensors, so that what a step writes in place is written there.
     """
-    params = params_of(optimizer)
+    has_others = dist.is_available() and dist.is_initialized()
+    params = params_of(optimizer) if has_others else []
     if not any_dtensor(params):
         yield
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,12 +83,7 @@ class StepReport:
         found_inf: Tensor | None = None,
         count: Callable[[], tuple[Overflow, ...]] | None = None,
     ) -> None:
-        """Reports on a check of gradients; without one, on a step that nothing could skip.
-
-        Args:
-            found_inf: 0-dim; not 0 if something was not finite.
-            count: looks at the gradients.
-        """
+        """Reports on a check of gradients; without one, on a step that nothing could skip."""
         self._found_inf = found_inf
         self._count = count
         self._overflows: tuple[Overflow, ...] | None = None
@@ -97,7 +92,7 @@ class StepReport:
             value = loss_scale.peek(found_inf)
             self.known_skipped = None if value is None else value != 0.0
         if self.known_skipped:
-            self._look()
+            self.look()
 
     @property
     def skipped(self) -> bool:
@@ -114,20 +109,15 @@ class StepReport:
         Empty after a skipped step if the gradients were gone when this was first asked for.
         """
         if self.skipped:
-            self._look()
+            self.look()
         return self._overflows or ()
-
-    def learn_skipped(self) -> bool:
-        """Returns `skipped`, and finds out which parameters overflowed; may wait for the device."""
-        if self.skipped:
-            self._look()
-        return self.skipped
 
     def close(self) -> None:
         """Forgets the gradients, which are no longer those of this step."""
         self._count = None
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Finds out which parameters overflowed, as long as the gradients are there."""
         if self._overflows is None and self._count is not None:
             self._overflows = self._count()
         self._count = None
@@ -141,23 +131,6 @@ class StepReport:
         return f"StepReport(skipped=True, overflows=[{describe(self._overflows or ())}])"
 
 
-class PendingRecord(NamedTuple):
-    """Holds the values of an `UpdateRecord`, which may still be on the device."""
-
-    scale: float | Tensor
-    new_scale: float | Tensor
-    reports: tuple[StepReport, ...]
-
-    def resolve(self) -> UpdateRecord:
-        """Gets the values; may wait for the device."""
-        return UpdateRecord(
-            scale=float(self.scale),
-            new_scale=float(self.new_scale),
-            skipped=any(report.skipped for report in self.reports),
-            overflows=tuple(o for report in self.reports for o in report.overflows),
-        )
-
-
 def describe(overflows: tuple[Overflow, ...]) -> str:
     """Names the first few parameters in one line."""
     return listing([*map(str, overflows)]) if overflows else "parameters not known"
@@ -169,11 +142,8 @@ def count_overflows(
 ) -> tuple[Overflow, ...]:
     """Counts what is not finite in the gradients of parameters; waits for the device.
 
-    Two waits per device: one to find the gradients, one to count in those that were found.
-
-    Args:
-        named_params: pairs of name and parameter.
-        factor: float32, 0-dim. If given, counts in the gradients times this.
+    Two waits per device: one to find the gradients, one to count in those that were found. If there
+    is a `factor`, it counts in the gradients times this.
     """
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
@@ -185,12 +155,9 @@ def count_overflows(
 
 
 def _count(named_grads: list[tuple[str, Tensor]]) -> list[Overflow]:
-    finite = [torch.linalg.vector_norm(grad, math.inf).isfinite() for _, grad in named_grads]
-    bad = [
-        named_grad
-        for named_grad, is_finite in zip(named_grads, torch.stack(finite).tolist(), strict=True)
-        if not is_finite
-    ]
+    norms = torch.stack([torch.linalg.vector_norm(grad, math.inf) for _, grad in named_grads])
+    are_finite = norms.isfinite().tolist()
+    bad = [each for each, is_finite in zip(named_grads, are_finite, strict=True) if not is_finite]
     if not bad:
         return []
     counts = torch.stack([torch.stack([g.isinf().sum(), g.isnan().sum()]) for _, g in bad]).tolist()
@@ -206,18 +173,20 @@ def _values(grad: Tensor) -> Tensor:
     return sparse_values(grad.coalesce() if grad.layout is torch.sparse_coo else grad)
 
 
+_Update: TypeAlias = "tuple[float | Tensor, float | Tensor, tuple[StepReport, ...]]"
+"""The scale in an iteration, the one after it, and its steps; the device may not be there yet."""
+
+
 class Ledger:
     """Remembers the last step and the last updates, and notices when the scale has collapsed."""
 
     def __init__(self, scale: float, size: int) -> None:
         """Remembers up to `size` updates of a scale that starts here."""
         self.last_step: StepReport | None = None
-        self._updates: deque[PendingRecord] = deque(maxlen=size)
+        self._updates: deque[_Update] = deque(maxlen=size)
         self._last_reports: tuple[StepReport, ...] = ()
         self._has_warned = False
-        self._is_loss_float16: bool | None = (
-            False  # None once that was reported, or does not matter
-        )
+        self._is_loss_float16: bool | None = False  # None once it was reported or does not matter
         self.set_scale(scale)
 
     def set_scale(self, scale: float) -> None:
@@ -262,7 +231,7 @@ class Ledger:
         self._used = self._scale if isinstance(self._scale, float) else 0.0
         known = loss_scale.peek(scale)
         new_scale: float | Tensor = scale.clone() if known is None else known
-        self._updates.append(PendingRecord(self._scale, new_scale, reports))
+        self._updates.append((self._scale, new_scale, reports))
         self._scale = new_scale
         self._last_reports = reports
         self._num_overflows = self._num_overflows + 1 if was_skipped else 0
@@ -273,7 +242,15 @@ class Ledger:
 
     def history(self) -> list[UpdateRecord]:
         """Lists the last updates, oldest first; may wait for the device."""
-        return [record.resolve() for record in self._updates]
+        return [
+            UpdateRecord(
+                scale=float(scale),
+                new_scale=float(new_scale),
+                skipped=any(report.skipped for report in reports),
+                overflows=tuple(o for report in reports for o in report.overflows),
+            )
+            for scale, new_scale, reports in self._updates
+        ]
 
     def find_collapse(
         self, scale: float | None, backoff_factor: float, floor: float, *, warns_once: bool

@@ -130,12 +130,7 @@ class GradScaler(torch.amp.GradScaler):
             backoff_factor = arguments.backoff_factor(backoff_factor)
             growth_interval = arguments.growth_interval(growth_interval)
         super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._growth_factor = growth_factor  # torch sets these on enabled scalers only
         self._backoff_factor = backoff_factor
@@ -384,8 +379,8 @@ class GradScaler(torch.amp.GradScaler):
         was_skipped = any_skipped(reports)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
-        elif found_inf := self._states.found_infs():
-            self._adjust_scale(gradients.combine(found_inf, scale.device), was_skipped)
+        elif flags := self._states.flags():
+            self._adjust_scale(gradients.combine(flags, scale.device), was_skipped)
         elif self._states.any_checked():
             pass  # without gradients: nothing is known of the scale
         elif self._is_updated_by_step:
@@ -403,12 +398,6 @@ class GradScaler(torch.amp.GradScaler):
             self._warn_of_overflows()
 
     def _adjust_scale(self, found_inf: Tensor, was_skipped: bool | None) -> None:
-        """Moves the scale by what the checks found.
-
-        Args:
-            found_inf: 0-dim, on the scale's device; not 0 if a gradient was not finite.
-            was_skipped: whether a step was skipped; None if only the device knows.
-        """
         now = LossScale(*self._check_scale_growth_tracker("update"), self._num_overflows)
         factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
         limits, on_host = self._limits, self._host_scale
@@ -421,11 +410,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
         """Takes over a scale that the user chose; limits that exclude it move."""
-        value: float | None
         if isinstance(new_scale, Tensor):
-            tensor = arguments.new_scale_tensor(new_scale, self._device)
-            scale.copy_(tensor)
-            value = loss_scale.peek(tensor)
+            new_scale = arguments.new_scale_tensor(new_scale, self._device)
+            scale.copy_(new_scale)
+            value = loss_scale.peek(new_scale)
         else:
             value = arguments.positive_float(new_scale, "new_scale")
             scale.fill_(value)
@@ -500,19 +488,17 @@ class GradScaler(torch.amp.GradScaler):
             raise ScalerTypeError(
                 f"expected a learning-rate scheduler; got {type(scheduler).__name__!r}."
             )
-        if self._enabled and self._last_step_of(getattr(scheduler, "optimizer", None)).skipped:
-            return False
+        if self._enabled:
+            state = self._states.known(getattr(scheduler, "optimizer", None))
+            if state is None or state.last_step is None:
+                raise ScalerStateError(
+                    "this scaler has not stepped the scheduler's optimizer yet; call "
+                    "scaler.step(optimizer) first."
+                )
+            if state.last_step.skipped:
+                return False
         scheduler.step(*args, **kwargs)
         return True
-
-    def _last_step_of(self, optimizer: Any) -> StepReport:
-        state = self._states.known(optimizer)
-        if state is None or state.last_step is None:
-            raise ScalerStateError(
-                "this scaler has not stepped the scheduler's optimizer yet; call "
-                "scaler.step(optimizer) first."
-            )
-        return state.last_step
 
     # Settings and state --------------------------------------------------------------------------
 
@@ -573,7 +559,6 @@ class GradScaler(torch.amp.GradScaler):
         return self._scale, self._growth_tracker
 
     def _begin(self, name: str, optimizer: Any) -> OptimizerState:
-        """Returns the optimizer's state, for a call that needs a scale."""
         if self._states.known(optimizer) is None:
             arguments.optimizer(optimizer)
         if self._scale is None:
@@ -582,17 +567,6 @@ class GradScaler(torch.amp.GradScaler):
                 self._lazy_init_scale_growth_tracker(params_of(optimizer)[0].device)
             self._check_scale_growth_tracker(name)
         return self._states.of(optimizer)
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Checks gradients without unscaling them; part of torch's contract with optimizers."""
-        state = self._begin("_check_inf_per_device", optimizer)
-        state.inv_scale = self._inv_scale() if self._may_amplify() else None
-        found_inf = gradients.check(self._group(optimizer, allow_fp16=True), state.inv_scale)
-        return self._found(optimizer, state, found_inf)
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Returns what the checks found; part of torch's contract with optimizers."""
-        return self._states.of(optimizer).found_inf
 
     def _begin_unscale(self, name: str, optimizer: Any) -> OptimizerState:
         state = self._begin(name, optimizer)
@@ -618,17 +592,29 @@ class GradScaler(torch.amp.GradScaler):
         return gradients.clip_(groups, max_norm, norm)
 
     def _unscale(self, optimizer: Any, state: OptimizerState, groups: list[GradGroup]) -> None:
-        inv_scale = self._inv_scale()
-        found_inf = gradients.unscale_(groups, inv_scale, may_overflow=self._may_amplify())
+        inv_scale, may_overflow = self._inv_scale(), self._may_amplify()
+        found_inf = gradients.unscale_(groups, inv_scale, may_overflow=may_overflow)
         self._unscaled(optimizer, state, found_inf)
 
-    def _inv_scale(self) -> Tensor:
+    def _inv_scale(self, device: torch.device | None = None) -> Tensor:
         assert self._scale is not None
-        return self._scale.reciprocal()
+        inv_scale = self._scale.reciprocal()
+        return inv_scale if device is None else gradients.on_devices(inv_scale)[device]
 
     def _may_amplify(self) -> bool:
         """Returns whether the scale may be below 1, as far as is known without waiting."""
         return self._host_scale.lower_bound < 1.0
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Checks gradients without unscaling them; part of torch's contract with optimizers."""
+        state = self._begin("_check_inf_per_device", optimizer)
+        state.inv_scale = self._inv_scale() if self._may_amplify() else None
+        found_inf = gradients.check(self._group(optimizer, allow_fp16=True), state.inv_scale)
+        return self._found(optimizer, state, found_inf)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Returns what the checks found; part of torch's contract with optimizers."""
+        return self._states.of(optimizer).found_inf
 
     def _found(
         self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
@@ -637,14 +623,15 @@ class GradScaler(torch.amp.GradScaler):
 
         Without gradients nothing was infinite, and the scale is not shown to be good.
         """
+        assert self._scale is not None
+        state.flag = gradients.combine([*found_inf.values()], self._scale.device)
         is_alone = self._agreement.is_alone(optimizer)
+        if not is_alone:
+            self._agreement.reduce_(state.flag, optimizer)
         state.had_gradients = bool(found_inf) or not is_alone
-        if not found_inf or not is_alone:
-            flag = self._combine(found_inf)
-            self._agreement.reduce_(flag, optimizer)
-            found_inf = {flag.device: flag}
-        state.found_inf = found_inf
-        return found_inf
+        is_complete = found_inf and is_alone
+        state.found_inf = found_inf if is_complete else {state.flag.device: state.flag}
+        return state.found_inf
 
     def _unscaled(
         self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
@@ -657,31 +644,28 @@ class GradScaler(torch.amp.GradScaler):
         state.stage = OptState.STEPPED
         state.last_step = self._ledger.last_step = state.report or self._report(state)
 
-    def _combine(self, found_inf: dict[torch.device, Tensor]) -> Tensor:
-        assert self._scale is not None
-        return gradients.combine(list(found_inf.values()), self._scale.device)
-
     def _report(self, state: OptimizerState) -> StepReport:
         """Reports on the checks that were made; looks at the gradients if some overflowed."""
-        if loss_scale.peek(flag := self._combine(state.found_inf)) == 0.0:
+        if state.flag is None or loss_scale.peek(state.flag) == 0.0:
             state.report = _FINITE
             return _FINITE
         alive, names, factor = state.alive, self._names, state.inv_scale
         state.report = StepReport(
-            flag,
+            state.flag,
             lambda: count_overflows(names.of(owner), factor) if (owner := alive()) else (),
         )
         return state.report
 
+    def _stepped_compiled(self, state: OptimizerState, found_inf: Tensor) -> None:
+        """Keeps what a compiled step found; its processes agreed already."""
+        assert self._scale is not None
+        state.found_inf = {found_inf.device: found_inf}
+        state.flag = gradients.combine([found_inf], self._scale.device)
+        self._stepped(state)
+
 
 def _map_nested(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to each item of a container, which keeps its kind as far as it can.
-
-    Mappings come back as dicts, iterables other than lists and tuples as iterators.
-
-    Raises:
-        ScalerValueError: the value holds nothing.
-    """
+    """Applies a function to each item of a container, which keeps its kind as far as it can."""
     if isinstance(value, Mapping):
         return {key: function(item) for key, item in value.items()}
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):

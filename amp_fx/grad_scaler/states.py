@@ -24,13 +24,11 @@ class OptimizerState:
         last_step: what became of its newest step.
         stage: how far it is in this iteration.
         found_inf: what the check found in this iteration, per device.
-        had_gradients: whether it looked at any, in whatever process; else it says nothing of the
-            scale.
-        inv_scale: where the check left gradients scaled, what it looked at them times; else None.
+        flag: all of that as one, on the scale's device; None before the check.
+        had_gradients: whether it looked at any, in whatever process; if not, the scale may be bad.
+        inv_scale: where the check left gradients scaled, what it multiplied them by; else None.
         report: on that check.
     """
-
-    __slots__ = ("alive", "found_inf", "had_gradients", "inv_scale", "last_step", "report", "stage")
 
     def __init__(self, alive: Callable[[], Any]) -> None:
         """Starts where nothing has happened yet."""
@@ -42,6 +40,7 @@ class OptimizerState:
         """Forgets the iteration; keeps the last step."""
         self.stage = OptState.READY
         self.found_inf: dict[torch.device, Tensor] = {}
+        self.flag: Tensor | None = None
         self.had_gradients = True
         self.inv_scale: Tensor | None = None
         self.report: StepReport | None = None
@@ -61,7 +60,7 @@ class OptimizerStates:
 
     def __len__(self) -> int:
         """Counts the optimizers that an update is due for."""
-        return sum(s.stage is not OptState.READY or bool(s.found_inf) for s in self._in_use)
+        return sum(s.stage is not OptState.READY or s.flag is not None for s in self._in_use)
 
     def known(self, optimizer: Any) -> OptimizerState | None:
         """Returns the optimizer's state, or None if it was never asked for."""
@@ -77,14 +76,13 @@ class OptimizerStates:
             self._in_use.append(state)
         return state
 
-    def found_infs(self) -> list[Tensor]:
+    def flags(self) -> list[Tensor]:
         """Lists all flags of this iteration that say something of the scale."""
-        states = [state for state in self._in_use if state.had_gradients]
-        return [flag for state in states for flag in state.found_inf.values()]
+        return [s.flag for s in self._in_use if s.had_gradients and s.flag is not None]
 
     def any_checked(self) -> bool:
         """Returns whether any optimizer was unscaled or stepped in this iteration."""
-        return any(state.found_inf for state in self._in_use)
+        return any(state.flag is not None for state in self._in_use)
 
     def reports(self) -> tuple[StepReport, ...]:
         """Lists what is known of each optimizer's gradients in this iteration."""

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler import arguments
-from amp_fx.grad_scaler.gradients import clip_factor, upcast
-from amp_fx.grad_scaler.processes import any_dtensor, params_of
+from amp_fx.grad_scaler.gradients import clip_factor, grads_of, upcast
+from amp_fx.grad_scaler.processes import params_of
 from amp_fx.grad_scaler.torch_private import mark_kept_in_place, mark_stepped, with_own_code
 from amp_fx.grad_scaler.update_rules import number, rule_of
 from amp_fx.weights.step_copies import StepCopies
@@ -33,47 +34,19 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Work(NamedTuple):
-    """Holds what one step works on; lists are in the order of the weights.
+    """Holds what one step works on; lists are in the order of the weights."""
 
-    Attributes:
-        weights: those with gradients.
-        grads: of them.
-        states: what the optimizer keeps of each weight.
-        counts: their step counters; empty if there are none.
-        groups: for each the position of its group.
-        flags: what decides on the ops of each update.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # those with gradients
     grads: list[Tensor]
-    states: list[list[Tensor]]
-    counts: list[Tensor]
-    groups: tuple[int, ...]
-    flags: tuple[Any, ...]
-
-
-class Found(NamedTuple):
-    """Holds what the first pass found, 0-dim each.
-
-    Attributes:
-        found_inf: float32: 1 if a gradient is not finite; None where nobody asks.
-        norm: of the unscaled gradients; None without clipping.
-    """
-
-    found_inf: Tensor | None
-    norm: Tensor | None
+    states: list[list[Tensor]]  # what the optimizer keeps of each weight
+    counts: list[Tensor]  # step counters; empty if there are none
+    groups: tuple[int, ...]  # for each weight the position of its group
+    flags: tuple[Any, ...]  # what decides on the ops of each update
+    rule: Rule
 
 
 class TwoPassStep:
-    """Steps one optimizer.
-
-    Args:
-        optimizer: of a class that ``update_rules`` has a rule for; otherwise ``work`` gives None.
-        max_norm: clip gradients to this norm; None does not clip.
-        norm_type: the order of the norm.
-        writes_grads: whether gradients are unscaled and clipped where they lie, too.
-        compile_options: for torch.compile.
-    """
+    """Steps one optimizer; takes the arguments of `compile_step`, and has them as attributes."""
 
     def __init__(
         self,
@@ -84,10 +57,11 @@ class TwoPassStep:
         writes_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
-        self._optimizer = optimizer
-        self._max_norm = max_norm
-        self._norm_type = norm_type
-        self._writes_grads = writes_grads
+        _refuse_needed_closure(optimizer)
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.writes_grads = writes_grads
         self._options = {"dynamic": False, **compile_options}
         self._copies = StepCopies()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
@@ -100,46 +74,44 @@ class TwoPassStep:
         processes, on several devices or of several dtypes, complex or low-precision; for weights
         whose state is yet to be made.
         """
-        rule = rule_of(self._optimizer)
+        rule = rule_of(self.optimizer)
         if rule is None:
             return None
-        work = gathered(self._optimizer, rule)
+        work = gathered(self.optimizer, rule)
         return work if work is not None and _fits(work) else None
 
-    def __call__(self, work: Work, inv_scale: Tensor | None = None) -> Found:
-        """Steps.
+    def __call__(
+        self, work: Work, inv_scale: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Steps, on what ``work`` gave just now.
 
-        Args:
-            work: what ``work`` gave just now.
-            inv_scale: float32, 0-dim, on the weights' device. If given, gradients are multiplied by
-                it, and nothing is changed if one of them is not finite then.
+        If `inv_scale` is given (float32, 0-dim, on the weights' device), multiplies gradients by
+        it, and changes nothing if one of them is not finite then. Returns the flag, if there is an
+        `inv_scale`, and the norm of the unscaled gradients, if they are clipped.
         """
-        rule = rule_of(self._optimizer)
-        assert rule is not None
-        measure, update = self._functions(rule, work, has_scale=inv_scale is not None)
-        numbers = self._numbers_of(rule, work)
+        measure, update = self._functions(work, has_scale=inv_scale is not None)
+        numbers = self._numbers_of(work.rule, work)
         counts = stacked(work.counts, numbers)
         with torch.no_grad():
             found = measure(work.grads, inv_scale, counts, numbers)
             found_inf, norm, factor, scalars = self._kept(found)
             with self._copies.written(work.weights) as (weights, lows):
-                _mark(work, weights, lows)
+                mark_kept_in_place([*weights, *_all(work.states), *_all(lows)])
                 fused, apart = _split(weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
                 update(weights, fused, work.states, *read)
                 if apart:
                     self._lay_out(apart)
             _count(work.counts, found_inf)
-        mark_stepped(self._optimizer)
-        return Found(found_inf, norm)
+        mark_stepped(self.optimizer)
+        return found_inf, norm
 
     def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
         """Returns what the first pass gave, where no other CUDA graph takes its memory.
 
         With ``mode="reduce-overhead"`` the second pass is one. What was found outlives the step.
         """
-        may_be_graph = not self._options.keys().isdisjoint(("mode", "options"))
-        if not may_be_graph:
+        if self._options.keys().isdisjoint(("mode", "options")):
             return found
         return [value if value is None else value.clone() for value in found]
 
@@ -148,12 +120,13 @@ class TwoPassStep:
         """Writes the copies that an update does not."""
         return torch.compile(with_own_code(_lay_out), **self._options)
 
-    def _functions(self, rule: Rule, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
-        key = rule, work.flags, work.weights[0].dtype, has_scale
+    def _functions(self, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
+        """Returns both passes, compiled once for each set of flags."""
+        key = work.rule.update, work.flags, work.weights[0].dtype, has_scale
         if key not in self._compiled:
-            functions = self._measure(rule, work), self._update(rule, work.flags)
-            compiled = [torch.compile(with_own_code(f), **self._options) for f in functions]
-            self._compiled[key] = compiled[0], compiled[1]
+            functions = self._measure(work.rule, work), self._update(work.rule, work.flags)
+            measure, update = (torch.compile(with_own_code(f), **self._options) for f in functions)
+            self._compiled[key] = measure, update
         return self._compiled[key]
 
     def _numbers_of(self, rule: Rule, work: Work) -> Tensor:
@@ -161,7 +134,7 @@ class TwoPassStep:
 
         Makes them anew only where one of them is another number; reads a tensor where it is.
         """
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         given = [[number(group, name) for group in groups] for name in rule.numbers]
         values = [[0.0 if isinstance(x, Tensor) else float(x) for x in row] for row in given]
         device = work.weights[0].device
@@ -181,7 +154,7 @@ class TwoPassStep:
 
     def _measure(self, rule: Rule, work: Work) -> Any:
         """Makes the first pass: what it found, the factor that clips, and what updates take."""
-        max_norm, norm_type = self._max_norm, self._norm_type
+        max_norm, norm_type = self.max_norm, self.norm_type
         dtype = work.weights[0].dtype
 
         def measure(
@@ -195,17 +168,14 @@ class TwoPassStep:
                 found_inf = overflow_flag(grads)
             if max_norm is not None:
                 norm = total_norm(grads, norm_type)
-                factor = clip_factor(norm, max_norm)
-                if found_inf is not None:
-                    # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                    factor = factor.masked_fill(found_inf != 0, 1.0)
+                factor = clip_factor(norm, max_norm, found_inf)
             return found_inf, norm, factor, scalars
 
         return measure
 
     def _update(self, rule: Rule, flags: tuple[Any, ...]) -> Any:
         """Makes the second pass."""
-        writes_grads = self._writes_grads
+        writes_grads = self.writes_grads
 
         def update(
             weights: list[Tensor],
@@ -218,7 +188,8 @@ class TwoPassStep:
             found_inf: Tensor | None,
         ) -> None:
             for i, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-                unscaled = _multiplied(_multiplied(grad, inv_scale), factor)
+                unscaled = grad if inv_scale is None else grad * inv_scale
+                unscaled = unscaled if factor is None else unscaled * factor
                 new, new_states = rule.update(weight, unscaled, states[i], scalars[:, i], flags[i])
                 new = _unless(found_inf, weight, new)
                 for state, value in zip(states[i], new_states, strict=True):
@@ -254,14 +225,8 @@ def _lay_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
         low.copy_(weight)
 
 
-def _mark(work: Work, weights: list[Tensor], lows: list[list[Tensor]]) -> None:
-    """Says that all that a step writes stays where it is, should it be compiled now."""
-    states = [state for states in work.states for state in states]
-    mark_kept_in_place([*weights, *states, *(low for some in lows for low in some)])
-
-
-def _multiplied(grad: Tensor, factor: Tensor | None) -> Tensor:
-    return grad if factor is None else grad * factor
+def _all(lists: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in lists for tensor in tensors]
 
 
 def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
@@ -285,8 +250,8 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
     """Gathers all that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
-        group_flags = rule.flags(group)
-        names = rule.states(group_flags)
+        group_flags = rule.flags_of(group)
+        names = rule.states_with(group_flags)
         for weight in group["params"]:
             if weight.grad is None:
                 continue
@@ -299,14 +264,12 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
             counts.extend(found[len(names) :])
             groups.append(index)
             flags.append(group_flags)
-    grads = [weight.grad for weight in weights]
-    return Work(weights, grads, states, counts, tuple(groups), tuple(flags))
+    return Work(weights, grads_of(weights), states, counts, tuple(groups), tuple(flags), rule)
 
 
 def _fits(work: Work) -> bool:
     """Returns whether all is dense, of one dtype that is not low-precision, and on one device."""
-    tensors = [*work.weights, *work.grads, *(s for states in work.states for s in states)]
-    if not any(grad.numel() for grad in work.grads) or any_dtensor(tensors):
+    if not any(grad.numel() for grad in work.grads):
         return False
     first = work.weights[0]
     return (
@@ -316,8 +279,8 @@ def _fits(work: Work) -> bool:
             tensor.layout is torch.strided
             and tensor.dtype is first.dtype
             and tensor.device == first.device
-            and type(tensor) in (Tensor, torch.nn.Parameter)
-            for tensor in tensors
+            and type(tensor) in (Tensor, torch.nn.Parameter)  # not sharded
+            for tensor in (*work.weights, *work.grads, *_all(work.states))
         )
     )
 
@@ -331,12 +294,10 @@ def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
 
 def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts a step, unless it was skipped."""
-    if not counts:
-        return
-    if found_inf is None:
+    if counts and found_inf is None:
         torch._foreach_add_(counts, 1)
-        return
-    torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
+    elif counts and found_inf is not None:
+        torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
 
 
 # Without a scaler ---------------------------------------------------------------------------------
@@ -385,13 +346,14 @@ def compile_step(
     """
     arguments.optimizer(optimizer)
     largest, order = arguments.optional_clipping(max_norm, norm_type)
-    return PlainStep(
+    two_pass = TwoPassStep(
         optimizer,
         max_norm=largest,
         norm_type=order,
-        write_grads=write_grads,
+        writes_grads=write_grads,
         compile_options=compile_options,
     )
+    return PlainStep(two_pass)
 
 
 class PlainStep:
@@ -402,29 +364,11 @@ class PlainStep:
             `max_norm`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        max_norm: float | None,
-        norm_type: float,
-        write_grads: bool,
-        compile_options: dict[str, Any],
-    ) -> None:
-        """Compiles nothing yet; see `compile_step` for the arguments."""
-        refuse_needed_closure(optimizer)
+    def __init__(self, two_pass: TwoPassStep) -> None:
+        """Compiles nothing yet."""
         self.norm: Tensor | None = None
-        self._optimizer = optimizer
-        self._max_norm = max_norm
-        self._norm_type = norm_type
+        self._two_pass = two_pass
         self._has_warned = False
-        self._two_pass = TwoPassStep(
-            optimizer,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            writes_grads=write_grads,
-            compile_options=compile_options,
-        )
 
     def __call__(self) -> Any:
         """Clips and steps.
@@ -432,25 +376,25 @@ class PlainStep:
         Returns:
             What the optimizer's step returns; None from two passes.
         """
-        work = self._two_pass.work()
+        two_pass, optimizer = self._two_pass, self._two_pass.optimizer
+        work = two_pass.work()
         if work is not None:
-            self.norm = self._two_pass(work).norm
+            _, self.norm = two_pass(work)
             return None
-        if not self._has_warned and rule_of(self._optimizer) is None:
+        if not self._has_warned and rule_of(optimizer) is None:
             self._has_warned = True
             warnings.warn(
-                f"steps of {type(self._optimizer).__name__} run eagerly: two passes are for "
+                f"steps of {type(optimizer).__name__} run eagerly: two passes are for "
                 "torch's own Adam, AdamW and SGD, without hooks.",
                 stacklevel=2,
             )
-        if self._max_norm is not None:
-            self.norm = torch.nn.utils.clip_grad_norm_(
-                params_of(self._optimizer), self._max_norm, self._norm_type
-            )
-        return self._optimizer.step()
+        if two_pass.max_norm is not None:
+            params = params_of(optimizer)
+            self.norm = clip_grad_norm_(params, two_pass.max_norm, two_pass.norm_type)
+        return optimizer.step()
 
 
-def refuse_needed_closure(optimizer: Any) -> None:
+def _refuse_needed_closure(optimizer: Any) -> None:
     """Raises if an optimizer's step cannot do without a closure."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -11,10 +11,9 @@ FACTORS = Factors(growth=2.0, backoff=0.25, growth_interval=2)
 
 
 def update(
-    scale: float, tracker: int, row: int, *, overflows: bool, **settings: float
+    scale: float, tracker: int, row: int, *, overflows: bool, hysteresis: int
 ) -> tuple[float, int, int]:
-    given = {"min_scale": 1.0, "max_scale": 64.0, "hysteresis": 1, **settings}
-    limits = checked_limits(given["min_scale"], given["max_scale"], int(given["hysteresis"]))
+    limits = checked_limits(1.0, 64.0, hysteresis)
     now = LossScale(torch.tensor(scale), torch.tensor(tracker, dtype=torch.int32), row)
     found_inf = torch.tensor(float(overflows))
     new = adjust(now, found_inf, FACTORS, limits, may_reach_floor=True)
@@ -24,27 +23,29 @@ def update(
 
 
 @pytest.mark.parametrize(
-    ("now", "overflows", "settings", "expected"),
+    ("now", "overflows", "hysteresis", "expected"),
     [
-        ((8.0, 0, 0), False, {}, (8.0, 1, 0)),
-        ((8.0, 1, 0), False, {}, (16.0, 0, 0)),
-        ((8.0, 1, 0), True, {}, (2.0, 0, 0)),
-        ((48.0, 1, 0), False, {}, (64.0, 0, 0)),
-        ((2.0, 1, 0), True, {}, (1.0, 0, 0)),
-        ((8.0, 1, 0), True, {"hysteresis": 2}, (8.0, 0, 1)),
-        ((8.0, 0, 1), True, {"hysteresis": 2}, (2.0, 0, 2)),
-        ((8.0, 0, 2), True, {"hysteresis": 2}, (2.0, 0, 3)),
-        ((8.0, 1, 2), False, {"hysteresis": 2}, (16.0, 0, 0)),
+        ((8.0, 0, 0), False, 1, (8.0, 1, 0)),
+        ((8.0, 1, 0), False, 1, (16.0, 0, 0)),
+        ((8.0, 1, 0), True, 1, (2.0, 0, 0)),
+        ((48.0, 1, 0), False, 1, (64.0, 0, 0)),
+        ((2.0, 1, 0), True, 1, (1.0, 0, 0)),
+        ((8.0, 1, 0), True, 2, (8.0, 0, 1)),
+        ((8.0, 0, 1), True, 2, (2.0, 0, 2)),
+        ((8.0, 0, 2), True, 2, (2.0, 0, 3)),
+        ((8.0, 1, 2), False, 2, (16.0, 0, 0)),
     ],
 )
 def test_adjust(
     now: tuple[float, int, int],
     overflows: bool,
-    settings: dict[str, float],
+    hysteresis: int,
     expected: tuple[float, int, int],
 ) -> None:
-    assert update(*now, overflows=overflows, **settings) == expected
-    assert update(*now, overflows=overflows, **settings) == expected  # it remembers nothing
+    assert update(*now, overflows=overflows, hysteresis=hysteresis) == expected
+    assert (
+        update(*now, overflows=overflows, hysteresis=hysteresis) == expected
+    )  # it remembers nothing
 
 
 @pytest.mark.parametrize("scale", [0.5, 128.0])
