@@ -37,11 +37,6 @@ def backoff_factor(value: object) -> float:
     return _number(value, "backoff_factor", "a number between 0 and 1", lambda x: 0.0 < x < 1.0)
 
 
-def growth_interval(value: object) -> int:
-    """Checks for an integer of at least 1."""
-    return whole(value, "growth_interval", minimum=1)
-
-
 def whole(value: object, name: str, minimum: int) -> int:
     """Checks for an integer of at least `minimum`."""
     try:
@@ -68,10 +63,10 @@ def clipping(max_norm: object, norm_type: object) -> tuple[float, float]:
     return largest, _number(order, "norm_type", expected, lambda x: not math.isnan(x))
 
 
-def optional_clipping(max_norm: object, norm_type: object) -> tuple[float | None, float]:
-    """Checks the same where None stands for not clipping."""
+def optional_clipping(max_norm: object, norm_type: object) -> dict[str, Any]:
+    """Checks the same, by name, where None stands for not clipping."""
     largest, order = clipping(0.0 if max_norm is None else max_norm, norm_type)
-    return None if max_norm is None else largest, order
+    return {"max_norm": None if max_norm is None else largest, "norm_type": order}
 
 
 def device_type(value: object) -> str:
@@ -115,7 +110,7 @@ _STATE: dict[str, Callable[[object], Any]] = {
     "scale": lambda value: positive_float(value, "scale"),
     "growth_factor": growth_factor,
     "backoff_factor": backoff_factor,
-    "growth_interval": growth_interval,
+    "growth_interval": lambda value: whole(value, "growth_interval", minimum=1),
     "_growth_tracker": lambda value: whole(value, "_growth_tracker", minimum=0),
 }
 """The entries of a scaler's state, and what checks them."""

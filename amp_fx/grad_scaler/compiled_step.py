@@ -64,11 +64,10 @@ class CompiledStep:
         scaler: GradScaler,
         optimizer: Any,
         *,
-        max_norm: float | None,
-        norm_type: float,
         update_scale: bool,
         write_grads: bool,
         compile_options: dict[str, Any],
+        **clipping: Any,
     ) -> None:
         """Compiles nothing yet; see `GradScaler.compile_step` for the arguments."""
         self.norm: Tensor | None = None
@@ -81,11 +80,7 @@ class CompiledStep:
         self._params_with_state: set[int] = set()
         self._must_run_eagerly = False
         self._two_pass = TwoPassStep(
-            optimizer,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            writes_grads=write_grads,
-            compile_options=compile_options,
+            optimizer, writes_grads=write_grads, compile_options=compile_options, **clipping
         )
 
     def __call__(self) -> Any:
@@ -138,7 +133,7 @@ class CompiledStep:
         found_inf, self.norm = self._two_pass(work, inv_scale)
         assert found_inf is not None
         state.inv_scale = None if self._two_pass.writes_grads else inv_scale
-        self._scaler._stepped_compiled(state, found_inf)
+        self._scaler._stepped(state, found_inf)
 
     # Eagerly -------------------------------------------------------------------------------------
 
@@ -181,9 +176,9 @@ class CompiledStep:
         stage = scaler._states.of(optimizer).stage if scaler.is_enabled() else OptState.READY
         if stage is OptState.READY:
             return scaler.unscale_and_clip_(optimizer, max_norm, self._two_pass.norm_type)
-        if stage is OptState.UNSCALED:
-            return scaler._clip(optimizer, max_norm, self._two_pass.norm_type)
-        return None  # and the step will refuse
+        if stage is OptState.STEPPED:
+            return None  # and the step will refuse
+        return scaler._clip(optimizer, max_norm, self._two_pass.norm_type)
 
     def _note_state(self, numbers: dict[Any, Any]) -> None:
         """Notes that parameters with gradients have their state, unless the step was skipped."""
@@ -206,17 +201,15 @@ class CompiledStep:
             self._compiled = [torch.compile(f, **self._compile_options) for f in functions]
         inv_scale = scaler._inv_scale(groups[0].device)
         is_alone = scaler._agreement.is_alone(optimizer)
-        found_inf, norm = (None, None) if is_alone else self._exchanged(groups, inv_scale)
+        found_inf, norm = (None, None) if is_alone else self._agreed(groups, inv_scale)
         with stepping_parts(optimizer), self._learning_rates_as_tensors():
             marked = self._marked()
             result, found_inf, self.norm = self._compiled[1](*marked, inv_scale, found_inf, norm)
         mark_stepped(optimizer)
-        scaler._stepped_compiled(scaler._states.of(optimizer), found_inf)
+        scaler._stepped(scaler._states.of(optimizer), found_inf)
         return result
 
-    def _exchanged(
-        self, groups: list[GradGroup], inv_scale: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _agreed(self, groups: list[GradGroup], inv_scale: Tensor) -> tuple[Tensor, Tensor | None]:
         """Unscales in a call of its own; returns the flag and the norm of all processes."""
         scaler, optimizer = self._scaler, self._optimizer
         grads = [grad for group in groups for grad in group.grads]
@@ -282,11 +275,12 @@ class CompiledStep:
                 factor = clip_factor(norm, max_norm, found_inf)
                 for grad in grads:
                     grad.mul_(factor)
+            overflowed = found_inf != 0
             old = [tensor.clone() for tensor in written]
             result = step()
             # Looked up again: a step may put new tensors in the place of old ones.
             for tensor, value in zip(written_tensors(optimizer, params), old, strict=True):
-                tensor.copy_(torch.where(found_inf != 0, value, tensor))
+                tensor.copy_(torch.where(overflowed, value, tensor))
             return result, found_inf, norm
 
         return step_or_put_back

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import ScalerStateError
 from amp_fx.grad_scaler import loss_scale
-from amp_fx.grad_scaler.gradients import on_devices, params_with_grads
+from amp_fx.grad_scaler.gradients import OnDevices, params_with_grads
 from amp_fx.grad_scaler.processes import local
 from amp_fx.grad_scaler.torch_private import runs_only_own_code
 
@@ -27,12 +26,6 @@ MOST_ELEMENTS = 2**24
 """Of the parameters that are stepped, and copied, at a time; a larger one is stepped alone."""
 
 _STEPS_SEEN: weakref.WeakKeyDictionary[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
-
-
-def refuse_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises if a closure is passed on, by whatever way; `closure=None` is not one."""
-    if kwargs.get("closure") is not None or any(callable(arg) for arg in args):
-        raise ScalerStateError("Closure use is not currently supported if GradScaler is enabled.")
 
 
 def step_fused(
@@ -58,22 +51,15 @@ def step_fused(
     else:
         scaler._check_inf_per_device(optimizer)
         optimizer.grad_scale = scale * getattr(optimizer, "grad_scale", 1)
-    optimizer.found_inf = _flag_for(optimizer, state)
+    assert state.flag is not None
+    # With a flag, Adam and Adagrad take it off each of their step counters, which costs as much as
+    # the check. Torch's own code needs none that the host knows to be 0.
+    is_needless = loss_scale.peek(state.flag) == 0.0 and runs_only_own_code(optimizer)
+    optimizer.found_inf = None if is_needless else state.flag
     try:
         return step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _flag_for(optimizer: Any, state: OptimizerState) -> Tensor | None:
-    """Returns the flag; None if the host knows it to be 0 and only torch's own code reads it.
-
-    With a flag, Adam and Adagrad take it off each of their step counters, which costs as much as
-    the check.
-    """
-    assert state.flag is not None
-    is_needless = loss_scale.peek(state.flag) == 0.0 and runs_only_own_code(optimizer)
-    return None if is_needless else state.flag
 
 
 def _takes_scaler(step: Callable[..., Any]) -> bool:
@@ -89,7 +75,7 @@ def step_checked(
     scaler: GradScaler, optimizer: Any, state: OptimizerState, step: Callable[..., Any]
 ) -> Any:
     """Steps an optimizer whose gradients are unscaled and checked, if they are finite."""
-    report = state.report or scaler._report(state)
+    report = state.report or state.make_report(scaler._names)
     if report.known_skipped is None and _can_be_undone(optimizer):
         assert state.flag is not None
         return step_unless(state.flag, optimizer, step)
@@ -97,9 +83,6 @@ def step_checked(
         return step()
     report.look()
     return None
-
-
-# On the device ----------------------------------------------------------------------------------
 
 
 def _can_be_undone(optimizer: Any) -> bool:
@@ -141,7 +124,7 @@ def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> 
     no hooks, step a part of their parameters at a time, so that the copy is of that part: those of
     them that are capturable treat each parameter by itself.
     """
-    overflowed = on_devices(found_inf != 0)
+    overflowed = OnDevices(found_inf != 0)
     if not runs_only_own_code(optimizer):
         return _step_or_put_back(overflowed, optimizer, step)
     groups, result = optimizer.param_groups, None

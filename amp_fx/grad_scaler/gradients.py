@@ -32,6 +32,8 @@ from amp_fx.grad_scaler.torch_private import (
 )
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Tensor]]
+Flags: TypeAlias = dict[torch.device, Tensor]
+"""Per device a float32 0-dim tensor: 1 if something is not finite, else 0."""
 
 _NUM_SHOWN = 5
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
@@ -54,9 +56,11 @@ def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
-def sparse_values(grad: Tensor) -> Tensor:
-    """Returns the values of a gradient that is not dense, in the same memory."""
-    return grad._values() if grad.layout is torch.sparse_coo else grad.values()
+def sparse_values(grad: Tensor, *, coalesce: bool = False) -> Tensor:
+    """Returns the values of a gradient that is not dense; in its memory, unless it coalesces it."""
+    if grad.layout is not torch.sparse_coo:
+        return grad.values()
+    return (grad.coalesce() if coalesce else grad)._values()
 
 
 # Names -------------------------------------------------------------------------------------------
@@ -187,6 +191,9 @@ def _refuse_grads(
 class OnDevices(dict[torch.device, Tensor]):
     """Holds copies of one 0-dim tensor, made as devices ask for them."""
 
+    def __init__(self, source: Tensor) -> None:
+        super().__init__({source.device: source})
+
     def __missing__(self, device: torch.device) -> Tensor:
         """Copies the tensor to a device that asks for the first time."""
         source = next(iter(self.values()))
@@ -196,41 +203,27 @@ class OnDevices(dict[torch.device, Tensor]):
         return copy
 
 
-def on_devices(source: Tensor) -> OnDevices:
-    """Serves copies of this tensor."""
-    return OnDevices({source.device: source})
-
-
 @torch.no_grad()
-def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> dict[torch.device, Tensor]:
-    """Looks for gradients that are not finite, or not after multiplying by `inv_scale`.
-
-    Changes none of them. Returns what `unscale_` returns.
-    """
+def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> Flags:
+    """Looks for gradients that are not finite, or not after multiplying; changes none."""
     found_inf = _no_inf(groups)
+    factors = None if inv_scale is None else OnDevices(inv_scale)
     for group in groups:
         _check_(group, found_inf[group.device])
-    if inv_scale is not None:
-        factors = on_devices(inv_scale)
-        for group in groups:
+        if factors is not None:
             _check_product_(group, factors[group.device], found_inf[group.device])
     return found_inf
 
 
 @torch.no_grad()
-def unscale_(
-    groups: list[GradGroup], inv_scale: Tensor, *, may_overflow: bool = False
-) -> dict[torch.device, Tensor]:
+def unscale_(groups: list[GradGroup], inv_scale: Tensor, *, may_overflow: bool = False) -> Flags:
     """Multiplies all gradients by `inv_scale` and looks for those that are not finite.
 
     The kernel looks at gradients before it multiplies them. Where `inv_scale` may be above 1, and
     finite gradients overflow by it, `may_overflow` has them checked again.
-
-    Returns:
-        Per device a float32 0-dim tensor: 1 if something is not finite, else 0.
     """
     found_inf = _no_inf(groups)
-    factor = on_devices(inv_scale)
+    factor = OnDevices(inv_scale)
     for group in groups:
         flag = found_inf[group.device]
         if has_check_and_unscale(group.device, group.dtype):
@@ -247,7 +240,7 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
     """Makes one flag out of several, on a device: not 0 if any is not 0."""
     if len(found_infs) == 1 and found_infs[0].device == device:
         return found_infs[0]
-    flags = [on_devices(flag)[device] for flag in found_infs] or [_float32(0.0, device)]
+    flags = [OnDevices(flag)[device] for flag in found_infs] or [_float32(0.0, device)]
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
 
@@ -257,7 +250,7 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
 @torch.no_grad()
 def unscale_and_clip_(
     groups: list[GradGroup], inv_scale: Tensor, max_norm: float, norm_type: float
-) -> tuple[dict[torch.device, Tensor], Tensor] | None:
+) -> tuple[Flags, Tensor] | None:
     """Checks, unscales and clips in one pass, after one for the norm of the scaled gradients.
 
     On CUDA that norm is taken in float64, which no scaled float32 gradient overflows. On the CPU,
@@ -277,7 +270,7 @@ def unscale_and_clip_(
     known = loss_scale.peek(scaled_norm)
     if known is not None and not math.isfinite(known):
         return None
-    inv_scale = on_devices(inv_scale)[scaled_norm.device]
+    inv_scale = OnDevices(inv_scale)[scaled_norm.device]
     norm = scaled_norm * inv_scale
     factor = clip_factor(norm, max_norm)
     if known is None:  # keeps infinities and NaNs where they are, for reports to count
@@ -299,7 +292,7 @@ def norm_of_all(optimizer: Any, groups: list[GradGroup], norm_type: float) -> Te
 @torch.no_grad()
 def clip_(groups: list[GradGroup], max_norm: float, norm: Tensor) -> Tensor:
     """Clips unscaled gradients by their norm, and returns it."""
-    factors = on_devices(clip_factor(norm, max_norm))
+    factors = OnDevices(clip_factor(norm, max_norm))
     for group in groups:
         torch._foreach_mul_(group.grads, factors[group.device])
     return norm
@@ -337,16 +330,17 @@ def _float32(value: float, device: torch.device | None) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
-def _no_inf(groups: list[GradGroup]) -> dict[torch.device, Tensor]:
+def _no_inf(groups: list[GradGroup]) -> Flags:
     devices = dict.fromkeys(group.device for group in groups)
     return {device: _float32(0.0, device) for device in devices}
 
 
 def _check_(group: GradGroup, found_inf: Tensor) -> None:
+    one = _float32(1.0, group.device)
     if has_check_and_unscale(group.device, group.dtype):
-        check_and_unscale_(group.grads, found_inf, _float32(1.0, group.device))
-        return
-    _check_product_(group, _float32(1.0, group.device), found_inf)
+        check_and_unscale_(group.grads, found_inf, one)
+    else:
+        _check_product_(group, one, found_inf)
 
 
 def _check_product_(group: GradGroup, factor: Tensor, found_inf: Tensor) -> None:

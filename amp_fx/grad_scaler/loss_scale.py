@@ -32,23 +32,12 @@ def wait_for(value: Tensor) -> float:
     return float(value.item())
 
 
-# The update --------------------------------------------------------------------------------------
-
-
 class LossScale(NamedTuple):
     """Holds the scale and what its updates count."""
 
     scale: Tensor  # float32, 0-dim
     growth_tracker: Tensor  # int32, 0-dim: updates without overflow since the scale changed
     num_overflows: int | Tensor  # in a row; 0 if the hysteresis is 1
-
-
-class Factors(NamedTuple):
-    """Holds the settings by which the scale moves; see `GradScaler`."""
-
-    growth: float
-    backoff: float
-    growth_interval: int
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,12 @@ def checked_limits(min_scale: float, max_scale: float | None, hysteresis: int) -
 
 
 def adjust(
-    now: LossScale, found_inf: Tensor, factors: Factors, limits: Limits, *, may_reach_floor: bool
+    now: LossScale,
+    found_inf: Tensor,
+    factors: tuple[float, float, int],
+    limits: Limits,
+    *,
+    may_reach_floor: bool,
 ) -> LossScale:
     """Returns the scale after an update; depends on its arguments alone.
 
@@ -114,7 +108,7 @@ def adjust(
     Args:
         now: the scale in use.
         found_inf: 0-dim, on the scale's device; not 0 if a gradient was not finite.
-        factors: by which the scale moves.
+        factors: for growth and backoff, and the growth interval.
         limits: within which it moves.
         may_reach_floor: whether it may shrink below the floor; if not, no kernel looks.
     """
@@ -133,9 +127,6 @@ def adjust(
     if may_reach_floor:
         scale.clamp_(min=limits.floor)
     return LossScale(scale, growth_tracker, num_overflows)
-
-
-# What the host knows -----------------------------------------------------------------------------
 
 
 def module_with_events(value: Tensor) -> Any:

@@ -51,9 +51,6 @@ def local(tensor: Tensor) -> Tensor:
     return cast("Any", tensor)._local_tensor if any_dtensor([tensor]) else tensor
 
 
-# Who agrees --------------------------------------------------------------------------------------
-
-
 class Agreement:
     """Knows the processes that a scaler agrees with.
 
@@ -100,7 +97,7 @@ class Agreement:
         if not any_dtensor(params):
             return []
         # dict.fromkeys keeps the order, which has to be the same everywhere
-        meshes = dict.fromkeys(_mesh(param) for param in params if any_dtensor([param]))
+        meshes = dict.fromkeys(mesh for param in params if (mesh := _mesh(param)) is not None)
         if self.process_group is None:
             return list(meshes)
         ranks = set(dist.get_process_group_ranks(self.process_group))
@@ -138,9 +135,6 @@ def pipelines(optimizer: Any) -> list[Any]:
     return _pipelines[optimizer]
 
 
-# The norm of all ---------------------------------------------------------------------------------
-
-
 def norm_of_meshes(params: list[Tensor], norm_type: float) -> Tensor:
     """Returns the norm that the gradients of all shards have together.
 
@@ -148,7 +142,7 @@ def norm_of_meshes(params: list[Tensor], norm_type: float) -> Tensor:
     """
     by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for grad in [param.grad for param in params if param.grad is not None]:
-        by_mesh[_mesh(grad) if any_dtensor([grad]) else None].append(grad)
+        by_mesh[_mesh(grad)].append(grad)
     norms: list[Tensor] = []
     for mesh, part in by_mesh.items():
         norm: Any = torch.nn.utils.get_total_norm(part, norm_type)
@@ -167,11 +161,9 @@ def norm_of_stages(norm: Tensor, norm_type: float, optimizer: Any) -> Tensor:
     return norm
 
 
-def _mesh(param: Tensor) -> DeviceMesh:
-    return cast("DTensor", param).device_mesh
+def _mesh(tensor: Tensor) -> DeviceMesh | None:
+    return cast("DTensor", tensor).device_mesh if any_dtensor([tensor]) else None
 
-
-# Steps on local parts ----------------------------------------------------------------------------
 
 _ELEMENT_BY_ELEMENT = {
     torch.optim.ASGD,
@@ -213,9 +205,10 @@ def stepping_parts(optimizer: Any) -> Iterator[None]:
     for param, part in zip(params, parts, strict=True):
         part.grad = None if param.grad is None else local(param.grad)
     optimizer.param_groups = [{**g, "params": [local(p) for p in g["params"]]} for g in groups]
-    optimizer.state = defaultdict(
-        dict, {part: _local(state[p]) for p, part in zip(params, parts, strict=True) if p in state}
-    )
+    optimizer.state = defaultdict(dict)
+    for param, part in zip(params, parts, strict=True):
+        for key, value in state.get(param, {}).items():
+            optimizer.state[part][key] = local(value) if isinstance(value, Tensor) else value
     try:
         yield
     finally:
@@ -223,7 +216,3 @@ def stepping_parts(optimizer: Any) -> Iterator[None]:
         for part, grad, param in zip(parts, old_grads, params, strict=True):
             if part is not param:
                 part.grad = grad
-
-
-def _local(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: local(v) if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -131,6 +131,10 @@ class StepReport:
         return f"StepReport(skipped=True, overflows=[{describe(self._overflows or ())}])"
 
 
+FINITE = StepReport()
+"""Shared by all steps that are known to have gone well."""
+
+
 def describe(overflows: tuple[Overflow, ...]) -> str:
     """Names the first few parameters in one line."""
     return listing([*map(str, overflows)]) if overflows else "parameters not known"
@@ -147,9 +151,12 @@ def count_overflows(
     """
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
-        if param.grad is not None and (values := _values(param.grad)).numel():
-            if factor is not None:
-                values = values * factor.to(values.device)
+        if (grad := param.grad) is None:
+            continue
+        is_dense = grad.layout is torch.strided
+        values = local(grad) if is_dense else sparse_values(grad, coalesce=True)
+        if values.numel():
+            values = values if factor is None else values * factor.to(values.device)
             by_device.setdefault(values.device, []).append((name, values))
     return tuple(o for named_grads in by_device.values() for o in _count(named_grads))
 
@@ -167,23 +174,13 @@ def _count(named_grads: list[tuple[str, Tensor]]) -> list[Overflow]:
     ]
 
 
-def _values(grad: Tensor) -> Tensor:
-    if grad.layout is torch.strided:
-        return local(grad)
-    return sparse_values(grad.coalesce() if grad.layout is torch.sparse_coo else grad)
-
-
-_Update: TypeAlias = "tuple[float | Tensor, float | Tensor, tuple[StepReport, ...]]"
-"""The scale in an iteration, the one after it, and its steps; the device may not be there yet."""
-
-
 class Ledger:
     """Remembers the last step and the last updates, and notices when the scale has collapsed."""
 
     def __init__(self, scale: float, size: int) -> None:
         """Remembers up to `size` updates of a scale that starts here."""
         self.last_step: StepReport | None = None
-        self._updates: deque[_Update] = deque(maxlen=size)
+        self._updates: deque[Any] = deque(maxlen=size)  # old and new scale, and reports, of each
         self._last_reports: tuple[StepReport, ...] = ()
         self._has_warned = False
         self._is_loss_float16: bool | None = False  # None once it was reported or does not matter

@@ -26,21 +26,19 @@ from amp_fx.errors import (
 )
 from amp_fx.grad_scaler import arguments, gradients, loss_scale
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.eager_step import refuse_closure, step_checked, step_fused
+from amp_fx.grad_scaler.eager_step import step_checked, step_fused
 from amp_fx.grad_scaler.gradients import ParameterNames, group_gradients
-from amp_fx.grad_scaler.loss_scale import Factors, HostScale, LossScale
+from amp_fx.grad_scaler.loss_scale import HostScale, LossScale
 from amp_fx.grad_scaler.processes import Agreement, any_dtensor, params_of, pipelines
-from amp_fx.grad_scaler.reports import Ledger, StepReport, any_skipped, count_overflows
-from amp_fx.grad_scaler.states import OptimizerState, OptimizerStates
+from amp_fx.grad_scaler.reports import Ledger, any_skipped
+from amp_fx.grad_scaler.states import OptimizerStates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from amp_fx.grad_scaler.gradients import GradGroup, NamedParameters
-    from amp_fx.grad_scaler.reports import UpdateRecord
-
-_FINITE = StepReport()
-"""Shared by all steps that are known to have gone well."""
+    from amp_fx.grad_scaler.gradients import Flags, GradGroup, NamedParameters
+    from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
+    from amp_fx.grad_scaler.states import OptimizerState
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -128,7 +126,7 @@ class GradScaler(torch.amp.GradScaler):
             init_scale = arguments.positive_float(init_scale, "init_scale")
             growth_factor = arguments.growth_factor(growth_factor)
             backoff_factor = arguments.backoff_factor(backoff_factor)
-            growth_interval = arguments.growth_interval(growth_interval)
+            growth_interval = arguments.whole(growth_interval, "growth_interval", minimum=1)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -183,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
-                    scales.append(gradients.on_devices(cast("Tensor", self._scale)))
+                    scales.append(gradients.OnDevices(cast("Tensor", self._scale)))
                 return gradients.upcast(value) * scales[0][value.device]
             return _map_nested(scaled, value)
 
@@ -212,7 +210,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        state = self._begin_unscale("unscale_", optimizer)
+        state = self._begin("unscale_", optimizer)
+        state.refuse_to_unscale_again("unscale_")
         self._unscale(optimizer, state, self._group(optimizer))
 
     def unscale_and_clip_(
@@ -247,7 +246,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return self._clip(optimizer, max_norm, norm_type)
         are_sharded = any_dtensor(params_of(optimizer)) or pipelines(optimizer)
-        state = self._begin_unscale("unscale_and_clip_", optimizer)
+        state = self._begin("unscale_and_clip_", optimizer)
+        state.refuse_to_unscale_again("unscale_and_clip_")
         groups = self._group(optimizer, coalesce=True)
         if not (self._may_amplify() or are_sharded):
             inv_scale = self._inv_scale()
@@ -283,8 +283,10 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or kwargs:
-            refuse_closure(args, kwargs)
+        if kwargs.get("closure") is not None or any(map(callable, args)):
+            raise ScalerStateError(
+                "Closure use is not currently supported if GradScaler is enabled."
+            )
         state = self._begin("step", optimizer)
         if state.stage is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
@@ -342,16 +344,13 @@ class GradScaler(torch.amp.GradScaler):
             ScalerTypeError: this is not an optimizer.
             ScalerValueError: `max_norm` is negative or not a number.
         """
-        arguments.optimizer(optimizer)
-        largest, order = arguments.optional_clipping(max_norm, norm_type)
         return CompiledStep(
             self,
-            optimizer,
-            max_norm=largest,
-            norm_type=order,
+            arguments.optimizer(optimizer),
             update_scale=update_scale,
             write_grads=write_grads,
             compile_options=compile_options,
+            **arguments.optional_clipping(max_norm, norm_type),
         )
 
     # Updating ------------------------------------------------------------------------------------
@@ -399,10 +398,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adjust_scale(self, found_inf: Tensor, was_skipped: bool | None) -> None:
         now = LossScale(*self._check_scale_growth_tracker("update"), self._num_overflows)
-        factors = Factors(self._growth_factor, self._backoff_factor, self._growth_interval)
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
         limits, on_host = self._limits, self._host_scale
         may_reach_floor = on_host.expect_update(
-            now.scale, factors.backoff, limits.floor, skipped=was_skipped
+            now.scale, self._backoff_factor, limits.floor, skipped=was_skipped
         )
         new = loss_scale.adjust(now, found_inf, factors, limits, may_reach_floor=may_reach_floor)
         self._scale, self._growth_tracker, self._num_overflows = new
@@ -512,7 +511,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of updates without overflow after which the scale grows; at least 1."""
-        self._growth_interval = arguments.growth_interval(new_interval)
+        self._growth_interval = arguments.whole(new_interval, "growth_interval", minimum=1)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` of this class or of torch.amp.GradScaler returned.
@@ -568,17 +567,6 @@ class GradScaler(torch.amp.GradScaler):
             self._check_scale_growth_tracker(name)
         return self._states.of(optimizer)
 
-    def _begin_unscale(self, name: str, optimizer: Any) -> OptimizerState:
-        state = self._begin(name, optimizer)
-        if state.stage is OptState.UNSCALED:
-            raise ScalerStateError(
-                f"{name}() or another unscaling has already been called on this optimizer since "
-                "the last update()."
-            )
-        if state.stage is OptState.STEPPED:
-            raise ScalerStateError(f"{name}() is being called after step().")
-        return state
-
     def _group(
         self, optimizer: Any, *, coalesce: bool = False, allow_fp16: bool = False
     ) -> list[GradGroup]:
@@ -599,7 +587,7 @@ class GradScaler(torch.amp.GradScaler):
     def _inv_scale(self, device: torch.device | None = None) -> Tensor:
         assert self._scale is not None
         inv_scale = self._scale.reciprocal()
-        return inv_scale if device is None else gradients.on_devices(inv_scale)[device]
+        return inv_scale if device is None else gradients.OnDevices(inv_scale)[device]
 
     def _may_amplify(self) -> bool:
         """Returns whether the scale may be below 1, as far as is known without waiting."""
@@ -616,52 +604,33 @@ class GradScaler(torch.amp.GradScaler):
         """Returns what the checks found; part of torch's contract with optimizers."""
         return self._states.of(optimizer).found_inf
 
-    def _found(
-        self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
-    ) -> dict[torch.device, Tensor]:
+    def _found(self, optimizer: Any, state: OptimizerState, found_inf: Flags) -> Flags:
         """Keeps what a check found: here, or in any process that takes part.
 
         Without gradients nothing was infinite, and the scale is not shown to be good.
         """
         assert self._scale is not None
-        state.flag = gradients.combine([*found_inf.values()], self._scale.device)
+        flag = gradients.combine([*found_inf.values()], self._scale.device)
         is_alone = self._agreement.is_alone(optimizer)
         if not is_alone:
-            self._agreement.reduce_(state.flag, optimizer)
-        state.had_gradients = bool(found_inf) or not is_alone
-        is_complete = found_inf and is_alone
-        state.found_inf = found_inf if is_complete else {state.flag.device: state.flag}
+            self._agreement.reduce_(flag, optimizer)
+        state.flag, state.had_gradients = flag, bool(found_inf) or not is_alone
+        state.found_inf = found_inf if found_inf and is_alone else {flag.device: flag}
         return state.found_inf
 
-    def _unscaled(
-        self, optimizer: Any, state: OptimizerState, found_inf: dict[torch.device, Tensor]
-    ) -> None:
+    def _unscaled(self, optimizer: Any, state: OptimizerState, found_inf: Flags) -> None:
         self._found(optimizer, state, found_inf)
         state.stage = OptState.UNSCALED
-        self._report(state)
+        state.make_report(self._names)
 
-    def _stepped(self, state: OptimizerState) -> None:
+    def _stepped(self, state: OptimizerState, found_inf: Tensor | None = None) -> None:
+        if found_inf is not None:  # by a compiled step; its processes agreed already
+            assert self._scale is not None
+            state.found_inf = {found_inf.device: found_inf}
+            state.flag = gradients.combine([found_inf], self._scale.device)
         state.stage = OptState.STEPPED
-        state.last_step = self._ledger.last_step = state.report or self._report(state)
-
-    def _report(self, state: OptimizerState) -> StepReport:
-        """Reports on the checks that were made; looks at the gradients if some overflowed."""
-        if state.flag is None or loss_scale.peek(state.flag) == 0.0:
-            state.report = _FINITE
-            return _FINITE
-        alive, names, factor = state.alive, self._names, state.inv_scale
-        state.report = StepReport(
-            state.flag,
-            lambda: count_overflows(names.of(owner), factor) if (owner := alive()) else (),
-        )
-        return state.report
-
-    def _stepped_compiled(self, state: OptimizerState, found_inf: Tensor) -> None:
-        """Keeps what a compiled step found; its processes agreed already."""
-        assert self._scale is not None
-        state.found_inf = {found_inf.device: found_inf}
-        state.flag = gradients.combine([found_inf], self._scale.device)
-        self._stepped(state)
+        state.last_step = state.report or state.make_report(self._names)
+        self._ledger.last_step = state.last_step
 
 
 def _map_nested(function: Callable[[Any], Any], value: Any) -> Any:

@@ -7,31 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from torch.amp.grad_scaler import OptState
 
+from amp_fx.errors import ScalerStateError
+from amp_fx.grad_scaler import loss_scale
+from amp_fx.grad_scaler.reports import FINITE, StepReport, count_overflows
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import Tensor
 
-    from amp_fx.grad_scaler.reports import StepReport
+    from amp_fx.grad_scaler.gradients import Flags, ParameterNames
 
 
 class OptimizerState:
-    """Holds what a scaler knows of one optimizer, which it holds weakly.
-
-    Attributes:
-        alive: gives the optimizer as long as it lives, None from then on.
-        last_step: what became of its newest step.
-        stage: how far it is in this iteration.
-        found_inf: what the check found in this iteration, per device.
-        flag: all of that as one, on the scale's device; None before the check.
-        had_gradients: whether it looked at any, in whatever process; if not, the scale may be bad.
-        inv_scale: where the check left gradients scaled, what it multiplied them by; else None.
-        report: on that check.
-    """
+    """Holds what a scaler knows of one optimizer, which it holds weakly."""
 
     def __init__(self, alive: Callable[[], Any]) -> None:
-        """Starts where nothing has happened yet."""
+        """Starts where nothing has happened; `alive` gives the optimizer as long as it lives."""
         self.alive = alive
         self.last_step: StepReport | None = None
         self.begin_iteration()
@@ -39,11 +31,33 @@ class OptimizerState:
     def begin_iteration(self) -> None:
         """Forgets the iteration; keeps the last step."""
         self.stage = OptState.READY
-        self.found_inf: dict[torch.device, Tensor] = {}
-        self.flag: Tensor | None = None
-        self.had_gradients = True
-        self.inv_scale: Tensor | None = None
-        self.report: StepReport | None = None
+        self.found_inf: Flags = {}  # what the check found
+        self.flag: Tensor | None = None  # all of that as one, on the scale's device
+        self.had_gradients = True  # some process had; if none, nothing is known of the scale
+        self.inv_scale: Tensor | None = None  # what the check left gradients to be multiplied by
+        self.report: StepReport | None = None  # on the check
+
+    def refuse_to_unscale_again(self, name: str) -> None:
+        """Raises if the optimizer was unscaled or stepped in this iteration."""
+        if self.stage is OptState.UNSCALED:
+            raise ScalerStateError(
+                f"{name}() or another unscaling has already been called on this optimizer since "
+                "the last update()."
+            )
+        if self.stage is OptState.STEPPED:
+            raise ScalerStateError(f"{name}() is being called after step().")
+
+    def make_report(self, names: ParameterNames) -> StepReport:
+        """Reports on the check that was made; looks at the gradients if some overflowed."""
+        alive, factor = self.alive, self.inv_scale
+        if self.flag is None or loss_scale.peek(self.flag) == 0.0:
+            self.report = FINITE
+        else:
+            self.report = StepReport(
+                self.flag,
+                lambda: count_overflows(names.of(owner), factor) if (owner := alive()) else (),
+            )
+        return self.report
 
 
 class OptimizerStates:

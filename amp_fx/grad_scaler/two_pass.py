@@ -63,6 +63,7 @@ class TwoPassStep:
         self.norm_type = norm_type
         self.writes_grads = writes_grads
         self._options = {"dynamic": False, **compile_options}
+        self._may_be_graphs = not self._options.keys().isdisjoint(("mode", "options"))
         self._copies = StepCopies()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._numbers: tuple[Any, Tensor] | None = None
@@ -94,7 +95,9 @@ class TwoPassStep:
         counts = stacked(work.counts, numbers)
         with torch.no_grad():
             found = measure(work.grads, inv_scale, counts, numbers)
-            found_inf, norm, factor, scalars = self._kept(found)
+            if self._may_be_graphs:  # and the second takes the memory of the first
+                found = [value if value is None else value.clone() for value in found]
+            found_inf, norm, factor, scalars = found
             with self._copies.written(work.weights) as (weights, lows):
                 mark_kept_in_place([*weights, *_all(work.states), *_all(lows)])
                 fused, apart = _split(weights, lows)
@@ -105,15 +108,6 @@ class TwoPassStep:
             _count(work.counts, found_inf)
         mark_stepped(self.optimizer)
         return found_inf, norm
-
-    def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
-        """Returns what the first pass gave, where no other CUDA graph takes its memory.
-
-        With ``mode="reduce-overhead"`` the second pass is one. What was found outlives the step.
-        """
-        if self._options.keys().isdisjoint(("mode", "options")):
-            return found
-        return [value if value is None else value.clone() for value in found]
 
     @functools.cached_property
     def _lay_out(self) -> Any:
@@ -300,9 +294,6 @@ def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
         torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
 
 
-# Without a scaler ---------------------------------------------------------------------------------
-
-
 def compile_step(
     optimizer: torch.optim.Optimizer,
     *,
@@ -344,14 +335,11 @@ def compile_step(
         ScalerTypeError: this is not an optimizer, or its step needs a closure.
         ScalerValueError: `max_norm` is negative or not a number.
     """
-    arguments.optimizer(optimizer)
-    largest, order = arguments.optional_clipping(max_norm, norm_type)
     two_pass = TwoPassStep(
-        optimizer,
-        max_norm=largest,
-        norm_type=order,
+        arguments.optimizer(optimizer),
         writes_grads=write_grads,
         compile_options=compile_options,
+        **arguments.optional_clipping(max_norm, norm_type),
     )
     return PlainStep(two_pass)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amp_fx.grad_scaler.loss_scale import Factors, LossScale, adjust, checked_limits
+from amp_fx.grad_scaler.loss_scale import LossScale, adjust, checked_limits
 
-FACTORS = Factors(growth=2.0, backoff=0.25, growth_interval=2)
+FACTORS = (2.0, 0.25, 2)
+"""For growth and backoff, and the growth interval."""
 
 
 def update(
