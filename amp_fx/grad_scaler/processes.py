@@ -204,11 +204,12 @@ def stepping_parts(optimizer: Any) -> Iterator[None]:
     old_grads = [part.grad for part in parts]
     for param, part in zip(params, parts, strict=True):
         part.grad = None if param.grad is None else local(param.grad)
-    optimizer.param_groups = [{**g, "params": [local(p) for p in g["params"]]} for g in groups]
-    optimizer.state = defaultdict(dict)
+    own_state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for param, part in zip(params, parts, strict=True):
         for key, value in state.get(param, {}).items():
-            optimizer.state[part][key] = local(value) if isinstance(value, Tensor) else value
+            own_state[part][key] = local(value) if isinstance(value, Tensor) else value
+    optimizer.param_groups = [{**g, "params": [local(p) for p in g["params"]]} for g in groups]
+    optimizer.state = own_state
     try:
         yield
     finally:

@@ -181,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
-                    scales.append(gradients.OnDevices(cast("Tensor", self._scale)))
+                    scales.append(gradients.on_devices(cast("Tensor", self._scale)))
                 return gradients.upcast(value) * scales[0][value.device]
             return _map_nested(scaled, value)
 
@@ -242,12 +242,11 @@ class GradScaler(torch.amp.GradScaler):
             ScalerTypeError: this is not an optimizer.
         """
         max_norm, norm_type = arguments.clipping(max_norm, norm_type)
-        arguments.optimizer(optimizer)
         if not self._enabled:
-            return self._clip(optimizer, max_norm, norm_type)
-        are_sharded = any_dtensor(params_of(optimizer)) or pipelines(optimizer)
+            return self._clip(arguments.optimizer(optimizer), max_norm, norm_type)
         state = self._begin("unscale_and_clip_", optimizer)
         state.refuse_to_unscale_again("unscale_and_clip_")
+        are_sharded = any_dtensor(params_of(optimizer)) or pipelines(optimizer)
         groups = self._group(optimizer, coalesce=True)
         if not (self._may_amplify() or are_sharded):
             inv_scale = self._inv_scale()
@@ -283,7 +282,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if kwargs.get("closure") is not None or any(map(callable, args)):
+        if kwargs.get("closure") is not None or (args and any(map(callable, args))):
             raise ScalerStateError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
@@ -373,13 +372,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        scale, _ = self._check_scale_growth_tracker("update")
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
         reports = self._states.reports()
         was_skipped = any_skipped(reports)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         elif flags := self._states.flags():
-            self._adjust_scale(gradients.combine(flags, scale.device), was_skipped)
+            now = LossScale(scale, growth_tracker, self._num_overflows)
+            self._adjust_scale(now, gradients.combine(flags, scale.device), was_skipped)
         elif self._states.any_checked():
             pass  # without gradients: nothing is known of the scale
         elif self._is_updated_by_step:
@@ -396,8 +396,7 @@ class GradScaler(torch.amp.GradScaler):
         if was_skipped is not False:
             self._warn_of_overflows()
 
-    def _adjust_scale(self, found_inf: Tensor, was_skipped: bool | None) -> None:
-        now = LossScale(*self._check_scale_growth_tracker("update"), self._num_overflows)
+    def _adjust_scale(self, now: LossScale, found_inf: Tensor, was_skipped: bool | None) -> None:
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         limits, on_host = self._limits, self._host_scale
         may_reach_floor = on_host.expect_update(
@@ -587,7 +586,7 @@ class GradScaler(torch.amp.GradScaler):
     def _inv_scale(self, device: torch.device | None = None) -> Tensor:
         assert self._scale is not None
         inv_scale = self._scale.reciprocal()
-        return inv_scale if device is None else gradients.OnDevices(inv_scale)[device]
+        return inv_scale if device is None else gradients.on_devices(inv_scale)[device]
 
     def _may_amplify(self) -> bool:
         """Returns whether the scale may be below 1, as far as is known without waiting."""
