@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import pickle
 import subprocess
 import sys
@@ -41,6 +42,20 @@ SETTINGS = (
     "EYVxElJxE3NzWAMAAABvcHNxFClYBwAAAG1vZHVsZXNxFSlYBAAAAGFyZ3NxFilYBQAAAHJ1bGVzcRcpWAYAAABkdH"
     "lwZXNxGCl1hnEZUnEadWIu"
 )
+SCALER = (
+    "gAJjYW1wX2Z4LmdyYWRfc2NhbGVyLnNjYWxlcgpHcmFkU2NhbGVyCnEAKYFxAX1xAihYBwAAAF9kZXZpY2VxA1gDAAAA"
+    "Y3B1cQRYCAAAAF9lbmFibGVkcQWIWAsAAABfaW5pdF9zY2FsZXEGR0AgAAAAAAAAWAYAAABfc2NhbGVxB05YDgAAAF9n"
+    "cm93dGhfZmFjdG9ycQhHQAAAAAAAAABYDwAAAF9iYWNrb2ZmX2ZhY3RvcnEJRz/gAAAAAAAAWBAAAABfZ3Jvd3RoX2lu"
+    "dGVydmFscQpLAVgUAAAAX2luaXRfZ3Jvd3RoX3RyYWNrZXJxC0sAWA8AAABfZ3Jvd3RoX3RyYWNrZXJxDE5YFQAAAF9w"
+    "ZXJfb3B0aW1pemVyX3N0YXRlc3ENY2NvbGxlY3Rpb25zCmRlZmF1bHRkaWN0CnEOY3RvcmNoLmFtcC5ncmFkX3NjYWxl"
+    "cgpfcmVmcmVzaF9wZXJfb3B0aW1pemVyX3N0YXRlCnEPhXEQUnERWAsAAABfYWxsb3dfZnAxNnESiVgHAAAAX2xpbWl0"
+    "c3ETY2FtcF9meC5ncmFkX3NjYWxlci5saW1pdHMKTGltaXRzCnEUKYFxFX1xFihYCgAAAF9taW5fc2NhbGVxF0c78AAA"
+    "AAAAAFgKAAAAX21heF9zY2FsZXEYR0AwAAAAAAAAWAsAAABfaHlzdGVyZXNpc3EZSwNYBQAAAGZsb29ycRpHO/AAAAAA"
+    "AABYCAAAAF9jZWlsaW5ncRtHQDAAAAAAAABYDgAAAF9udW1fb3ZlcmZsb3dzcRxLAnViWAwAAABfb25fY29sbGFwc2Vx"
+    "HVgEAAAAd2FybnEeWAoAAABfYWdyZWVtZW50cR9jYW1wX2Z4LmdyYWRfc2NhbGVyLmFncmVlbWVudApBZ3JlZW1lbnQK"
+    "cSApUnEhWA0AAABfaGlzdG9yeV9zaXplcSJLZFgTAAAAX2lzX3VwZGF0ZWRfYnlfc3RlcHEjiXViLg=="
+)
+"""Of scale 8, hysteresis 3 and ceiling 16, that grows at each update, after two overflows."""
 
 
 def policy() -> Policy:
@@ -81,6 +96,20 @@ def test_a_compiled_module_of_old_loads() -> None:
     old = new.replace(b"amp_fx.front.settings", b"amp_fx.front.compiled")
     assert new != old
     assert pickle.loads(old)(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_a_scaler_of_old_goes_on() -> None:
+    """Limits and agreement by the names that their modules had, and the row of overflows."""
+    scaler = pickle.loads(base64.b64decode(SCALER))
+    assert scaler.get_scale() == 8.0
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for grad, expected in ((math.inf, 4.0), (1.0, 8.0), (1.0, 16.0), (1.0, 16.0)):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((3,), grad)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == expected
 
 
 def test_nothing_of_ours_need_be_imported_before() -> None:

@@ -2,33 +2,26 @@
 
 In the order in which a training step meets them:
 
-* ``scaler``: ``GradScaler``, the public interface; the rest serves it.
-* ``bookkeeping``: its methods that touch no gradient: reports, settings, state.
-* ``core``: the scale itself, and what all ways to step share.
-* ``limits``: how far the scale may move.
+* ``scaler``: ``GradScaler``, from top to bottom; the rest serves it.
 * ``arguments``: checks of what users pass in.
-* ``outputs``: scaling of outputs in any structure.
+* ``loss_scale``: the scale's update, its limits, and what the host knows of it without waiting.
 * ``states``: what has happened to each optimizer since the last update.
-* ``gradients``: an optimizer's gradients, grouped for fused kernels.
-* ``unscale``: unscaling, checking and clipping of such groups.
-* ``agreement``: several processes skip steps together.
-* ``stepping``: the two ways in which `step` steps an optimizer.
-* ``predicated``: a step that undoes itself on the device when gradients overflowed.
-* ``compiled_step``: unscale, check, clip and step as one call, compiled.
-* ``two_pass``: the same in two passes over memory, which write the kept copies of weights, too.
+* ``gradients``: an optimizer's gradients: named, grouped, unscaled, checked and clipped.
+* ``processes``: several processes skip steps together.
+* ``eager_step``: steps that run the optimizer's own code.
+* ``compiled_step``: unscale, check, clip and step as one compiled call.
+* ``two_pass``: the same in two passes over memory, with a scaler or without.
 * ``update_rules``: what Adam, AdamW and SGD do to one weight.
-* ``plain_step``: such steps without a scaler.
-* ``host_scale``: what the host knows of the scale without waiting for the device.
-* ``ledger``, ``reports``, ``names``: which steps were skipped, and because of which parameters.
+* ``reports``: which steps were skipped, and because of which parameters.
 * ``torch_private``: the functions of torch that are not public, one wrapper each.
 """
 
 from __future__ import annotations
 
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.plain_step import PlainStep, compile_step
 from amp_fx.grad_scaler.reports import Overflow, StepReport, UpdateRecord
 from amp_fx.grad_scaler.scaler import GradScaler
+from amp_fx.grad_scaler.two_pass import PlainStep, compile_step
 
 __all__ = [
     "CompiledStep",

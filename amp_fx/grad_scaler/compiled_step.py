@@ -1,6 +1,6 @@
-"""Unscale, check, clip and step as one call, compiled, that never waits for the device.
+"""Unscaling, checking, clipping and stepping as one compiled call that never waits for the device.
 
-Adam, AdamW and SGD take the two passes of ``two_pass``. What follows is for all others.
+Adam, AdamW and SGD take the two passes of ``two_pass``. The rest of this file is for all others.
 
 A skipped step cannot be a branch on the host. So the step always runs, and every tensor that it
 wrote becomes `where(overflowed, old, new)`, which inductor fuses into the step's own kernels.
@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import ScalerTypeError
-from amp_fx.grad_scaler.local_parts import can_step_parts, stepping_parts
-from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
+from amp_fx.grad_scaler.eager_step import written_tensors
+from amp_fx.grad_scaler.gradients import clip_factor, grads_of, norm_of_all, params_with_grads
+from amp_fx.grad_scaler.processes import can_step_parts, stepping_parts
 from amp_fx.grad_scaler.torch_private import bare_step, mark_kept_in_place, mark_stepped
 from amp_fx.grad_scaler.two_pass import TwoPassStep, overflow_flag, total_norm
-from amp_fx.grad_scaler.unscale import clip_factor, on_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,14 +34,13 @@ if TYPE_CHECKING:
 
 
 class CompiledStep:
-    """What `GradScaler.compile_step` returns; call it once per iteration.
+    """Unscales, checks, clips and steps in one call, once per iteration.
 
     Calls run eagerly, and may wait for the device, until the optimizer has its state: the first
     step creates it. So do, with one warning, calls for optimizers that keep numbers instead of
     tensors in their state, which nothing on the device can put back, and for sparse gradients or
-    gradients on several devices. Optimizers that are fused, and none that two passes are for, run
-    eagerly too, and do not wait. An optimizer whose step reads values itself, as Adafactor's does,
-    waits there.
+    gradients on several devices. Fused optimizers that do not take two passes run eagerly too, and
+    do not wait. An optimizer whose step reads values itself, as Adafactor's does, waits there.
 
     Where several processes have to agree, the call is two compiled ones, with the exchange of the
     flag and of the norm between them. DTensors are stepped part by part; optimizers that look at
@@ -53,7 +50,7 @@ class CompiledStep:
     `param_groups`; a step that writes others cannot be compiled this way.
 
     Two passes write no gradients unless they are asked to; all others leave gradients unscaled and
-    clipped. Which optimizers take them: `GradScaler.compile_step`.
+    clipped. `GradScaler.compile_step` says which optimizers take them.
 
     On a device an optimizer with a `capturable` option gets it set, for its step counters have to
     be there. Its step hooks run also for steps that are undone.
@@ -67,36 +64,27 @@ class CompiledStep:
         scaler: GradScaler,
         optimizer: Any,
         *,
-        max_norm: float | None,
-        norm_type: float,
         update_scale: bool,
         write_grads: bool,
         compile_options: dict[str, Any],
+        **clipping: Any,
     ) -> None:
-        """Compile nothing yet; see `GradScaler.compile_step` for the arguments."""
-        refuse_needed_closure(optimizer)
+        """Compiles nothing yet; see `GradScaler.compile_step` for the arguments."""
         self.norm: Tensor | None = None
         self._scaler = scaler
         self._optimizer = optimizer
-        self._max_norm = max_norm
-        self._norm_type = norm_type
         self._update_scale = update_scale
         self._compile_options = compile_options
         self._compiled: Any = None
         self._num_compiled = 0
         self._params_with_state: set[int] = set()
         self._must_run_eagerly = False
-        self._writes_grads = write_grads
         self._two_pass = TwoPassStep(
-            optimizer,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            writes_grads=write_grads,
-            compile_options=compile_options,
+            optimizer, writes_grads=write_grads, compile_options=compile_options, **clipping
         )
 
     def __call__(self) -> Any:
-        """Unscale, check, clip, step and update the scale.
+        """Unscales, checks, clips, steps and updates the scale.
 
         Returns:
             What the optimizer's step returns; None if it was skipped.
@@ -106,7 +94,11 @@ class CompiledStep:
         """
         scaler, optimizer = self._scaler, self._optimizer
         if not scaler.is_enabled():
-            return self._step_unscaled()
+            work = self._work()
+            if work is None:
+                return self._step_eagerly()
+            _, self.norm = self._two_pass(work)
+            return None
         state = scaler._begin("step", optimizer)
         groups = scaler._group(optimizer) if state.stage is OptState.READY else []
         work = self._work() if groups else None
@@ -125,7 +117,7 @@ class CompiledStep:
     # In two passes -------------------------------------------------------------------------------
 
     def _work(self) -> Work | None:
-        """What a step in two passes works on; None where that cannot be."""
+        """Returns what a step in two passes works on; None where that cannot be."""
         if not self._scaler._agreement.is_alone(self._optimizer):
             return None
         work = self._two_pass.work()
@@ -137,33 +129,25 @@ class CompiledStep:
         return self._two_pass.work()
 
     def _step_in_two_passes(self, state: OptimizerState, work: Work) -> None:
-        inv_scale = on_devices(self._scaler._inv_scale())[work.weights[0].device]
+        inv_scale = self._scaler._inv_scale(work.weights[0].device)
         found_inf, self.norm = self._two_pass(work, inv_scale)
         assert found_inf is not None
-        state.found_inf = {found_inf.device: found_inf}
-        state.inv_scale = None if self._writes_grads else inv_scale
-        self._scaler._stepped(state)
+        state.inv_scale = None if self._two_pass.writes_grads else inv_scale
+        self._scaler._stepped(state, found_inf)
 
-    def _step_unscaled(self) -> Any:
-        """With a scaler that does nothing."""
-        work = self._work()
-        if work is None:
-            return self._step_eagerly()
-        self.norm = self._two_pass(work).norm
-        return None
-
-    # In one call, that puts back -----------------------------------------------------------------
+    # Eagerly -------------------------------------------------------------------------------------
 
     def _can_run_compiled(self, groups: list[GradGroup]) -> bool:
         if self._must_run_eagerly or not groups:
             return False
-        if any(grad.layout is not torch.strided for grad in _grads(self._params())):
+        params = params_with_grads(self._optimizer)
+        if any(grad.layout is not torch.strided for grad in grads_of(params)):
             return self._give_up("its gradients are sparse")
         if len({group.device for group in groups}) > 1:
             return self._give_up("its gradients are on several devices")
         if not can_step_parts(self._optimizer):
-            return self._give_up("its parameters are spread over processes")
-        return all(id(param) in self._params_with_state for param in self._params())
+            return self._give_up("its parameters are sharded over processes")
+        return all(id(param) in self._params_with_state for param in params)
 
     def _give_up(self, reason: str, *, stacklevel: int = 4) -> bool:
         self._must_run_eagerly = True
@@ -175,15 +159,10 @@ class CompiledStep:
         )
         return False
 
-    def _params(self) -> list[Tensor]:
-        return params_with_grads(self._optimizer)
-
-    # Eagerly -------------------------------------------------------------------------------------
-
     def _step_eagerly(self) -> Any:
         scaler, optimizer = self._scaler, self._optimizer
-        if self._max_norm is not None:
-            self.norm = self._clip_eagerly(self._max_norm)
+        if self._two_pass.max_norm is not None:
+            self.norm = self._clip_eagerly(self._two_pass.max_norm)
         numbers = _numbers(optimizer)
         result = scaler.step(optimizer)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -196,77 +175,63 @@ class CompiledStep:
         scaler, optimizer = self._scaler, self._optimizer
         stage = scaler._states.of(optimizer).stage if scaler.is_enabled() else OptState.READY
         if stage is OptState.READY:
-            return scaler.unscale_and_clip_(optimizer, max_norm, self._norm_type)
-        if stage is OptState.UNSCALED:
-            return scaler._clip(optimizer, max_norm, self._norm_type)
-        return None  # and the step will refuse
+            return scaler.unscale_and_clip_(optimizer, max_norm, self._two_pass.norm_type)
+        if stage is OptState.STEPPED:
+            return None  # and the step will refuse
+        return scaler._clip(optimizer, max_norm, self._two_pass.norm_type)
 
     def _note_state(self, numbers: dict[Any, Any]) -> None:
-        """After a step that was not skipped all parameters with gradients have their state."""
+        """Notes that parameters with gradients have their state, unless the step was skipped."""
         report = self._scaler.last_step
         if report is None or report.skipped:
             return
-        if numbers.keys() != (after := _numbers(self._optimizer)).keys() or numbers != after:
+        if numbers != _numbers(self._optimizer):
             self._give_up("its step counts in numbers, not in tensors", stacklevel=5)
             return
-        params = self._params()
+        params = params_with_grads(self._optimizer)
         _move_to_device(self._optimizer, params)
         self._params_with_state.update(map(id, params))
 
-    # Compiled ------------------------------------------------------------------------------------
+    # In one call, that puts back -----------------------------------------------------------------
 
     def _step_compiled(self, groups: list[GradGroup]) -> Any:
         scaler, optimizer = self._scaler, self._optimizer
         if self._compiled is None:
-            functions = unscale_and_check, self._step_function(), self._function()
-            compiled = (torch.compile(f, **self._compile_options) for f in functions)
-            self._compiled = CompiledParts(*compiled)
+            functions = unscale_and_check, self._function()
+            self._compiled = [torch.compile(f, **self._compile_options) for f in functions]
+        inv_scale = scaler._inv_scale(groups[0].device)
         is_alone = scaler._agreement.is_alone(optimizer)
-        found_inf, result = (self._step_alone if is_alone else self._step_together)(groups)
+        found_inf, norm = (None, None) if is_alone else self._agreed(groups, inv_scale)
+        with stepping_parts(optimizer), self._learning_rates_as_tensors():
+            marked = self._marked()
+            result, found_inf, self.norm = self._compiled[1](*marked, inv_scale, found_inf, norm)
         mark_stepped(optimizer)
-        state = scaler._states.of(optimizer)
-        state.found_inf = {found_inf.device: found_inf}
-        scaler._stepped(state)
+        scaler._stepped(scaler._states.of(optimizer), found_inf)
         return result
 
-    def _step_alone(self, groups: list[GradGroup]) -> tuple[Tensor, Any]:
-        with self._learning_rates_as_tensors():
-            params, written, grads = self._marked()
-            result, found_inf, self.norm = self._compiled.whole(
-                params, written, grads, self._inv_scale(groups)
-            )
-        return found_inf, result
-
-    def _step_together(self, groups: list[GradGroup]) -> tuple[Tensor, Any]:
-        """The same in two calls, between which processes exchange what they found."""
+    def _agreed(self, groups: list[GradGroup], inv_scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Unscales in a call of its own; returns the flag and the norm of all processes."""
         scaler, optimizer = self._scaler, self._optimizer
         grads = [grad for group in groups for grad in group.grads]
         mark_kept_in_place(grads)
-        found_inf = self._compiled.check(grads, self._inv_scale(groups))
+        found_inf = self._compiled[0](grads, inv_scale)
         scaler._agreement.reduce_(found_inf, optimizer)
-        factor = None
-        if self._max_norm is not None:
-            self.norm = scaler._norm(optimizer, groups, self._norm_type)
-            factor = clip_factor(self.norm, self._max_norm)
-        with stepping_parts(optimizer), self._learning_rates_as_tensors():
-            result = self._compiled.step(*self._marked(), found_inf, factor)
-        return found_inf, result
+        if self._two_pass.max_norm is None:
+            return found_inf, None
+        return found_inf, norm_of_all(optimizer, groups, self._two_pass.norm_type)
 
     def _marked(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Parameters with gradients, all that a step writes, and the gradients."""
-        params = self._params()
-        written, grads = written_tensors(self._optimizer, params), _grads(params)
+        """Returns parameters with gradients, all that a step writes, and the gradients."""
+        params = params_with_grads(self._optimizer)
+        written, grads = written_tensors(self._optimizer, params), grads_of(params)
         if self._num_compiled != len(params):  # what is compiled now sees the marks
             mark_kept_in_place([*written, *grads])
             self._num_compiled = len(params)
         return params, written, grads
 
-    def _inv_scale(self, groups: list[GradGroup]) -> Tensor:
-        return on_devices(self._scaler._inv_scale())[groups[0].device]
-
     @contextlib.contextmanager
     def _learning_rates_as_tensors(self) -> Iterator[None]:
-        """Make the learning rates inputs of the compiled call.
+        """Makes the learning rates inputs of the compiled call.
 
         A number is a constant to the compiler: a schedule would compile anew at each change (SGD
         and RMSprop did). Left alone where torch refuses it: in foreach implementations that are
@@ -290,99 +255,58 @@ class CompiledStep:
                 group["lr"] = rate
 
     def _function(self) -> Any:
-        """The function to compile where one process steps by itself."""
-        step_or_put_back = self._step_function()
-        max_norm, norm_type = self._max_norm, self._norm_type
-
-        @torch.no_grad()
-        def unscale_check_clip_step(
-            params: list[Tensor], written: list[Tensor], grads: list[Tensor], inv_scale: Tensor
-        ) -> tuple[Any, Tensor, Tensor | None]:
-            found_inf = unscale_and_check(grads, inv_scale)
-            norm = factor = None
-            if max_norm is not None:
-                norm = total_norm(grads, norm_type)
-                factor = clip_factor(norm, max_norm)
-            result = step_or_put_back(params, written, grads, found_inf, factor)
-            return result, found_inf, norm
-
-        return unscale_check_clip_step
-
-    def _step_function(self) -> Any:
-        """The part of it that comes after the check."""
-        optimizer = self._optimizer
-        step = bare_step(optimizer)
+        """Makes the function to compile; where processes agreed, it is given what they found."""
+        optimizer, step = self._optimizer, bare_step(self._optimizer)
+        max_norm, norm_type = self._two_pass.max_norm, self._two_pass.norm_type
 
         @torch.no_grad()
         def step_or_put_back(
             params: list[Tensor],
             written: list[Tensor],
             grads: list[Tensor],
-            found_inf: Tensor,
-            factor: Tensor | None,
-        ) -> Any:
-            overflowed = found_inf != 0
-            if factor is not None:
-                # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                factor = factor.masked_fill(overflowed, 1.0)
+            inv_scale: Tensor,
+            found_inf: Tensor | None = None,
+            norm: Tensor | None = None,
+        ) -> tuple[Any, Tensor, Tensor | None]:
+            if found_inf is None:
+                found_inf = unscale_and_check(grads, inv_scale)
+                norm = None if max_norm is None else total_norm(grads, norm_type)
+            if norm is not None and max_norm is not None:
+                factor = clip_factor(norm, max_norm, found_inf)
                 for grad in grads:
                     grad.mul_(factor)
+            overflowed = found_inf != 0
             old = [tensor.clone() for tensor in written]
             result = step()
             # Looked up again: a step may put new tensors in the place of old ones.
             for tensor, value in zip(written_tensors(optimizer, params), old, strict=True):
                 tensor.copy_(torch.where(overflowed, value, tensor))
-            return result
+            return result, found_inf, norm
 
         return step_or_put_back
 
 
-def refuse_needed_closure(optimizer: Any) -> None:
-    """Raise if an optimizer's step cannot do without a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ScalerTypeError(
-            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
-        )
-
-
-class CompiledParts(NamedTuple):
-    """What a step is made of: of the first two where processes agree in between, or of the last."""
-
-    check: Any
-    step: Any
-    whole: Any
-
-
 @torch.no_grad()
 def unscale_and_check(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients by `inv_scale`, and return 1.0 if one of them is not finite, else 0.0."""
+    """Multiplies gradients by `inv_scale`; returns 1.0 if one of them is not finite, else 0.0."""
     for grad in grads:
         grad.mul_(inv_scale)
     return overflow_flag(grads)
 
 
-def _grads(params: list[Tensor]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
-
-
 def _as_tensor(group: dict[str, Any]) -> Tensor:
-    """A group's learning rate as a tensor, which is made without waiting."""
+    """Makes a tensor of a group's learning rate, without waiting; float32 at least."""
     params = group["params"]
     is_read = group.get("foreach") is False and not group.get("capturable")
     is_on_host = is_read or not params or params[0].is_cpu
     device = torch.device("cpu") if is_on_host else params[0].device
-    return torch.full((), group["lr"], dtype=_widest(params), device=device)
-
-
-def _widest(tensors: list[Tensor]) -> torch.dtype:
-    """The real dtype that all of these fit in; float32 at least."""
-    dtypes = [tensor.dtype.to_real() for tensor in tensors]
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+    dtypes = [param.dtype.to_real() for param in params]
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return torch.full((), group["lr"], dtype=dtype, device=device)
 
 
 def _numbers(optimizer: Any) -> dict[Any, Any]:
-    """All numbers that a step could count in: in the groups, in the state, in the optimizer."""
+    """Lists all numbers that a step could count in: in groups, in the state, in the optimizer."""
     places = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
     return {
         (index, key): value
@@ -393,7 +317,7 @@ def _numbers(optimizer: Any) -> dict[Any, Any]:
 
 
 def _move_to_device(optimizer: Any, params: list[Tensor]) -> None:
-    """Bring step counters to the parameters' device, where they can be put back."""
+    """Brings step counters to the parameters' device, where they can be put back."""
     for group in optimizer.param_groups:
         if "capturable" in group and any(not param.is_cpu for param in group["params"]):
             group["capturable"] = True

@@ -1,26 +1,36 @@
-"""Which steps were skipped, and because of which parameters."""
+"""Which steps were skipped, because of which parameters, and what that says of the scale."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from amp_fx.grad_scaler import host_scale
-from amp_fx.grad_scaler.agreement import local
+from amp_fx.grad_scaler import loss_scale
+from amp_fx.grad_scaler.gradients import listing, sparse_values
+from amp_fx.grad_scaler.processes import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NUM_OVERFLOWS_SHOWN = 5
+# The scale has collapsed when it is below 1 and this many backoffs below where it was at its
+# highest: a model that merely starts with too large a scale settles long before.
+_BACKOFFS_TO_COLLAPSE = 16
+# Where a floor keeps it from that, it has collapsed after more overflows than this in a row.
+_OVERFLOWS_TO_COLLAPSE = 16
+# A float16 loss has a float16 gradient, which is the scale: beyond this it is infinite. Below, this
+# many overflows before the first good step are still the loss's.
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+_OVERFLOWS_OF_LOSS = 3
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """A parameter whose gradient was not finite.
+    """Describes a parameter whose gradient was not finite.
 
     Attributes:
         name: of the parameter.
@@ -35,13 +45,13 @@ class Overflow:
     numel: int
 
     def __str__(self) -> str:
-        """`layer.weight (3 inf, 1 nan of 64)`."""
+        """Returns `layer.weight (3 inf, 1 nan of 64)`."""
         return f"{self.name} ({self.num_inf} inf, {self.num_nan} nan of {self.numel})"
 
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """One iteration, from the first `scale` to `update`.
+    """Describes one iteration, from the first `scale` to `update`.
 
     Attributes:
         scale: the scale in use.
@@ -57,7 +67,7 @@ class UpdateRecord:
 
 
 class StepReport:
-    """What became of one step. Nothing is looked up before it is asked for.
+    """Tells what became of one step. Looks nothing up before it is asked for.
 
     Asking whether the step was skipped waits for the device where the scaler itself did not have
     to. Asking which parameters overflowed reads their gradients, so it has to happen before these
@@ -73,28 +83,23 @@ class StepReport:
         found_inf: Tensor | None = None,
         count: Callable[[], tuple[Overflow, ...]] | None = None,
     ) -> None:
-        """Report on a check of gradients; without one, on a step that nothing could skip.
-
-        Args:
-            found_inf: 0-dim; not 0 if something was not finite.
-            count: looks at the gradients.
-        """
+        """Reports on a check of gradients; without one, on a step that nothing could skip."""
         self._found_inf = found_inf
         self._count = count
         self._overflows: tuple[Overflow, ...] | None = None
         self.known_skipped: bool | None = False
         if found_inf is not None:
-            value = host_scale.peek(found_inf)
+            value = loss_scale.peek(found_inf)
             self.known_skipped = None if value is None else value != 0.0
         if self.known_skipped:
-            self._look()
+            self.look()
 
     @property
     def skipped(self) -> bool:
         """Whether the optimizer was kept from stepping; may wait for the device."""
         if self.known_skipped is None:
             assert self._found_inf is not None
-            self.known_skipped = host_scale.wait_for(self._found_inf) != 0.0
+            self.known_skipped = loss_scale.wait_for(self._found_inf) != 0.0
         return self.known_skipped
 
     @property
@@ -104,26 +109,21 @@ class StepReport:
         Empty after a skipped step if the gradients were gone when this was first asked for.
         """
         if self.skipped:
-            self._look()
+            self.look()
         return self._overflows or ()
 
-    def learn_skipped(self) -> bool:
-        """`skipped`, and which parameters overflowed if so; may wait for the device."""
-        if self.skipped:
-            self._look()
-        return self.skipped
-
     def close(self) -> None:
-        """The gradients are no longer those of this step."""
+        """Forgets the gradients, which are no longer those of this step."""
         self._count = None
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Finds out which parameters overflowed, as long as the gradients are there."""
         if self._overflows is None and self._count is not None:
             self._overflows = self._count()
         self._count = None
 
     def __repr__(self) -> str:
-        """What is known, without looking anything up."""
+        """Returns what is known, without looking anything up."""
         if self.known_skipped is None:
             return "StepReport(skipped=<on the device>)"
         if not self.known_skipped:
@@ -131,60 +131,40 @@ class StepReport:
         return f"StepReport(skipped=True, overflows=[{describe(self._overflows or ())}])"
 
 
-class PendingRecord(NamedTuple):
-    """An `UpdateRecord` whose values may still be on the device."""
-
-    scale: float | Tensor
-    new_scale: float | Tensor
-    reports: tuple[StepReport, ...]
-
-    def resolve(self) -> UpdateRecord:
-        """Get the values; may wait for the device."""
-        return UpdateRecord(
-            scale=float(self.scale),
-            new_scale=float(self.new_scale),
-            skipped=any(report.skipped for report in self.reports),
-            overflows=tuple(o for report in self.reports for o in report.overflows),
-        )
+FINITE = StepReport()
+"""Shared by all steps that are known to have gone well."""
 
 
 def describe(overflows: tuple[Overflow, ...]) -> str:
-    """A line that names the first few parameters."""
-    if not overflows:
-        return "parameters not known"
-    shown = ", ".join(str(overflow) for overflow in overflows[:_NUM_OVERFLOWS_SHOWN])
-    more = len(overflows) - _NUM_OVERFLOWS_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    """Names the first few parameters in one line."""
+    return listing([*map(str, overflows)]) if overflows else "parameters not known"
 
 
 @torch.no_grad()
 def count_overflows(
     named_params: list[tuple[str, Tensor]], factor: Tensor | None = None
 ) -> tuple[Overflow, ...]:
-    """Count what is not finite in the gradients of parameters; waits for the device.
+    """Counts what is not finite in the gradients of parameters; waits for the device.
 
-    Two waits per device: one to find the gradients, one to count in those that were found.
-
-    Args:
-        named_params: pairs of name and parameter.
-        factor: float32, 0-dim. If given, counts in the gradients times this.
+    Two waits per device: one to find the gradients, one to count in those that were found. If there
+    is a `factor`, it counts in the gradients times this.
     """
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, param in named_params:
-        if param.grad is not None and (values := _values(param.grad)).numel():
-            if factor is not None:
-                values = values * factor.to(values.device)
+        if (grad := param.grad) is None:
+            continue
+        is_dense = grad.layout is torch.strided
+        values = local(grad) if is_dense else sparse_values(grad, coalesce=True)
+        if values.numel():
+            values = values if factor is None else values * factor.to(values.device)
             by_device.setdefault(values.device, []).append((name, values))
     return tuple(o for named_grads in by_device.values() for o in _count(named_grads))
 
 
 def _count(named_grads: list[tuple[str, Tensor]]) -> list[Overflow]:
-    finite = [torch.linalg.vector_norm(grad, math.inf).isfinite() for _, grad in named_grads]
-    bad = [
-        named_grad
-        for named_grad, is_finite in zip(named_grads, torch.stack(finite).tolist(), strict=True)
-        if not is_finite
-    ]
+    norms = torch.stack([torch.linalg.vector_norm(grad, math.inf) for _, grad in named_grads])
+    are_finite = norms.isfinite().tolist()
+    bad = [each for each, is_finite in zip(named_grads, are_finite, strict=True) if not is_finite]
     if not bad:
         return []
     counts = torch.stack([torch.stack([g.isinf().sum(), g.isnan().sum()]) for _, g in bad]).tolist()
@@ -194,7 +174,105 @@ def _count(named_grads: list[tuple[str, Tensor]]) -> list[Overflow]:
     ]
 
 
-def _values(grad: Tensor) -> Tensor:
-    if grad.layout is torch.strided:
-        return local(grad)
-    return grad.coalesce()._values() if grad.layout is torch.sparse_coo else grad.values()
+class Ledger:
+    """Remembers the last step and the last updates, and notices when the scale has collapsed."""
+
+    def __init__(self, scale: float, size: int) -> None:
+        """Remembers up to `size` updates of a scale that starts here."""
+        self.last_step: StepReport | None = None
+        self._updates: deque[Any] = deque(maxlen=size)  # old and new scale, and reports, of each
+        self._last_reports: tuple[StepReport, ...] = ()
+        self._has_warned = False
+        self._is_loss_float16: bool | None = False  # None once it was reported or does not matter
+        self.set_scale(scale)
+
+    def set_scale(self, scale: float) -> None:
+        """Notes that an iteration starts with a scale that was loaded or configured."""
+        self._scale: float | Tensor = scale
+        self.forget_peak(scale)
+
+    def forget_peak(self, scale: float | None) -> None:
+        """Forgets what went before a scale that the user chose; None if it is on the device."""
+        self._highest = 0.0 if scale is None else scale
+        self._num_overflows = 0  # in a row, as far as the host knows
+
+    def begin_iteration(self) -> None:
+        """Lets go of gradients that past reports could still read: they are about to change."""
+        for report in self._last_reports:
+            report.close()
+        self._last_reports = ()
+
+    def note_loss(self, output: Tensor) -> None:
+        """Notes whether an output that is scaled is a float16 loss."""
+        if self._is_loss_float16 is False and output.dtype is torch.float16:
+            self._is_loss_float16 = output.requires_grad
+
+    def find_low_loss(self) -> str | None:
+        """Returns a warning, once, if the first steps overflowed because of a loss in float16."""
+        if not self._is_loss_float16:
+            return None
+        if not (self._used > _FLOAT16_MAX or self._num_overflows >= _OVERFLOWS_OF_LOSS):
+            return None
+        self._is_loss_float16 = None
+        return (
+            "every step so far was skipped because gradients overflowed, and the loss itself is "
+            f"float16, so that its gradient, the scale, is too: at {self._used:g} it overflows or "
+            "comes near. Compute the loss in float32: inside the autocast region, or from outputs "
+            "that are float32 (`.float()`, or output_dtype='original' for amp_fx.compile)."
+        )
+
+    def end_iteration(
+        self, scale: Tensor, reports: tuple[StepReport, ...], was_skipped: bool | None
+    ) -> None:
+        """Remembers an update; keeps a copy of the scale where only the device knows it."""
+        self._used = self._scale if isinstance(self._scale, float) else 0.0
+        known = loss_scale.peek(scale)
+        new_scale: float | Tensor = scale.clone() if known is None else known
+        self._updates.append((self._scale, new_scale, reports))
+        self._scale = new_scale
+        self._last_reports = reports
+        self._num_overflows = self._num_overflows + 1 if was_skipped else 0
+        if was_skipped is not True:
+            self._is_loss_float16 = None
+        if known is not None and known > self._highest:
+            self._highest = known
+
+    def history(self) -> list[UpdateRecord]:
+        """Lists the last updates, oldest first; may wait for the device."""
+        return [
+            UpdateRecord(
+                scale=float(scale),
+                new_scale=float(new_scale),
+                skipped=any(report.skipped for report in reports),
+                overflows=tuple(o for report in reports for o in report.overflows),
+            )
+            for scale, new_scale, reports in self._updates
+        ]
+
+    def find_collapse(
+        self, scale: float | None, backoff_factor: float, floor: float, *, warns_once: bool
+    ) -> str | None:
+        """Returns a warning if the scale, as last seen, has collapsed or sticks at its floor."""
+        if scale is None or (warns_once and self._has_warned):
+            return None
+        self._highest = max(self._highest, scale)
+        lowest = self._highest * backoff_factor**_BACKOFFS_TO_COLLAPSE
+        is_far_down = scale < 1.0 and scale <= lowest
+        is_stuck = scale <= floor and self._num_overflows > _OVERFLOWS_TO_COLLAPSE
+        if not (is_far_down or is_stuck):
+            return None
+        self._has_warned = True
+        overflows = next((r.overflows for r in reversed(self._last_reports) if r.skipped), ())
+        return (
+            f"the gradient scale has collapsed to {scale:g}: gradients overflow however small it "
+            f"gets, so the cause lies elsewhere. Overflowed last: {describe(overflows)}. Look for "
+            "a loss that is not finite, or for values above 65504 in the forward pass."
+        )
+
+
+def any_skipped(reports: tuple[StepReport, ...]) -> bool | None:
+    """Returns whether a step was skipped; None where only the device knows."""
+    outcomes = [report.known_skipped for report in reports]
+    if any(outcomes):
+        return True
+    return None if None in outcomes or not outcomes else False

@@ -1,8 +1,14 @@
-"""`GradScaler`: float16 gradients that neither vanish nor surprise."""
+"""`GradScaler`: float16 gradients that neither vanish nor surprise.
+
+What it is made of: a scale, which `loss_scale.adjust` moves; the states of optimizers since the
+last update (``states``); a ledger of steps and updates (``reports``); the processes that skip steps
+together (``processes``). Gradients are unscaled, checked and clipped by ``gradients``.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -15,23 +21,27 @@ from amp_fx.errors import (
     ScaleCollapseError,
     ScaleCollapseWarning,
     ScalerStateError,
+    ScalerTypeError,
+    ScalerValueError,
 )
-from amp_fx.grad_scaler import arguments, host_scale, unscale
-from amp_fx.grad_scaler.agreement import Agreement, any_dtensor, params_of
-from amp_fx.grad_scaler.bookkeeping import Bookkeeping
+from amp_fx.grad_scaler import arguments, gradients, loss_scale
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.ledger import any_skipped
-from amp_fx.grad_scaler.limits import Limits
-from amp_fx.grad_scaler.outputs import map_nested, widen
-from amp_fx.grad_scaler.stepping import refuse_closure, step_checked, step_fused
+from amp_fx.grad_scaler.eager_step import step_checked, step_fused
+from amp_fx.grad_scaler.gradients import ParameterNames, group_gradients
+from amp_fx.grad_scaler.loss_scale import HostScale, LossScale
+from amp_fx.grad_scaler.processes import Agreement, any_dtensor, params_of, pipelines
+from amp_fx.grad_scaler.reports import Ledger, any_skipped
+from amp_fx.grad_scaler.states import OptimizerStates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from amp_fx.grad_scaler.names import NamedParameters
+    from amp_fx.grad_scaler.gradients import Flags, GradGroup, NamedParameters
+    from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
+    from amp_fx.grad_scaler.states import OptimizerState
 
 
-class GradScaler(Bookkeeping):
+class GradScaler(torch.amp.GradScaler):
     """Scales losses so that float16 gradients do not vanish, and keeps overflows from the weights.
 
     A drop-in for :class:`torch.amp.GradScaler`, with the same methods, state dict and errors::
@@ -105,7 +115,7 @@ class GradScaler(Bookkeeping):
         history_size: int = 100,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """Check the settings; the scale is made on the device of the first output to be scaled."""
+        """Checks the settings; the scale is made on the device of the first output to be scaled."""
         device = arguments.device_type(device)
         if enabled and device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
@@ -116,33 +126,37 @@ class GradScaler(Bookkeeping):
             init_scale = arguments.positive_float(init_scale, "init_scale")
             growth_factor = arguments.growth_factor(growth_factor)
             backoff_factor = arguments.backoff_factor(backoff_factor)
-            growth_interval = arguments.growth_interval(growth_interval)
+            growth_interval = arguments.whole(growth_interval, "growth_interval", minimum=1)
         super().__init__(
-            device,
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._growth_factor = growth_factor  # torch sets these on enabled scalers only
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._allow_fp16 = allow_fp16
-        self._limits = Limits(min_scale, max_scale, hysteresis)
+        self._limits = loss_scale.checked_limits(min_scale, max_scale, hysteresis)
+        self._num_overflows: int | Tensor = 0  # in a row; counted with hysteresis only
         self._on_collapse = arguments.one_of(on_collapse, "on_collapse", ("warn", "raise"))
         self._agreement = Agreement(process_group)
         self._history_size = arguments.whole(history_size, "history_size", minimum=0)
         if enabled:
-            self._limits.follow(init_scale)
+            self._limits = self._limits.around(init_scale)
         self._start(init_scale)
         if named_parameters is not None:
             self.name_parameters(named_parameters)
 
+    def _start(self, init_scale: float) -> None:
+        """Sets up what belongs to this process and is never saved."""
+        self._states = OptimizerStates()
+        self._names = ParameterNames()
+        self._host_scale = HostScale(init_scale)
+        self._ledger = Ledger(init_scale, self._history_size)
+        self._is_updated_by_step = False
+
     # Scaling -------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply outputs by the scale.
+        """Multiplies outputs by the scale.
 
         Args:
             outputs: a tensor, or tensors in lists, tuples, mappings or other iterables, nested at
@@ -159,7 +173,7 @@ class GradScaler(Bookkeeping):
         if not self._enabled:
             return outputs
         self._ledger.begin_iteration()
-        scales: list[unscale.OnDevices] = []
+        scales: list[gradients.OnDevices] = []
 
         def scaled(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -167,22 +181,22 @@ class GradScaler(Bookkeeping):
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
-                    scales.append(unscale.on_devices(cast("Tensor", self._scale)))
-                return widen(value) * scales[0][value.device]
-            return map_nested(scaled, value)
+                    scales.append(gradients.on_devices(cast("Tensor", self._scale)))
+                return gradients.upcast(value) * scales[0][value.device]
+            return _map_nested(scaled, value)
 
         return scaled(outputs)
 
     def get_scale(self) -> float:
-        """Return the scale, 1.0 if disabled; waits for the device."""
+        """Returns the scale, 1.0 if disabled; waits for the device."""
         if not self._enabled:
             return 1.0
-        return self._init_scale if self._scale is None else host_scale.wait_for(self._scale)
+        return self._init_scale if self._scale is None else loss_scale.wait_for(self._scale)
 
     # Unscaling and stepping ----------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of the optimizer's parameters by the scale, and check them.
+        """Divides the gradients of the optimizer's parameters by the scale, and checks them.
 
         Optional: `step` does it where this was not called. Never waits for the device.
 
@@ -192,19 +206,18 @@ class GradScaler(Bookkeeping):
         Raises:
             ScalerStateError: called twice, after `step`, or before `scale`.
             Float16GradientError: gradients are float16, and `allow_fp16` is False.
-            ScalerTypeError: this is no optimizer.
+            ScalerTypeError: this is not an optimizer.
         """
         if not self._enabled:
             return
-        state = self._begin_unscale("unscale_", optimizer)
-        groups = self._group(optimizer)
-        found_inf = unscale.unscale_(groups, self._inv_scale(), may_overflow=self._may_amplify())
-        self._unscaled(optimizer, state, found_inf)
+        state = self._begin("unscale_", optimizer)
+        state.refuse_to_unscale_again("unscale_")
+        self._unscale(optimizer, state, self._group(optimizer))
 
     def unscale_and_clip_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Do `unscale_` and torch.nn.utils.clip_grad_norm_ in two passes over the gradients.
+        """Does `unscale_` and torch.nn.utils.clip_grad_norm_ in two passes over the gradients.
 
         The first pass takes the norm of the scaled gradients; the second checks, unscales and clips
         in one kernel. There are three where the scale may be below 1, for norms other than 1, 2 and
@@ -226,29 +239,27 @@ class GradScaler(Bookkeeping):
             ScalerStateError: called after `unscale_` or `step`, or before `scale`.
             ScalerValueError: `max_norm` is negative or not a number.
             Float16GradientError: gradients are float16, and `allow_fp16` is False.
-            ScalerTypeError: this is no optimizer.
+            ScalerTypeError: this is not an optimizer.
         """
-        max_norm, norm_type = arguments.max_norm(max_norm), arguments.norm_type(norm_type)
-        arguments.optimizer(optimizer)
+        max_norm, norm_type = arguments.clipping(max_norm, norm_type)
         if not self._enabled:
-            return self._clip(optimizer, max_norm, norm_type)
-        are_spread = any_dtensor(params_of(optimizer)) or self._agreement.pipelines(optimizer)
-        state = self._begin_unscale("unscale_and_clip_", optimizer)
+            return self._clip(arguments.optimizer(optimizer), max_norm, norm_type)
+        state = self._begin("unscale_and_clip_", optimizer)
+        state.refuse_to_unscale_again("unscale_and_clip_")
+        are_sharded = any_dtensor(params_of(optimizer)) or pipelines(optimizer)
         groups = self._group(optimizer, coalesce=True)
-        inv_scale, may_amplify = self._inv_scale(), self._may_amplify()
-        if not (may_amplify or are_spread):
-            done = unscale.unscale_and_clip_(groups, inv_scale, max_norm, norm_type)
+        if not (self._may_amplify() or are_sharded):
+            inv_scale = self._inv_scale()
+            done = gradients.unscale_and_clip_(groups, inv_scale, max_norm, norm_type)
             if done is not None:
                 found_inf, norm = done
                 self._unscaled(optimizer, state, found_inf)
                 return norm
-        found_inf = unscale.unscale_(groups, inv_scale, may_overflow=may_amplify)
-        # Counts overflows before clipping spreads them.
-        self._unscaled(optimizer, state, found_inf)
+        self._unscale(optimizer, state, groups)  # counts overflows before clipping spreads them
         return self._clip(optimizer, max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer unless its gradients overflowed; unscales them first if need be.
+        """Steps the optimizer unless its gradients overflowed; unscales them first if need be.
 
         Without any gradients the optimizer's step is called as it is.
 
@@ -267,12 +278,14 @@ class GradScaler(Bookkeeping):
         Raises:
             ScalerStateError: called twice, or before `scale`.
             RuntimeError: a closure was passed; how often it would run is not defined.
-            ScalerTypeError: this is no optimizer.
+            ScalerTypeError: this is not an optimizer.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if args or kwargs:
-            refuse_closure(args, kwargs)
+        if kwargs.get("closure") is not None or (args and any(map(callable, args))):
+            raise ScalerStateError(
+                "Closure use is not currently supported if GradScaler is enabled."
+            )
         state = self._begin("step", optimizer)
         if state.stage is OptState.STEPPED:
             raise ScalerStateError("step() has already been called since the last update().")
@@ -296,7 +309,7 @@ class GradScaler(Bookkeeping):
         write_grads: bool = False,
         **compile_options: Any,
     ) -> CompiledStep:
-        """Make one compiled call out of unscaling, checking, clipping and stepping.
+        """Makes one compiled call out of unscaling, checking, clipping and stepping.
 
         The call takes the place of `unscale_`, `step` and `update`, gives the same numbers within
         roundings and, once the optimizer has its state, never waits for the device, whatever the
@@ -311,8 +324,8 @@ class GradScaler(Bookkeeping):
         Adam, AdamW and SGD, whatever their settings but `differentiable`, take two passes over
         memory on a CPU and on CUDA, if all weights are dense, float32 or float64, and on one
         device: one for the norm and the check, and one that unscales, clips, updates and writes the
-        low copies of weights that amp_fx keeps, so that the next forward finds them fresh. Others
-        write gradients and read them again.
+        low-precision copies of weights that amp_fx keeps, so that the next forward finds them
+        fresh. Others write gradients and read them again.
 
         Args:
             optimizer: what to step.
@@ -323,27 +336,26 @@ class GradScaler(Bookkeeping):
                 after the call does nothing.)
             write_grads: whether two passes unscale and clip gradients where they lie, too, which
                 writes 4 bytes more for each. Otherwise `.grad` is afterwards what the backward
-                left, scaled; `norm` of the call and `last_step` tell of it unscaled.
+                left, scaled; `norm` of the call and `last_step` report it unscaled.
             compile_options: for torch.compile.
 
         Raises:
-            ScalerTypeError: this is no optimizer.
+            ScalerTypeError: this is not an optimizer.
             ScalerValueError: `max_norm` is negative or not a number.
         """
         return CompiledStep(
             self,
             arguments.optimizer(optimizer),
-            max_norm=None if max_norm is None else arguments.max_norm(max_norm),
-            norm_type=arguments.norm_type(norm_type),
             update_scale=update_scale,
             write_grads=write_grads,
             compile_options=compile_options,
+            **arguments.optional_clipping(max_norm, norm_type),
         )
 
     # Updating ------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Back the scale off after an overflow, grow it every `growth_interval` calls else.
+        """Backs the scale off after an overflow, grows it every `growth_interval` calls otherwise.
 
         Call it once per iteration, after all steps. Never waits for the device. Optimizers that
         had no gradients do not count: the scale stays if there were no others.
@@ -361,13 +373,13 @@ class GradScaler(Bookkeeping):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found_inf = self._states.found_infs()
         reports = self._states.reports()
         was_skipped = any_skipped(reports)
         if new_scale is not None:
             self._set_scale(scale, new_scale)
-        elif found_inf:
-            self._adjust_scale(scale, growth_tracker, found_inf, was_skipped)
+        elif flags := self._states.flags():
+            now = LossScale(scale, growth_tracker, self._num_overflows)
+            self._adjust_scale(now, gradients.combine(flags, scale.device), was_skipped)
         elif self._states.any_checked():
             pass  # without gradients: nothing is known of the scale
         elif self._is_updated_by_step:
@@ -378,22 +390,258 @@ class GradScaler(Bookkeeping):
                 "No inf checks were recorded prior to update: no optimizer with gradients was "
                 "unscaled or stepped since the last update()."
             )
-        self._ledger.end_iteration(scale, reports)
+        self._ledger.end_iteration(scale, reports, was_skipped)
         self._states.begin_iteration()
         self._is_updated_by_step = False
-        if was_skipped is False:
-            return
+        if was_skipped is not False:
+            self._warn_of_overflows()
+
+    def _adjust_scale(self, now: LossScale, found_inf: Tensor, was_skipped: bool | None) -> None:
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        limits, on_host = self._limits, self._host_scale
+        may_reach_floor = on_host.expect_update(
+            now.scale, self._backoff_factor, limits.floor, skipped=was_skipped
+        )
+        new = loss_scale.adjust(now, found_inf, factors, limits, may_reach_floor=may_reach_floor)
+        self._scale, self._growth_tracker, self._num_overflows = new
+        on_host.follow_update(new.scale, limits.floor)
+
+    def _set_scale(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        """Takes over a scale that the user chose; limits that exclude it move."""
+        if isinstance(new_scale, Tensor):
+            new_scale = arguments.new_scale_tensor(new_scale, self._device)
+            scale.copy_(new_scale)
+            value = loss_scale.peek(new_scale)
+        else:
+            value = arguments.positive_float(new_scale, "new_scale")
+            scale.fill_(value)
+        self._follow(scale if value is None else value)
+        self._ledger.forget_peak(value)
+
+    def _follow(self, new_scale: float | Tensor) -> None:
+        """Forgets what was known of the scale before it was set; a tensor is on a device."""
+        self._limits = self._limits.around(new_scale)
+        self._num_overflows = 0
+        self._host_scale = HostScale(None if isinstance(new_scale, Tensor) else new_scale)
+
+    def _warn_of_overflows(self) -> None:
         low_loss = self._ledger.find_low_loss()
         if low_loss is not None:
-            warnings.warn(low_loss, Float16LossWarning, stacklevel=2)
+            warnings.warn(low_loss, Float16LossWarning, stacklevel=3)
+        raises = self._on_collapse == "raise"
         collapse = self._ledger.find_collapse(
-            self._host_scale.seen,
-            self._backoff_factor,
-            self._limits.floor,
-            is_told_once=self._on_collapse == "warn",
+            self._host_scale.seen, self._backoff_factor, self._limits.floor, warns_once=not raises
         )
         if collapse is None:
             return
-        if self._on_collapse == "raise":
+        if raises:
             raise ScaleCollapseError(collapse)
-        warnings.warn(collapse, ScaleCollapseWarning, stacklevel=2)
+        warnings.warn(collapse, ScaleCollapseWarning, stacklevel=3)
+
+    # What happened -------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """What became of the newest step; None before the first and for a disabled scaler."""
+        return self._ledger.last_step
+
+    def history(self) -> list[UpdateRecord]:
+        """Lists scale, skips and overflows of the last `history_size` updates, oldest first.
+
+        May wait for the device. Parameters that overflowed are known where the scaler knew at once
+        that the step was skipped, and where `last_step` was asked in time.
+        """
+        return self._ledger.history()
+
+    def name_parameters(self, named_parameters: NamedParameters) -> None:
+        """Learns what parameters are called, for reports and errors.
+
+        Args:
+            named_parameters: pairs of name and parameter, as `model.named_parameters()` gives.
+
+        Raises:
+            ScalerTypeError: there is something else in it.
+        """
+        self._names.add(named_parameters)
+
+    def step_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+        """Steps a learning-rate scheduler if the last step of its optimizer was not skipped.
+
+        Call it after `step`; before or after `update` makes no difference. May wait for the device
+        where the scaler itself did not have to.
+
+        Args:
+            scheduler: of an optimizer that this scaler steps.
+            args: for the scheduler's step.
+            kwargs: for the scheduler's step.
+
+        Returns:
+            Whether the scheduler was stepped.
+
+        Raises:
+            ScalerStateError: this scaler has not stepped the scheduler's optimizer yet.
+            ScalerTypeError: this is not a scheduler.
+        """
+        if not callable(getattr(scheduler, "step", None)):
+            raise ScalerTypeError(
+                f"expected a learning-rate scheduler; got {type(scheduler).__name__!r}."
+            )
+        if self._enabled:
+            state = self._states.known(getattr(scheduler, "optimizer", None))
+            if state is None or state.last_step is None:
+                raise ScalerStateError(
+                    "this scaler has not stepped the scheduler's optimizer yet; call "
+                    "scaler.step(optimizer) first."
+                )
+            if state.last_step.skipped:
+                return False
+        scheduler.step(*args, **kwargs)
+        return True
+
+    # Settings and state --------------------------------------------------------------------------
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale grows; above 1."""
+        self._growth_factor = arguments.growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale shrinks after an overflow; between 0 and 1."""
+        self._backoff_factor = arguments.backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of updates without overflow after which the scale grows; at least 1."""
+        self._growth_interval = arguments.whole(new_interval, "growth_interval", minimum=1)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` of this class or of torch.amp.GradScaler returned.
+
+        Raises:
+            ScalerStateDictError: an entry is missing, not known or wrong. Nothing is loaded then.
+        """
+        if not self._enabled:
+            return
+        state = arguments.state_dict(state_dict)
+        super().load_state_dict(state)
+        self._follow(state["scale"])
+        self._ledger.set_scale(state["scale"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns settings, scale and growth; not the names, the history or the last step."""
+        if len(self._states):
+            raise ScalerStateError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or "
+                "at the end after scaler.update()."
+            )
+        state = super().__getstate__()
+        for key in ("_names", "_host_scale", "_ledger", "_states"):
+            del state[key]
+        if isinstance(self._num_overflows, Tensor):
+            state["_num_overflows"] = self._num_overflows.item()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Goes on from the saved scale and growth, on whatever device asks first."""
+        super().__setstate__(state)
+        if "_num_overflows" not in state:  # older pickles have it among the limits
+            self._num_overflows = vars(self._limits).pop("num_overflows")
+        self._start(state.get("_init_scale", 1.0))
+
+    # What all ways to step share ------------------------------------------------------------------
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise ScalerStateError(
+                f"Attempted {funcname} but _scale is None. This may indicate your "
+                "script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return self._scale, self._growth_tracker
+
+    def _begin(self, name: str, optimizer: Any) -> OptimizerState:
+        if self._states.known(optimizer) is None:
+            arguments.optimizer(optimizer)
+        if self._scale is None:
+            if not self._agreement.is_alone(optimizer):
+                # A process that had no loss must not leave the others waiting for its flag.
+                self._lazy_init_scale_growth_tracker(params_of(optimizer)[0].device)
+            self._check_scale_growth_tracker(name)
+        return self._states.of(optimizer)
+
+    def _group(
+        self, optimizer: Any, *, coalesce: bool = False, allow_fp16: bool = False
+    ) -> list[GradGroup]:
+        allow_fp16 = allow_fp16 or self._allow_fp16
+        return group_gradients(optimizer, self._names, allow_fp16=allow_fp16, coalesce=coalesce)
+
+    def _clip(self, optimizer: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clips gradients that are not scaled, or not any longer; returns their norm."""
+        groups = self._group(optimizer, allow_fp16=True, coalesce=True)
+        norm = gradients.norm_of_all(optimizer, groups, norm_type)
+        return gradients.clip_(groups, max_norm, norm)
+
+    def _unscale(self, optimizer: Any, state: OptimizerState, groups: list[GradGroup]) -> None:
+        inv_scale, may_overflow = self._inv_scale(), self._may_amplify()
+        found_inf = gradients.unscale_(groups, inv_scale, may_overflow=may_overflow)
+        self._unscaled(optimizer, state, found_inf)
+
+    def _inv_scale(self, device: torch.device | None = None) -> Tensor:
+        assert self._scale is not None
+        inv_scale = self._scale.reciprocal()
+        return inv_scale if device is None else gradients.on_devices(inv_scale)[device]
+
+    def _may_amplify(self) -> bool:
+        """Returns whether the scale may be below 1, as far as is known without waiting."""
+        return self._host_scale.lower_bound < 1.0
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Checks gradients without unscaling them; part of torch's contract with optimizers."""
+        state = self._begin("_check_inf_per_device", optimizer)
+        state.inv_scale = self._inv_scale() if self._may_amplify() else None
+        found_inf = gradients.check(self._group(optimizer, allow_fp16=True), state.inv_scale)
+        return self._found(optimizer, state, found_inf)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Returns what the checks found; part of torch's contract with optimizers."""
+        return self._states.of(optimizer).found_inf
+
+    def _found(self, optimizer: Any, state: OptimizerState, found_inf: Flags) -> Flags:
+        """Keeps what a check found: here, or in any process that takes part.
+
+        Without gradients nothing was infinite, and the scale is not shown to be good.
+        """
+        assert self._scale is not None
+        flag = gradients.combine([*found_inf.values()], self._scale.device)
+        is_alone = self._agreement.is_alone(optimizer)
+        if not is_alone:
+            self._agreement.reduce_(flag, optimizer)
+        state.flag, state.had_gradients = flag, bool(found_inf) or not is_alone
+        state.found_inf = found_inf if found_inf and is_alone else {flag.device: flag}
+        return state.found_inf
+
+    def _unscaled(self, optimizer: Any, state: OptimizerState, found_inf: Flags) -> None:
+        self._found(optimizer, state, found_inf)
+        state.stage = OptState.UNSCALED
+        state.make_report(self._names)
+
+    def _stepped(self, state: OptimizerState, found_inf: Tensor | None = None) -> None:
+        if found_inf is not None:  # by a compiled step; its processes agreed already
+            assert self._scale is not None
+            state.found_inf = {found_inf.device: found_inf}
+            state.flag = gradients.combine([found_inf], self._scale.device)
+        state.stage = OptState.STEPPED
+        state.last_step = state.report or state.make_report(self._names)
+        self._ledger.last_step = state.last_step
+
+
+def _map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to each item of a container, which keeps its kind as far as it can."""
+    if isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ScalerValueError(
+            f"outputs must be a Tensor or an iterable of Tensors; got {type(value).__name__!r}."
+        )
+    if hasattr(value, "_make"):  # a named tuple
+        return value._make(map(function, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(function, value))
+    return map(function, value)

@@ -21,19 +21,16 @@ if TYPE_CHECKING:
 
 
 def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Set `found_inf` to 1 if any gradient is not finite, then multiply all by `inv_scale`.
+    """Sets `found_inf` to 1 if any gradient is not finite, then multiplies all by `inv_scale`.
 
-    Args:
-        grads: dense gradients of one device and dtype.
-        found_inf: float32, 0-dim, on that device; left alone where all is finite.
-        inv_scale: float32, 0-dim, on that device.
+    Takes dense gradients of one device and dtype; the others are float32, 0-dim, on that device.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 @functools.cache
 def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `check_and_unscale_` has a kernel for such gradients.
+    """Returns whether `check_and_unscale_` has a kernel for such gradients.
 
     CUDA has none for bfloat16, and no device has one for complex numbers.
     """
@@ -47,24 +44,18 @@ def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def update_scale_(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-) -> None:
-    """Back the scale off if `found_inf` is not 0; grow it every `growth_interval` calls else."""
-    torch._amp_update_scale_(
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-    )
+def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, *factors: Any) -> None:
+    """Backs the scale off if `found_inf` is not 0; otherwise grows it every so many calls.
+
+    The factors are that of growth, that of backoff, and the number of calls.
+    """
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, *factors)
 
 
 def group_by_device_and_dtype(
     tensors: list[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group tensors in one C++ call: 0.1 us a tensor, against 1 us for a loop in Python."""
+    """Groups tensors in one C++ call: 0.1 us a tensor, against 1 us for a loop in Python."""
     if not tensors:
         return {}
     grouped = torch._C._group_tensors_by_device_and_dtype([tensors], False)  # type: ignore[list-item]
@@ -72,18 +63,17 @@ def group_by_device_and_dtype(
 
 
 def runs_only_own_code(optimizer: Any) -> bool:
-    """Whether a step runs nothing but torch's own code: one of its optimizers, with no hooks.
+    """Returns whether a step runs torch's own code only: one of its optimizers, with no hooks.
 
-    Apart from the one by which kept casts of weights learn of steps: a compiled step need not
-    run it, as its kernels ask for the pointers that they write through.
-
-    Nor has anything taken the place of its `step`, apart from the wrapper that learning-rate
-    schedulers put there to learn of steps.
+    The hook by which kept casts of weights learn of steps does not count: a compiled step need not
+    run it, as its kernels ask for the pointers that they write through. Nor does the wrapper that
+    learning-rate schedulers put around `step`; anything else in its place does.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return False
-    replaced = vars(optimizer).get("step")
-    if replaced is not None and not _is_schedulers_wrapper(replaced, optimizer):
+    step = vars(optimizer).get("step")
+    is_around_own = getattr(step, "__wrapped__", None) is type(optimizer).step
+    if step is not None and not (is_around_own and hasattr(step, "_wrapped_by_lr_sched")):
         return False
     return not (
         optimizer._optimizer_step_pre_hooks
@@ -93,17 +83,11 @@ def runs_only_own_code(optimizer: Any) -> bool:
     )
 
 
-def _is_schedulers_wrapper(step: Any, optimizer: Any) -> bool:
-    """Whether it is that wrapper, and right around the optimizer's own step."""
-    is_around_own = getattr(step, "__wrapped__", None) is type(optimizer).step
-    return is_around_own and hasattr(step, "_wrapped_by_lr_sched")
-
-
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's step in a form that compiles into one graph.
+    """Returns the optimizer's step in a form that compiles into one graph.
 
     `Optimizer.step` is wrapped in a profiler hook and in a grad-mode switch with graph breaks.
-    Both are taken off where nothing else runs in a step; other optimizers keep whatever wraps it.
+    This takes both off where nothing else runs in a step; other optimizers keep what wraps it.
     """
     if not runs_only_own_code(optimizer):
         return optimizer.step
@@ -111,9 +95,9 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def mark_kept_in_place(tensors: list[Tensor]) -> None:
-    """Tell the compiler that tensors stay where they are, as a module's parameters do.
+    """Tells the compiler that tensors stay where they are, as a module's parameters do.
 
-    Inductor makes no CUDA graph of a call that writes other inputs. No guard is made of it: where
+    Inductor makes no CUDA graph of a call that writes other inputs. There is no guard on it: where
     an address does change, as those of gradients may, the CUDA graph is recorded again.
     """
     for tensor in tensors:
@@ -121,7 +105,7 @@ def mark_kept_in_place(tensors: list[Tensor]) -> None:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a code object of its own.
+    """Gives a function a code object of its own.
 
     Dynamo keeps what it compiles by code object, a few variants of each at most
     (``recompile_limit``): functions that are defined anew for each optimizer would share one.
@@ -131,5 +115,5 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
+    """Tells learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

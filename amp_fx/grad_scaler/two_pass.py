@@ -1,23 +1,28 @@
-"""An optimizer's step in two passes over memory, compiled.
+"""An optimizer's step in two passes over memory, compiled; `amp_fx.compile_step`.
 
-The first reads the gradients, for their norm and for whether all are finite. The second unscales,
-clips and updates in registers, and writes the weights, the optimizer's state and the kept low
-copies of the weights: of a weight with AdamW's two moments that is 4 bytes and 30, of which 2
-are those of the copy. Gradients are read and, unless that is asked for, not written.
+The first pass reads the gradients, for their norm and for whether all are finite. The second
+unscales, clips and updates in registers, and writes the weights, the optimizer's state and the kept
+low-precision copies of the weights: of a weight with AdamW's two moments that is 4 bytes and 30, of
+which 2 are those of the copy. It reads gradients and, unless that is asked for, does not write
+them.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
-from amp_fx.grad_scaler.agreement import any_dtensor
-from amp_fx.grad_scaler.outputs import widen
+from amp_fx.errors import ScalerTypeError
+from amp_fx.grad_scaler import arguments
+from amp_fx.grad_scaler.gradients import clip_factor, grads_of, upcast
+from amp_fx.grad_scaler.processes import params_of
 from amp_fx.grad_scaler.torch_private import mark_kept_in_place, mark_stepped, with_own_code
-from amp_fx.grad_scaler.unscale import clip_factor
 from amp_fx.grad_scaler.update_rules import number, rule_of
 from amp_fx.weights.step_copies import StepCopies
 
@@ -29,47 +34,19 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class Work(NamedTuple):
-    """What one step works on; lists are in the order of the weights.
+    """Holds what one step works on; lists are in the order of the weights."""
 
-    Attributes:
-        weights: those with gradients.
-        grads: of them.
-        states: what the optimizer keeps of each weight.
-        counts: their step counters; empty if there are none.
-        groups: for each the position of its group.
-        flags: what decides on the ops of each update.
-    """
-
-    weights: list[Tensor]
+    weights: list[Tensor]  # those with gradients
     grads: list[Tensor]
-    states: list[list[Tensor]]
-    counts: list[Tensor]
-    groups: tuple[int, ...]
-    flags: tuple[Any, ...]
-
-
-class Found(NamedTuple):
-    """What the first pass found, 0-dim each.
-
-    Attributes:
-        found_inf: float32: 1 if a gradient is not finite; None where nobody asks.
-        norm: of the unscaled gradients; None without clipping.
-    """
-
-    found_inf: Tensor | None
-    norm: Tensor | None
+    states: list[list[Tensor]]  # what the optimizer keeps of each weight
+    counts: list[Tensor]  # step counters; empty if there are none
+    groups: tuple[int, ...]  # for each weight the position of its group
+    flags: tuple[Any, ...]  # what decides on the ops of each update
+    rule: Rule
 
 
 class TwoPassStep:
-    """Steps one optimizer.
-
-    Args:
-        optimizer: of a class that ``update_rules`` has a rule for, or it never ``work``s.
-        max_norm: clip gradients to this norm; None does not clip.
-        norm_type: the order of the norm.
-        writes_grads: whether gradients are unscaled and clipped where they lie, too.
-        compile_options: for torch.compile.
-    """
+    """Steps one optimizer; takes the arguments of `compile_step`, and has them as attributes."""
 
     def __init__(
         self,
@@ -80,84 +57,78 @@ class TwoPassStep:
         writes_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
-        self._optimizer = optimizer
-        self._max_norm = max_norm
-        self._norm_type = norm_type
-        self._writes_grads = writes_grads
+        _refuse_needed_closure(optimizer)
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.writes_grads = writes_grads
         self._options = {"dynamic": False, **compile_options}
+        self._may_be_graphs = not self._options.keys().isdisjoint(("mode", "options"))
         self._copies = StepCopies()
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._numbers: tuple[Any, Tensor] | None = None
 
     def work(self) -> Work | None:
-        """What a step would work on now; None where it has to be done in another way.
+        """Returns what a step would work on now; None if it has to be done in another way.
 
-        That is so for optimizers that there is no rule for; for gradients that are sparse, spread
-        over processes, on several devices or of several dtypes, complex or low; for weights whose
-        state is yet to be made.
+        That is so for optimizers that have no rule; for gradients that are sparse, sharded over
+        processes, on several devices or of several dtypes, complex or low-precision; for weights
+        whose state is yet to be made.
         """
-        rule = rule_of(self._optimizer)
+        rule = rule_of(self.optimizer)
         if rule is None:
             return None
-        work = gathered(self._optimizer, rule)
+        work = gathered(self.optimizer, rule)
         return work if work is not None and _fits(work) else None
 
-    def __call__(self, work: Work, inv_scale: Tensor | None = None) -> Found:
-        """Step.
+    def __call__(
+        self, work: Work, inv_scale: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Steps, on what ``work`` gave just now.
 
-        Args:
-            work: what ``work`` gave just now.
-            inv_scale: float32, 0-dim, on the weights' device. If given, gradients are multiplied by
-                it, and nothing is changed if one of them is not finite then.
+        If `inv_scale` is given (float32, 0-dim, on the weights' device), multiplies gradients by
+        it, and changes nothing if one of them is not finite then. Returns the flag, if there is an
+        `inv_scale`, and the norm of the unscaled gradients, if they are clipped.
         """
-        rule = rule_of(self._optimizer)
-        assert rule is not None
-        measure, update = self._functions(rule, work, has_scale=inv_scale is not None)
-        numbers = self._numbers_of(rule, work)
+        measure, update = self._functions(work, has_scale=inv_scale is not None)
+        numbers = self._numbers_of(work.rule, work)
         counts = stacked(work.counts, numbers)
         with torch.no_grad():
             found = measure(work.grads, inv_scale, counts, numbers)
-            found_inf, norm, factor, scalars = self._kept(found)
+            if self._may_be_graphs:  # and the second takes the memory of the first
+                found = [value if value is None else value.clone() for value in found]
+            found_inf, norm, factor, scalars = found
             with self._copies.written(work.weights) as (weights, lows):
-                _mark(work, weights, lows)
+                mark_kept_in_place([*weights, *_all(work.states), *_all(lows)])
                 fused, apart = _split(weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
                 update(weights, fused, work.states, *read)
                 if apart:
                     self._lay_out(apart)
             _count(work.counts, found_inf)
-        mark_stepped(self._optimizer)
-        return Found(found_inf, norm)
-
-    def _kept(self, found: tuple[Tensor | None, ...]) -> Any:
-        """What the first pass gave, where no other CUDA graph takes its memory.
-
-        The second is one, with ``mode="reduce-overhead"``, and what was found outlives the step.
-        """
-        may_be_graph = not self._options.keys().isdisjoint(("mode", "options"))
-        if not may_be_graph:
-            return found
-        return [value if value is None else value.clone() for value in found]
+        mark_stepped(self.optimizer)
+        return found_inf, norm
 
     @functools.cached_property
     def _lay_out(self) -> Any:
         """Writes the copies that an update does not."""
         return torch.compile(with_own_code(_lay_out), **self._options)
 
-    def _functions(self, rule: Rule, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
-        key = rule, work.flags, work.weights[0].dtype, has_scale
+    def _functions(self, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
+        """Returns both passes, compiled once for each set of flags."""
+        key = work.rule.update, work.flags, work.weights[0].dtype, has_scale
         if key not in self._compiled:
-            functions = self._measure(rule, work), self._update(rule, work.flags)
-            compiled = [torch.compile(with_own_code(f), **self._options) for f in functions]
-            self._compiled[key] = compiled[0], compiled[1]
+            functions = self._measure(work.rule, work), self._update(work.rule, work.flags)
+            measure, update = (torch.compile(with_own_code(f), **self._options) for f in functions)
+            self._compiled[key] = measure, update
         return self._compiled[key]
 
     def _numbers_of(self, rule: Rule, work: Work) -> Tensor:
-        """The settings of each weight's group: float64, [numbers, weights], on its device.
+        """Returns the settings of each weight's group: float64, [numbers, weights], on its device.
 
-        Made anew only where one of them is another number; a tensor is read where it is.
+        Makes them anew only where one of them is another number; reads a tensor where it is.
         """
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         given = [[number(group, name) for group in groups] for name in rule.numbers]
         values = [[0.0 if isinstance(x, Tensor) else float(x) for x in row] for row in given]
         device = work.weights[0].device
@@ -176,8 +147,8 @@ class TwoPassStep:
         return numbers
 
     def _measure(self, rule: Rule, work: Work) -> Any:
-        """The first pass: what it found, the factor that clips, and what updates take."""
-        max_norm, norm_type = self._max_norm, self._norm_type
+        """Makes the first pass: what it found, the factor that clips, and what updates take."""
+        max_norm, norm_type = self.max_norm, self.norm_type
         dtype = work.weights[0].dtype
 
         def measure(
@@ -191,17 +162,14 @@ class TwoPassStep:
                 found_inf = overflow_flag(grads)
             if max_norm is not None:
                 norm = total_norm(grads, norm_type)
-                factor = clip_factor(norm, max_norm)
-                if found_inf is not None:
-                    # Unclipped on overflow, so that infinities and NaNs can still be counted.
-                    factor = factor.masked_fill(found_inf != 0, 1.0)
+                factor = clip_factor(norm, max_norm, found_inf)
             return found_inf, norm, factor, scalars
 
         return measure
 
     def _update(self, rule: Rule, flags: tuple[Any, ...]) -> Any:
-        """The second pass."""
-        writes_grads = self._writes_grads
+        """Makes the second pass."""
+        writes_grads = self.writes_grads
 
         def update(
             weights: list[Tensor],
@@ -214,7 +182,8 @@ class TwoPassStep:
             found_inf: Tensor | None,
         ) -> None:
             for i, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-                unscaled = _multiplied(_multiplied(grad, inv_scale), factor)
+                unscaled = grad if inv_scale is None else grad * inv_scale
+                unscaled = unscaled if factor is None else unscaled * factor
                 new, new_states = rule.update(weight, unscaled, states[i], scalars[:, i], flags[i])
                 new = _unless(found_inf, weight, new)
                 for state, value in zip(states[i], new_states, strict=True):
@@ -231,9 +200,9 @@ class TwoPassStep:
 def _split(
     weights: list[Tensor], lows: list[list[Tensor]]
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """The copies that an update writes itself, and weights with those that are written after it.
+    """Returns the copies that an update writes, and weights with those that are written after it.
 
-    On a CPU those are the copies that are laid out in another way than their weights, such as a
+    On a CPU the latter are copies that are laid out in another way than their weights, such as a
     convolution's: next to one, inductor updates in the small tiles that are turned in registers,
     3 times as slowly as all in a row.
     """
@@ -250,14 +219,8 @@ def _lay_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
         low.copy_(weight)
 
 
-def _mark(work: Work, weights: list[Tensor], lows: list[list[Tensor]]) -> None:
-    """Say that all that a step writes stays where it is, should it be compiled now."""
-    states = [state for states in work.states for state in states]
-    mark_kept_in_place([*weights, *states, *(low for some in lows for low in some)])
-
-
-def _multiplied(grad: Tensor, factor: Tensor | None) -> Tensor:
-    return grad if factor is None else grad * factor
+def _all(lists: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for tensors in lists for tensor in tensors]
 
 
 def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
@@ -265,24 +228,24 @@ def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
 
 
 def overflow_flag(grads: list[Tensor]) -> Tensor:
-    """1.0 if one of some gradients is not finite, else 0.0: float32, 0-dim."""
+    """Returns 1.0 if one of the gradients is not finite, else 0.0: float32, 0-dim."""
     are_finite = torch.stack([grad.isfinite().all() for grad in grads])
     return are_finite.all().logical_not().to(torch.float32)
 
 
 def total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradients as one vector, of ops that inductor fuses."""
-    norms = [torch.linalg.vector_norm(widen(g), norm_type) for g in grads if g.numel()]
+    """Returns the norm of all gradients as one vector, by ops that inductor fuses."""
+    norms = [torch.linalg.vector_norm(upcast(g), norm_type) for g in grads if g.numel()]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm
 
 
 def gathered(optimizer: Any, rule: Rule) -> Work | None:
-    """All that a step reads and writes; None where something is missing."""
+    """Gathers all that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
-        group_flags = rule.flags(group)
-        names = rule.states(group_flags)
+        group_flags = rule.flags_of(group)
+        names = rule.states_with(group_flags)
         for weight in group["params"]:
             if weight.grad is None:
                 continue
@@ -295,14 +258,12 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
             counts.extend(found[len(names) :])
             groups.append(index)
             flags.append(group_flags)
-    grads = [weight.grad for weight in weights]
-    return Work(weights, grads, states, counts, tuple(groups), tuple(flags))
+    return Work(weights, grads_of(weights), states, counts, tuple(groups), tuple(flags), rule)
 
 
 def _fits(work: Work) -> bool:
-    """Whether all is dense, of one dtype that is not low, and on one device."""
-    tensors = [*work.weights, *work.grads, *(s for states in work.states for s in states)]
-    if not any(grad.numel() for grad in work.grads) or any_dtensor(tensors):
+    """Returns whether all is dense, of one dtype that is not low-precision, and on one device."""
+    if not any(grad.numel() for grad in work.grads):
         return False
     first = work.weights[0]
     return (
@@ -312,24 +273,119 @@ def _fits(work: Work) -> bool:
             tensor.layout is torch.strided
             and tensor.dtype is first.dtype
             and tensor.device == first.device
-            and type(tensor) in (Tensor, torch.nn.Parameter)
-            for tensor in tensors
+            and type(tensor) in (Tensor, torch.nn.Parameter)  # not sharded
+            for tensor in (*work.weights, *work.grads, *_all(work.states))
         )
     )
 
 
 def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
-    """The step counters: float64, [weights], on the weights' device; one of them if none count."""
+    """Returns the step counters: float64, [weights], on their device; one 0 if none count."""
     if not counts:
         return numbers.new_zeros(())
     return torch.stack(counts).to(numbers, non_blocking=True)
 
 
 def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
-    """Count a step, unless it was skipped."""
-    if not counts:
-        return
-    if found_inf is None:
+    """Counts a step, unless it was skipped."""
+    if counts and found_inf is None:
         torch._foreach_add_(counts, 1)
-        return
-    torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
+    elif counts and found_inf is not None:
+        torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
+
+
+def compile_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    write_grads: bool = False,
+    **compile_options: Any,
+) -> PlainStep:
+    """Makes one call out of clipping gradients, stepping, and casting the weights again.
+
+    Use it to train in bfloat16 or float32; with a scaler use `GradScaler.compile_step`. The call
+    gives the numbers of ``torch.nn.utils.clip_grad_norm_`` and ``optimizer.step()``, within
+    roundings, in two passes over memory. It writes the low-precision copies of weights that amp_fx
+    keeps, so that the next forward finds them fresh::
+
+        compiled = torch.compile(model, backend="amp_fx")
+        step = amp_fx.compile_step(optimizer, max_norm=1.0)
+        for inputs, targets in data:
+            optimizer.zero_grad()
+            loss_fn(compiled(inputs), targets).backward()
+            step()
+
+    Adam, AdamW and SGD take two passes, with any of their settings but `differentiable`, on dense
+    float32 or float64 weights on one device, a CPU or CUDA, from the second step on: the first
+    makes the optimizer's state. Everything else runs eagerly: those two functions, one after the
+    other. A warning says so if an optimizer never takes two passes.
+
+    Gradients that are not finite reach the weights, as they do without this.
+
+    Args:
+        optimizer: what to step.
+        max_norm: clip gradients to this norm; None does not clip.
+        norm_type: the order of the norm.
+        write_grads: whether gradients are clipped where they lie, too, which writes 4 bytes more
+            for each. Otherwise `.grad` is afterwards what the backward left.
+        compile_options: for torch.compile.
+
+    Raises:
+        ScalerTypeError: this is not an optimizer, or its step needs a closure.
+        ScalerValueError: `max_norm` is negative or not a number.
+    """
+    two_pass = TwoPassStep(
+        arguments.optimizer(optimizer),
+        writes_grads=write_grads,
+        compile_options=compile_options,
+        **arguments.optional_clipping(max_norm, norm_type),
+    )
+    return PlainStep(two_pass)
+
+
+class PlainStep:
+    """Clips and steps; `compile_step` returns it. Call it once per update.
+
+    Attributes:
+        norm: the norm of the gradients at the last call, before clipping: 0-dim. None without
+            `max_norm`.
+    """
+
+    def __init__(self, two_pass: TwoPassStep) -> None:
+        """Compiles nothing yet."""
+        self.norm: Tensor | None = None
+        self._two_pass = two_pass
+        self._has_warned = False
+
+    def __call__(self) -> Any:
+        """Clips and steps.
+
+        Returns:
+            What the optimizer's step returns; None from two passes.
+        """
+        two_pass, optimizer = self._two_pass, self._two_pass.optimizer
+        work = two_pass.work()
+        if work is not None:
+            _, self.norm = two_pass(work)
+            return None
+        if not self._has_warned and rule_of(optimizer) is None:
+            self._has_warned = True
+            warnings.warn(
+                f"steps of {type(optimizer).__name__} run eagerly: two passes are for "
+                "torch's own Adam, AdamW and SGD, without hooks.",
+                stacklevel=2,
+            )
+        if two_pass.max_norm is not None:
+            params = params_of(optimizer)
+            self.norm = clip_grad_norm_(params, two_pass.max_norm, two_pass.norm_type)
+        return optimizer.step()
+
+
+def _refuse_needed_closure(optimizer: Any) -> None:
+    """Raises if an optimizer's step cannot do without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ScalerTypeError(
+            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+        )

@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     States = Sequence[Tensor]
+    Flags = tuple[str, ...]
     New = tuple[Tensor, list[Tensor]]
 
 
 class Rule(NamedTuple):
-    """How an optimizer updates weights.
+    """Says how an optimizer updates weights.
 
     Attributes:
         numbers: names of the settings of a group that are numbers; they may change at any time.
-        flags: of a group, what decides on the ops of an update.
-        states: names of what a weight has in the optimizer's state, given the flags.
+        flags: names of the settings that decide on the ops of an update; set if they are not 0.
+        states: names of what a weight has in the optimizer's state, and with which flag; "" always.
         counts: whether there is a step counter besides.
         scalars: from the counters after the step, float64 of shape [weights], and the numbers,
             float64 of shape [numbers, weights]: what updates take, [scalars, weights].
@@ -38,15 +39,23 @@ class Rule(NamedTuple):
     """
 
     numbers: tuple[str, ...]
-    flags: Callable[[dict[str, Any]], tuple[Any, ...]]
-    states: Callable[[Any], tuple[str, ...]]
+    flags: tuple[str, ...]
+    states: dict[str, str]
     counts: bool
     scalars: Callable[[Tensor, Tensor], Tensor]
-    update: Callable[[Tensor, Tensor, States, Tensor, Any], New]
+    update: Callable[[Tensor, Tensor, States, Tensor, Flags], New]
+
+    def flags_of(self, group: dict[str, Any]) -> Flags:
+        """Returns which flags a group has set."""
+        return tuple([name for name in self.flags if group.get(name)])
+
+    def states_with(self, flags: Flags) -> list[str]:
+        """Returns the names of the states that a weight has with some flags set."""
+        return [name for name, flag in self.states.items() if not flag or flag in flags]
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """The rule of an optimizer; None for those that there is none for.
+    """Returns the rule of an optimizer; None for those that have none.
 
     Those are optimizers of other classes, with hooks, with a ``step`` of somebody's own, that
     differentiate through the step, or that have tensors for settings other than the learning rate.
@@ -59,7 +68,7 @@ def rule_of(optimizer: Any) -> Rule | None:
 
 
 def number(group: dict[str, Any], name: str) -> Any:
-    """A setting of a group, a number or a 0-dim tensor."""
+    """Returns a setting of a group, a number or a 0-dim tensor."""
     if name.startswith("beta"):
         return group["betas"][int(name[-1]) - 1]
     return group[name]
@@ -75,26 +84,6 @@ def _is_plain(group: dict[str, Any], rule: Rule) -> bool:
     return all(isinstance(other, Real) for other in others)
 
 
-class _AdamFlags(NamedTuple):
-    amsgrad: bool
-    maximize: bool
-    is_decoupled: bool
-    has_decay: bool
-
-
-def _adam_flags(group: dict[str, Any]) -> _AdamFlags:
-    return _AdamFlags(
-        bool(group["amsgrad"]),
-        bool(group["maximize"]),
-        bool(group.get("decoupled_weight_decay")),
-        group["weight_decay"] != 0,
-    )
-
-
-def _adam_states(flags: _AdamFlags) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if flags.amsgrad else ()))
-
-
 def _adam_scalars(counts: Tensor, numbers: Tensor) -> Tensor:
     lr, beta1, beta2, eps, weight_decay = numbers.unbind()
     step_size = lr / (1 - beta1**counts)
@@ -105,42 +94,20 @@ def _adam_scalars(counts: Tensor, numbers: Tensor) -> Tensor:
     )
 
 
-def _adam(
-    weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: _AdamFlags
-) -> tuple[Tensor, list[Tensor]]:
+def _adam(weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: Flags) -> New:
     rest1, beta2, rest2, correction, eps, step_size, kept, weight_decay = scalars.unbind()
-    if flags.maximize:
+    if "maximize" in flags:
         grad = -grad
-    if flags.has_decay and flags.is_decoupled:
+    if "weight_decay" in flags and "decoupled_weight_decay" in flags:
         weight = weight * kept
-    elif flags.has_decay:
+    elif "weight_decay" in flags:
         grad = grad + weight_decay * weight
     first = torch.lerp(states[0], grad, rest1)
     second = states[1] * beta2 + rest2 * grad * grad
-    largest = torch.maximum(states[2], second) if flags.amsgrad else second
+    largest = torch.maximum(states[2], second) if "amsgrad" in flags else second
     denominator = largest.sqrt() / correction + eps
     weight = weight + step_size * first / denominator
-    return weight, [first, second, *([largest] if flags.amsgrad else [])]
-
-
-class _SGDFlags(NamedTuple):
-    maximize: bool
-    has_decay: bool
-    has_momentum: bool
-    nesterov: bool
-
-
-def _sgd_flags(group: dict[str, Any]) -> _SGDFlags:
-    return _SGDFlags(
-        bool(group["maximize"]),
-        group["weight_decay"] != 0,
-        group["momentum"] != 0,
-        bool(group["nesterov"]),
-    )
-
-
-def _sgd_states(flags: _SGDFlags) -> tuple[str, ...]:
-    return ("momentum_buffer",) if flags.has_momentum else ()
+    return weight, [first, second, *([largest] if "amsgrad" in flags else [])]
 
 
 def _sgd_scalars(counts: Tensor, numbers: Tensor) -> Tensor:  # noqa: ARG001
@@ -148,36 +115,34 @@ def _sgd_scalars(counts: Tensor, numbers: Tensor) -> Tensor:  # noqa: ARG001
     return torch.stack([-lr, momentum, 1 - dampening, weight_decay])
 
 
-def _sgd(
-    weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: _SGDFlags
-) -> tuple[Tensor, list[Tensor]]:
+def _sgd(weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: Flags) -> New:
     step_size, momentum, rest, weight_decay = scalars.unbind()
-    if flags.maximize:
+    if "maximize" in flags:
         grad = -grad
-    if flags.has_decay:
+    if "weight_decay" in flags:
         grad = grad + weight_decay * weight
-    if not flags.has_momentum:
+    if "momentum" not in flags:
         return weight + step_size * grad, []
     buffer = states[0] * momentum + rest * grad
-    grad = grad + momentum * buffer if flags.nesterov else buffer
+    grad = grad + momentum * buffer if "nesterov" in flags else buffer
     return weight + step_size * grad, [buffer]
 
 
 _ADAM = Rule(
-    ("lr", "beta1", "beta2", "eps", "weight_decay"),
-    _adam_flags,
-    _adam_states,
-    True,
-    _adam_scalars,
-    _adam,
+    numbers=("lr", "beta1", "beta2", "eps", "weight_decay"),
+    flags=("amsgrad", "maximize", "decoupled_weight_decay", "weight_decay"),
+    states={"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
+    counts=True,
+    scalars=_adam_scalars,
+    update=_adam,
 )
 _SGD = Rule(
-    ("lr", "momentum", "dampening", "weight_decay"),
-    _sgd_flags,
-    _sgd_states,
-    False,
-    _sgd_scalars,
-    _sgd,
+    numbers=("lr", "momentum", "dampening", "weight_decay"),
+    flags=("maximize", "weight_decay", "momentum", "nesterov"),
+    states={"momentum_buffer": "momentum"},
+    counts=False,
+    scalars=_sgd_scalars,
+    update=_sgd,
 )
 _RULES: dict[type, Rule] = {
     torch.optim.Adam: _ADAM,

@@ -15,7 +15,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_fx
-from amp_fx.grad_scaler import host_scale
+from amp_fx.grad_scaler import loss_scale
 from amp_fx.grad_scaler.compiled_step import _as_tensor
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
 
@@ -115,8 +115,8 @@ def test_reads_nothing(
         reads.append(value)
         return float(value.item())
 
-    monkeypatch.setattr(host_scale, "peek", lambda _: None)
-    monkeypatch.setattr(host_scale, "wait_for", count)
+    monkeypatch.setattr(loss_scale, "peek", lambda _: None)
+    monkeypatch.setattr(loss_scale, "wait_for", count)
     counter = CompileCounterWithBackend("eager")
     train(optimizer_name, max_norm=max_norm, is_compiled=True, backend=counter)
     # One in the first step, which makes the optimizer's state; the others are this test's own.

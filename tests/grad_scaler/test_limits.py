@@ -14,7 +14,7 @@ import torch
 
 import amp_fx
 from amp_fx import errors
-from amp_fx.grad_scaler import host_scale
+from amp_fx.grad_scaler import loss_scale
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads
 
 
@@ -63,7 +63,7 @@ def test_a_scale_that_only_the_device_knows_raises_the_ceiling(
 ) -> None:
     run = Run(init_scale=8.0, growth_interval=1, max_scale=16.0)
     run.scaler.scale(torch.ones(()))
-    monkeypatch.setattr(host_scale, "peek", lambda _: None)
+    monkeypatch.setattr(loss_scale, "peek", lambda _: None)
     run.scaler.update(torch.tensor(64.0))
     assert run.iterate(False) == 64.0
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
-from amp_fx.grad_scaler import host_scale, predicated, reports
+from amp_fx.grad_scaler import eager_step, loss_scale, reports
 from amp_fx.tables.presets import torch_version
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
 
@@ -40,7 +40,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: Tensor) -> None:
         return None
 
-    monkeypatch.setattr(host_scale, "peek", unknown)
+    monkeypatch.setattr(loss_scale, "peek", unknown)
 
 
 class Capturable(torch.optim.Adam):
@@ -189,7 +189,7 @@ def test_a_capturable_step_copies_a_part_at_a_time(
     """Parameters, moments and counters of as many parameters as fit; with a hook, of all."""
     adam = sys.modules["torch.optim.adam"]  # which torch.optim hides
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda **_: ["cpu"])
-    monkeypatch.setattr(predicated, "MOST_ELEMENTS", 24)
+    monkeypatch.setattr(eager_step, "MOST_ELEMENTS", 24)
     results = []
     calls: list[None] = []
     for may_split in (True, False):
@@ -240,12 +240,13 @@ class Device:
 def test_the_bound_of_the_scale_follows_any_device_with_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_scale, "module_with_events", lambda _: Device)
+    monkeypatch.setattr(loss_scale, "module_with_events", lambda _: Device)
     monkeypatch.setattr(torch, "empty", without_pinning(torch.empty))
-    on_host = host_scale.HostScale(64.0)
+    on_host = loss_scale.HostScale(64.0)
     scale = torch.tensor(64.0)
     for _ in range(40):
-        on_host.follow_update(scale, 0.5, None)
+        on_host.expect_update(scale, 0.5, 0.0, skipped=None)
+        on_host.follow_update(scale, 0.0)
     assert on_host.lower_bound >= 64.0 * 0.5**3
     assert on_host.seen == 64.0
 
@@ -260,5 +261,5 @@ def without_pinning(empty: Any) -> Any:
 def test_which_devices_have_events() -> None:
     with FakeTensorMode():
         scales = {d: torch.empty((), device=d) for d in ("cpu", "cuda", "xpu", "mps")}
-    found = {d: host_scale.module_with_events(scale) for d, scale in scales.items()}
+    found = {d: loss_scale.module_with_events(scale) for d, scale in scales.items()}
     assert found == {"cpu": None, "cuda": torch.cuda, "xpu": torch.xpu, "mps": None}

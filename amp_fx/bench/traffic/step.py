@@ -22,7 +22,8 @@ from amp_fx.bench.traffic.counting import Counter
 from amp_fx.bench.traffic.pretend import can_pretend, pretend_cuda
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.predicated import params_with_grads, written_tensors
+from amp_fx.grad_scaler.eager_step import written_tensors
+from amp_fx.grad_scaler.gradients import params_with_grads
 from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, stacked
 from amp_fx.grad_scaler.update_rules import rule_of
 
