@@ -2,7 +2,7 @@
 
 A recording asks and holds what one of ``cudagraph_trees`` does. It compares the addresses of static
 inputs in each replay, and copies other inputs. Results lie where they lay before. It holds results
-that are static inputs.
+that are static inputs, and asks static inputs for their storages when it is made.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ class Graph:
         model: The generated code.
         static: The inputs whose addresses stay.
         num_recordings: How often it was recorded: first, and when a static input lay elsewhere.
-        num_replays: How often it was run without being recorded.
         num_copied: How many inputs each replay copies.
     """
 
     model: Callable[[list[Any]], Any]
     static: Sequence[int]
     num_recordings: int = 0
-    num_replays: int = 0
     num_copied: int = 0
     addresses: dict[int, int] = dataclasses.field(default_factory=dict)
     inputs: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -50,11 +48,12 @@ class Graph:
             self.addresses = addresses
             self.inputs = {i: x.detach().clone() for i, x in tensors.items() if i not in addresses}
             self.num_copied = len(self.inputs)
+            for i in addresses:
+                tensors[i].untyped_storage().data_ptr()  # Python's object of it stays
         for i, mine in self.inputs.items():
             given[i] = mine.copy_(given[i])
         found = self.model(given)
         if is_recorded:
-            self.num_replays += 1
             self._give(found)
         else:
             self.num_recordings += 1

