@@ -56,6 +56,14 @@ def test_ops_that_the_cpu_lacks_for_low_dtypes_are_computed_in_float32() -> None
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
 
 
+def test_products_that_give_another_dtype_take_matrices_of_one() -> None:
+    x = torch.randn(4, 4, device="cuda")
+    low = x.bfloat16()
+    assert torch.mm(low, low, out_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="input dtypes must be the same"):
+        torch.mm(low, x, out_dtype=torch.float32)
+
+
 def test_autocast_casts_by_cudas_table() -> None:
     x = torch.randn(4, 4, device="cuda")
     with torch.autocast("cuda", torch.float16):
