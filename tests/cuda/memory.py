@@ -89,6 +89,19 @@ class Random:
 RANDOM = Random()
 
 
+WAITING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+"""Ops of which the host needs numbers to go on, beside copies."""
+
+
+def _tell_of_waiting() -> None:
+    """Warns or raises as ``torch.cuda.set_sync_debug_mode`` asks for."""
+    mode = torch.cuda.get_sync_debug_mode()
+    if mode == 1:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    elif mode == 2:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
 class Kernel:
     """In the place of one of CUDA's kernels: computes an op of CUDA tensors on the host.
 
@@ -109,6 +122,8 @@ class Kernel:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the op."""
+        if self._waits(args, kwargs):
+            _tell_of_waiting()
         with unwatched():
             call = _Call(args, kwargs)
             if self.notes_writes:
@@ -118,6 +133,14 @@ class Kernel:
             call.adopt_resized()
             wanted = self._wanted(args, kwargs) if self.has_new_results else None
             return call.on_device(found, wanted)
+
+    def _waits(self, args: Any, kwargs: Any) -> bool:
+        """Whether the host waits for CUDA's kernel: it asks for numbers, or copies at once."""
+        if self.op is not torch.ops.aten.copy_.default:
+            return self.op in WAITING
+        target, source = args[:2]
+        is_queued = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return target.device != source.device and not is_queued
 
     def _found(self, call: _Call) -> Any:
         """The results on the host; where the CPU wants float32, of inputs that are widened."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,21 @@ def test_writes_are_seen_as_those_of_cudas_kernels() -> None:
     assert engine.watched(weight)
     weight.data.add_(1)
     assert not engine.watched(weight)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "wait", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: x.copy_(torch.ones(()))]
+)
+def test_waiting_for_the_device_can_be_made_an_error(wait: Any) -> None:
+    x = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x.mul_(2).copy_(torch.ones(()), non_blocking=True)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_events_of_streams_have_happened() -> None:

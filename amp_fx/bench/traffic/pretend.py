@@ -105,6 +105,7 @@ class _NoStream:
 
 def _replace_questions() -> None:
     """Answers what torch, Dynamo and inductor ask about CUDA."""
+    stream = _NoStream()
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -122,7 +123,8 @@ def _replace_questions() -> None:
         "is_bf16_supported": True,
         "is_tf32_supported": True,
         "is_current_stream_capturing": False,
-        "current_stream": _NoStream(),
+        "current_stream": stream,
+        "default_stream": stream,
         "get_device_properties": PROPERTIES,
         "get_device_capability": CAPABILITY,
         "get_device_name": PROPERTIES.name,
