@@ -7,7 +7,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch test-cuda-code clean
+.PHONY: demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
+	test-cuda-code test-gpu-emulated clean
 
 # Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
@@ -82,6 +83,14 @@ test-cuda-code:
 	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest tests/cuda $(ARGS)
+
+# The tests for a GPU, on the same emulated device, but for those of streams, CUDA graphs and the
+# allocator.
+test-gpu-emulated:
+	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
+	AMP_FX_GPU_TRIAL=emulated TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+		$(OTHER)/bin/python -m pytest -o filterwarnings=default \
+		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,compiled_step frozen grad_scaler weight_cache writes)))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

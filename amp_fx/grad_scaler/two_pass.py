@@ -291,7 +291,8 @@ def _count(counts: list[Tensor], found_inf: Tensor | None) -> None:
     if counts and found_inf is None:
         torch._foreach_add_(counts, 1)
     elif counts and found_inf is not None:
-        torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype))
+        # Without alpha torch takes the tensor for a number, and waits for its value.
+        torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype), alpha=1)
 
 
 def compile_step(

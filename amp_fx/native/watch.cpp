@@ -675,7 +675,18 @@ bool is_read(PyObject* object) { // as an object, a tensor or a view, by a backw
     return std::any_of(items, items + PyTuple_GET_SIZE(object), is_read);
   }
   const at::Tensor* tensor = plain_tensor(object);
-  return tensor == nullptr || tensor->use_count() > 1 || tensor->storage().use_count() > 1;
+  if (tensor == nullptr || tensor->use_count() > 1) {
+    return true;
+  }
+  const c10::Storage& storage = tensor->storage();
+#if HAS_HOOK
+  // Python's object of a storage holds it as long as that lives, also where nobody holds the object.
+  PyObject* shown = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+  const bool is_shown_to_nobody = shown != nullptr && Py_REFCNT(shown) == 1;
+  return storage.use_count() > (is_shown_to_nobody ? 2 : 1);
+#else
+  return storage.use_count() > 1;
+#endif
 }
 
 // reusable(kepts) -> each value whose memory may be written, since nobody can be reading it;

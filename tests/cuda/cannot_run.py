@@ -1,4 +1,4 @@
-"""What cannot be run on the device in the host's memory, and where amp_fx differs, with reasons."""
+"""What cannot be run on the device in the host's memory, with reasons."""
 
 from __future__ import annotations
 
@@ -82,11 +82,3 @@ CANNOT_RUN: dict[str, Reason] = {
     "unravel_index": Reason("takes integers alone", "integer dtype"),
 }
 """By op; all others run."""
-
-
-DIFFERS: dict[str, str] = {
-    "nn_functional_linear_cross_entropy_chunked_none-bare-bfloat16": (
-        "not explained yet: of mixed inputs, one loss of eight is another by one unit"
-    ),
-}
-"""Test id in ``test_parity_ops.py`` -> why amp_fx differs from eager autocast."""

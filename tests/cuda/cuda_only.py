@@ -107,10 +107,15 @@ def attention(
 
 
 def with_dtype(op: Any) -> Any:
-    """A product that gives another dtype than its inputs have, as its sums are before rounding."""
+    """A product that gives another dtype than its inputs have, as its sums are before rounding.
+
+    CUDA's kernels refuse matrices of two dtypes (``ATen/native/cuda/Blas.cpp``).
+    """
 
     def product(*args: Any, **kwargs: Any) -> Any:
         *inputs, dtype = args
+        if inputs[-2].dtype != inputs[-1].dtype:
+            raise RuntimeError("input dtypes must be the same")
         given = [x.to(dtype) if isinstance(x, Tensor) else x for x in inputs]
         return op(*given, **kwargs)
 

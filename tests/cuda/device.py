@@ -20,7 +20,6 @@ def start() -> None:
     code for it; here comes what is needed to run that code.
     """
     pretend_cuda()
-    memory.library().install_device()
     memory.install()
     _seed_the_device()
     _attend()

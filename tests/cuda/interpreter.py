@@ -187,6 +187,7 @@ LIBDEVICE: dict[str, Callable[..., torch.Tensor]] = {
     "log10": torch.log10,
     "log1p": torch.log1p,
     "log2": torch.log2,
+    "mul_rn": torch.mul,
     "nearbyint": torch.round,
     "pow": torch.pow,
     "rint": torch.round,

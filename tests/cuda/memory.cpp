@@ -5,14 +5,9 @@
 // write; `note_write` asks for one.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -20,66 +15,7 @@
 namespace {
 
 using c10::Device;
-using c10::DeviceIndex;
 using c10::DeviceType;
-using c10::Stream;
-
-// One device with streams and events. Kernels run at once, so that every event has happened.
-struct HostDevice final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  static Stream& current() {
-    thread_local Stream stream(Stream::DEFAULT, Device(DeviceType::CUDA, 0));
-    return stream;
-  }
-  Device exchangeDevice(Device) const override { return getDevice(); }
-  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-  Stream getStream(Device) const noexcept override { return current(); }
-  Stream getDefaultStream(Device) const override {
-    return Stream(Stream::DEFAULT, getDevice());
-  }
-  Stream getNewStream(Device, int = 0) const override {
-    static std::atomic<c10::StreamId> next{1};
-    return Stream(Stream::UNSAFE, getDevice(), next++);
-  }
-  Stream exchangeStream(Stream stream) const noexcept override {
-    std::swap(current(), stream);
-    return stream;
-  }
-  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
-};
-
-// What the rest of torch asks of CUDA. Memory that is pinned for it is like any other of the host's.
-struct HostHooks final : at::CUDAHooksInterface {
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return false; }
-  void init() const override {}
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  int getNumGPUs() const override { return 1; }
-  long versionCuDNN() const override { return 91000; }
-  long versionRuntimeCuDNN() const override { return 91000; }
-  bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-};
-
-// Puts the device in the place of any that was there. Torch's hooks are made once and handed out by
-// reference; they have no data members, so that another class of them is another table of functions.
-void install_device() {
-  static HostDevice device;
-  static HostHooks hooks;
-  auto& installed = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
-  std::memcpy(reinterpret_cast<void*>(&installed), reinterpret_cast<void*>(&hooks), sizeof(void*));
-  c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&device);
-}
 
 // Owners of the bytes that CUDA storages show, by address. They are not the contexts of the pointers,
 // which are the addresses: so the pointers look like those of CUDA's own allocator.
@@ -155,7 +91,6 @@ bool is_same_memory(const at::Tensor& left, const at::Tensor& right) {
 } // namespace
 
 TORCH_LIBRARY(amp_fx_host_memory, library) {
-  library.def("install_device() -> ()", &install_device);
   library.def("on_cuda(Tensor tensor) -> Tensor", &on_cuda);
   library.def("on_host(Tensor tensor) -> Tensor", &on_host);
   library.def("note_write(Tensor tensor) -> ()", &note_write);

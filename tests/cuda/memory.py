@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from amp_fx.native import build
 from tests.cuda import cuda_only
 from tests.weights.cuda_like import LIST_WRITES
 
@@ -39,22 +37,10 @@ not_compiled: Any = torch.compiler.disable
 
 @functools.cache
 def library() -> Any:
-    """Loads the ops of ``memory.cpp``, built on first use; relies on inductor's ``CppBuilder``."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    versions = f"{torch.__version__} {torch.__file__} {sys.executable}".encode()
-    key = hashlib.sha256(SOURCE.read_bytes() + versions).hexdigest()[:16]
-    folder = Path(cache_dir()) / "amp_fx" / f"memory-{key}-{os.getpid()}"
-    finished = folder.with_name(f"memory-{key}.so")
-    if not finished.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        options = CppTorchOptions(warning_all=False)
-        options._libraries += ["c10", "torch", "torch_cpu"]
-        builder = CppBuilder("memory", str(SOURCE), options, str(folder))
-        builder.build()
-        Path(builder.get_target_file_path()).replace(finished)
-    torch.ops.load_library(finished)  # type: ignore[no-untyped-call]
+    """Loads the ops of ``memory.cpp``, which are built on first use."""
+    name = "amp_fx_host_memory"
+    built = build.find(name, SOURCE) or build.start(name, SOURCE).result()
+    torch.ops.load_library(built)  # type: ignore[no-untyped-call]
     return torch.ops.amp_fx_host_memory
 
 
@@ -103,6 +89,19 @@ class Random:
 RANDOM = Random()
 
 
+WAITING = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default})
+"""Ops of which the host needs numbers to go on, beside copies."""
+
+
+def _tell_of_waiting() -> None:
+    """Warns or raises as ``torch.cuda.set_sync_debug_mode`` asks for."""
+    mode = torch.cuda.get_sync_debug_mode()
+    if mode == 1:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    elif mode == 2:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
 class Kernel:
     """In the place of one of CUDA's kernels: computes an op of CUDA tensors on the host.
 
@@ -123,6 +122,8 @@ class Kernel:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the op."""
+        if self._waits(args, kwargs):
+            _tell_of_waiting()
         with unwatched():
             call = _Call(args, kwargs)
             if self.notes_writes:
@@ -132,6 +133,14 @@ class Kernel:
             call.adopt_resized()
             wanted = self._wanted(args, kwargs) if self.has_new_results else None
             return call.on_device(found, wanted)
+
+    def _waits(self, args: Any, kwargs: Any) -> bool:
+        """Whether the host waits for CUDA's kernel: it asks for numbers, or copies at once."""
+        if self.op is not torch.ops.aten.copy_.default:
+            return self.op in WAITING
+        target, source = args[:2]
+        is_queued = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return target.device != source.device and not is_queued
 
     def _found(self, call: _Call) -> Any:
         """The results on the host; where the CPU wants float32, of inputs that are widened."""

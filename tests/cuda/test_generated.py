@@ -20,6 +20,7 @@ from tests.cuda import needs
 needs.start()
 
 from tests.cuda import generated  # noqa: E402
+from tests.cuda.cuda_graphs import record_graphs  # noqa: E402
 from tests.cuda.faults import FAULTS  # noqa: E402
 from tests.cuda.nets import NETS, Ran, run  # noqa: E402
 
@@ -89,20 +90,69 @@ def test_bits_of_native_and_near_eager(name: str, is_trained: bool, dtype: torch
 
 
 @pytest.mark.parametrize("options", [{"raise_casts": True}, {"weight_cache": False}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", NETS)
-def test_bits_of_native_with(name: str, options: dict[str, bool]) -> None:
-    dtype = torch.bfloat16
+def test_bits_of_native_with(name: str, dtype: torch.dtype, options: dict[str, bool]) -> None:
     found = ours(name, dtype, True, **options)
     assert found.differing(native(name, dtype, True)) == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", NETS)
-def test_lean_is_near_eager(name: str) -> None:
+def test_lean_is_near_eager(name: str, dtype: torch.dtype) -> None:
     """Residual sums are low under it, which outputs and all gradients see: twice the roundings."""
-    dtype = torch.bfloat16
     expected, found = eager(name, dtype, True), ours(name, dtype, True, policy="lean")
     distances = found.distances(expected).items()
     assert not {n: d for n, d in distances if d > 2 * tolerance(dtype) and not n.endswith(NOISE)}
+
+
+def frozen_by_inductor(model: nn.Module) -> Any:
+    """Compiles the model in each call, as what inductor froze stays as it is after a write."""
+
+    def call(x: torch.Tensor) -> Any:
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(freezing=True):
+            return torch.compile(model)(x)
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("name", NETS)
+def test_bits_of_inductors_freezing(name: str, dtype: torch.dtype) -> None:
+    """Frozen biases are rounded, and unfrozen ones are not; inductor always folds batch norms."""
+    found = ours(name, dtype, False, freezing=True, fold_batch_norm=True)
+    with torch._inductor.config.patch(fallback_random=True):
+        expected = run(NETS[name], frozen_by_inductor, dtype, is_trained=False)
+    assert found.differing(expected) == []
+
+
+@pytest.mark.parametrize(("name", "is_trained"), CASES)
+def test_bits_of_native_in_cuda_graphs(
+    name: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept is a static input: of a forward, only the model's input is copied."""
+    dtype = torch.bfloat16
+    graphs = record_graphs(monkeypatch)
+    found = ours(name, dtype, is_trained, **{"triton.cudagraphs": True})
+    assert graphs[0].num_copied == 1
+    assert found.differing(native(name, dtype, is_trained)) == []
+
+
+RETURNED = pytest.mark.xfail(
+    strict=True,
+    reason="a recording holds what a forward returns for its backward: the store takes it for a"
+    " reader, and makes refreshed copies elsewhere",
+)
+
+
+@pytest.mark.parametrize("is_trained", [pytest.param(True, marks=RETURNED), False])
+def test_a_refresh_leaves_recordings_valid(
+    is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = record_graphs(monkeypatch)
+    ours("mlp", torch.bfloat16, is_trained, **{"triton.cudagraphs": True})
+    assert {graph.num_recordings for graph in graphs} == {1}
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

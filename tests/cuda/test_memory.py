@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_ops_that_the_cpu_lacks_for_low_dtypes_are_computed_in_float32() -> None
     assert found.dtype == torch.bfloat16
     expected = functional.avg_pool3d(x.cpu().float(), 2).bfloat16()
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+def test_products_that_give_another_dtype_take_matrices_of_one() -> None:
+    x = torch.randn(4, 4, device="cuda")
+    low = x.bfloat16()
+    assert torch.mm(low, low, out_dtype=torch.float32).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="input dtypes must be the same"):
+        torch.mm(low, x, out_dtype=torch.float32)
 
 
 def test_autocast_casts_by_cudas_table() -> None:
@@ -124,6 +133,21 @@ def test_writes_are_seen_as_those_of_cudas_kernels() -> None:
     assert engine.watched(weight)
     weight.data.add_(1)
     assert not engine.watched(weight)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "wait", [torch.Tensor.item, torch.Tensor.cpu, torch.nonzero, lambda x: x.copy_(torch.ones(()))]
+)
+def test_waiting_for_the_device_can_be_made_an_error(wait: Any) -> None:
+    x = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        x.mul_(2).copy_(torch.ones(()), non_blocking=True)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_events_of_streams_have_happened() -> None:

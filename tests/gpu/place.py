@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on CUDA; for a trial, on the device that a variable names."""
+"""Where the tests of this folder run: on CUDA; for a trial, where a variable says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,29 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 TRIAL = "AMP_FX_GPU_TRIAL"
-"""Environment variable; ``cpu`` runs there what can run there."""
+"""Environment variable; ``cpu`` runs there what can run there, and ``emulated`` on CUDA tensors in
+the host's memory (``tests/cuda``)."""
 
-DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get(TRIAL, "")
+
+def _device() -> str:
+    trial = os.environ.get(TRIAL, "")
+    if trial == "emulated":
+        from tests.cuda import needs
+
+        needs.start()
+        from tests.cuda import generated
+
+        generated.start()
+    return "cuda" if torch.cuda.is_available() else trial
+
+
+DEVICE = _device()
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs CUDA")]
+ON_CUDA = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
+ON_A_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available() or "pretended" in torch.cuda.get_device_name(),
+    reason="needs a GPU: streams, CUDA graphs or its allocator",
+)
 
 
 def moved(tree: Any) -> Any:

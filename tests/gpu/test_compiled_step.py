@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import amp_fx
-from tests.gpu.place import DEVICE, MARKS
+from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [*MARKS, pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")]
+pytestmark = [*MARKS, ON_CUDA]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -59,7 +59,7 @@ def train(name: str, *, compiles: bool, mode: str | None = None) -> tuple[list[f
     return [loss.item() for loss in losses], scaler
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=ON_A_GPU)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_are_those_of_plain_steps(name: str, mode: str | None) -> None:
     from torch._dynamo.utils import counters
@@ -117,6 +117,7 @@ def counted_waits() -> Iterator[list[str]]:
     found += [str(w.message) for w in caught if "synchroniz" in str(w.message)]
 
 
+@ON_A_GPU
 def test_a_capturable_step_takes_little_more_memory() -> None:
     """Of 40 million parameters a part at a time is copied, for the case of an overflow."""
     params = [nn.Parameter(torch.zeros(2**22, device=DEVICE)) for _ in range(10)]

@@ -12,8 +12,8 @@ from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
-from tests.gpu.place import DEVICE, MARKS
-from tests.gpu.test_writes import ON_CUDA, WRITES, autocast
+from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
+from tests.gpu.test_writes import WRITES, autocast
 from tests.weights.alarms import alarms
 from tests.weights.nets import SIZE, make_net, random
 
@@ -127,7 +127,7 @@ def test_batch_sizes_share_what_is_kept() -> None:
         assert weight_cache.stats().bytes == before
 
 
-@ON_CUDA
+@ON_A_GPU
 def test_values_made_on_one_stream_are_waited_for_on_another() -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net), batch()
@@ -148,7 +148,7 @@ def test_values_made_on_one_stream_are_waited_for_on_another() -> None:
     assert_close(out, expected)
 
 
-@ON_CUDA
+@ON_A_GPU
 def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net), batch()
@@ -167,7 +167,7 @@ def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> 
     del noise
 
 
-@ON_CUDA
+@ON_A_GPU
 def test_what_the_user_captures_makes_its_values_anew() -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net), batch()
@@ -187,7 +187,7 @@ def test_what_the_user_captures_makes_its_values_anew() -> None:
     assert_close(compiled(x), autocast(twin, x))
 
 
-@ON_CUDA
+@ON_A_GPU
 def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
     net, twin = net_and_twin()
     compiled = compiled_of(net, **{"triton.cudagraphs": True})

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 import amp_fx
+from tests.gpu.place import MARKS, ON_CUDA
 from tests.grad_scaler.loops import snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [*MARKS, ON_CUDA]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),

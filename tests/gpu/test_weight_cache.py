@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from tests.gpu.place import MARKS, ON_A_GPU, ON_CUDA
 from tests.weights.alarms import alarms
 from tests.weights.nets import Net, assert_same, make_net, random
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [*MARKS, ON_CUDA]
 
 
 def net_and_twin() -> tuple[Net, Net]:
@@ -53,6 +51,7 @@ def test_optimizers(way: str) -> None:
             assert_same(compiled(batch()), autocast(twin, batch()))
 
 
+@ON_A_GPU
 def test_cuda_graphs_of_inductor_read_refreshed_copies() -> None:
     """``mode="reduce-overhead"``: the copies are static inputs, recorded once."""
     net, twin = net_and_twin()
@@ -69,6 +68,7 @@ def test_cuda_graphs_of_inductor_read_refreshed_copies() -> None:
                     parameter.data.mul_(1.3)
 
 
+@ON_A_GPU
 def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
     """A replay writes weights and asks PyTorch for no pointer."""
     net, twin = net_and_twin()
@@ -84,6 +84,7 @@ def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
             assert_same(compiled(batch()), autocast(twin, batch()))
 
 
+@ON_A_GPU
 @torch.no_grad()
 def test_a_graph_that_the_user_captures_casts_anew() -> None:
     net, twin = net_and_twin()
@@ -104,6 +105,7 @@ def test_a_graph_that_the_user_captures_casts_anew() -> None:
             model.a.weight.data.mul_(1.5)
 
 
+@ON_A_GPU
 @torch.no_grad()
 def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
     net, twin = net_and_twin()

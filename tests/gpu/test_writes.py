@@ -12,14 +12,13 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 import amp_fx
-from tests.gpu.place import DEVICE, MARKS
+from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
 from tests.weights.nets import SIZE, Net, assert_same, make_net, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = MARKS
-ON_CUDA = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
 
 
 def other(i: int) -> torch.Tensor:
@@ -169,7 +168,7 @@ def test_an_optimizers_step_is_noticed(name: str, way: str) -> None:
     assert not torch.equal(before, net.a.weight)
 
 
-@ON_CUDA
+@ON_A_GPU
 @torch.no_grad()
 def test_a_weight_is_held_for_the_stream_that_reads_it() -> None:
     """``record_stream`` and the watch on the storage go together."""

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from amp_fx import native
 from amp_fx.backend import inner
+from amp_fx.weights.engine import has_hook
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
@@ -222,6 +223,17 @@ def test_a_value_is_free_unless_something_holds_it() -> None:
     del value
     assert watch.reusable((kept,)) == [None]
     del view
+    assert watch.reusable((kept,)) == [kept.value]
+
+
+@pytest.mark.skipif(
+    not has_hook(), reason="before torch 2.13 any storage object counts as a reader"
+)
+def test_an_object_of_its_storage_that_nobody_holds_reads_no_value() -> None:
+    _, kept = kept_copy()
+    storage = kept.value.untyped_storage()  # torch keeps Python's object of it from here on
+    assert watch.reusable((kept,)) == [None]
+    del storage
     assert watch.reusable((kept,)) == [kept.value]
 
 

@@ -7,9 +7,6 @@ replaced. Nothing is launched, and no tensor has memory.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import sys
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.errors import OptionError
+from amp_fx.native import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,29 +72,12 @@ def pretend_cuda() -> None:
 
 
 def _install_guard() -> None:
-    ctypes.CDLL(str(_built_guard())).amp_fx_install_guard()
+    name = "amp_fx_guard"
+    library = build.find(name, GUARD) or build.start(name, GUARD).result()
+    ctypes.CDLL(str(library)).amp_fx_install_guard()
     # FakeTensorMode would ask the driver, or put a guard of its own in the place of ours.
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment]
     torch._C._ensureCUDADeviceGuardSet = lambda: None
-
-
-def _built_guard() -> Path:
-    """The path of the library, built on first use; relies on inductor's ``CppBuilder``."""
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    versions = f"{torch.__version__} {torch.__file__} {sys.executable}".encode()
-    key = hashlib.sha256(GUARD.read_bytes() + versions).hexdigest()[:16]
-    folder = Path(cache_dir()) / "amp_fx" / f"guard-{key}-{os.getpid()}"
-    finished = folder.with_name(f"guard-{key}.so")
-    if not finished.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        options = CppTorchOptions(warning_all=False)
-        options._libraries.append("c10")
-        builder = CppBuilder("guard", str(GUARD), options, str(folder))
-        builder.build()
-        Path(builder.get_target_file_path()).replace(finished)
-    return finished
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -124,6 +105,7 @@ class _NoStream:
 
 def _replace_questions() -> None:
     """Answers what torch, Dynamo and inductor ask about CUDA."""
+    stream = _NoStream()
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -141,7 +123,8 @@ def _replace_questions() -> None:
         "is_bf16_supported": True,
         "is_tf32_supported": True,
         "is_current_stream_capturing": False,
-        "current_stream": _NoStream(),
+        "current_stream": stream,
+        "default_stream": stream,
         "get_device_properties": PROPERTIES,
         "get_device_capability": CAPABILITY,
         "get_device_name": PROPERTIES.name,
