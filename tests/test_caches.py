@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from amp_fx import native
+from amp_fx import csrc
 from amp_fx.backend.inner import has_cpp_compiler
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def run(folder: Path, *names: str) -> dict[str, Any]:
     """
     # In an empty folder our C++ would be built first, which takes longer than all the rest.
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    env |= {native.SWITCH: "0"}
+    env |= {csrc.SWITCH: "0"}
     command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

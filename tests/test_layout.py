@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
-    ("errors", "dtypes", "native", "replaced"),
+    ("errors", "dtypes", "csrc", "replaced"),
     ("devices",),
     ("tables",),
     ("policies",),

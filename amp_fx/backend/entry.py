@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx import native
+from amp_fx import csrc
 from amp_fx.backend.added_passes import cache_options, in_cache_keys
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
@@ -81,7 +81,7 @@ def amp_fx(
         OptionError: An option is unknown or has a value that is not allowed.
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
-    native.start()
+    csrc.start()
     parsed = Options.parse(options, mode)
     if parsed.bare_region:
         guard_disabled_region()

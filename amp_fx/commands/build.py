@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from amp_fx import native
+from amp_fx import csrc
+from amp_fx.csrc.build import FOLDER_VARIABLE, cache_folder, find
 from amp_fx.errors import NativeBuildError
-from amp_fx.native.build import FOLDER_VARIABLE, cache_folder, find
 
 EXAMPLES = """\
 examples:
@@ -38,11 +38,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(_: argparse.Namespace) -> int:
     """Builds what is missing and prints where it is; returns 1 if that fails, else 0."""
-    if native.why_off():
-        sys.stderr.write(f"amp_fx build: nothing is built: {native.why_off()}\n")
+    if csrc.why_off():
+        sys.stderr.write(f"amp_fx build: nothing is built: {csrc.why_off()}\n")
         return 1
     try:
-        for name, source in native.parts().items():
+        for name, source in csrc.parts().items():
             _build(name, source)
     except (NativeBuildError, ImportError) as error:
         sys.stderr.write(f"amp_fx build: {error}\n")
@@ -59,7 +59,7 @@ def _build(name: str, source: Path) -> None:
     """
     begin = time.perf_counter()
     found = find(name, source)
-    path = Path(str(native.imported(name, source).__file__))
+    path = Path(str(csrc.imported(name, source).__file__))
     seconds = time.perf_counter() - begin
     if not path.is_relative_to(cache_folder()):
         raise NativeBuildError(f"{cache_folder()} cannot be written ({FOLDER_VARIABLE})")

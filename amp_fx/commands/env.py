@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from amp_fx import __version__, native
+from amp_fx import __version__, csrc
 from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.csrc.build import find
 from amp_fx.devices.processor import bfloat16_units
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.table import piped_width
-from amp_fx.native.build import find
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import autocast_device_types
@@ -121,10 +121,10 @@ def _dot_version() -> str:
 
 def compiled_parts() -> Iterator[tuple[str, str]]:
     """Where the compiled parts are, or what follows if there are none."""
-    for name, source in native.parts().items():
+    for name, source in csrc.parts().items():
         path = find(name, source)
-        if native.why_off():
-            yield source.name, f"not used: {native.why_off()}; {WITHOUT[name]}"
+        if csrc.why_off():
+            yield source.name, f"not used: {csrc.why_off()}; {WITHOUT[name]}"
         elif path is not None:
             yield source.name, str(path)
         elif has_cpp_compiler():

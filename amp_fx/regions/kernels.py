@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.native import load_kernels
+from amp_fx.csrc import load_kernels
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.decide import is_adjustable
 from amp_fx.policies.policy import preset
@@ -186,7 +186,7 @@ def _kernel_before(op: OpOverload, key: str) -> Callable[..., Any] | None:
     """Calls the kernel of an op on an autocast key, which outlives its replacement, if any.
 
     The kernel may wait for the mutex of the cache of casts, whose holder may wait for the GIL:
-    other threads need it let go of (``native/kernels.cpp``).
+    other threads need it let go of (``csrc/kernels.cpp``).
     """
     name: str = op.name()  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):

@@ -1,15 +1,15 @@
-"""The compiled part that watches weights (``native/watch.cpp``)."""
+"""The compiled part that watches weights (``csrc/watch.cpp``)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from amp_fx import native
+from amp_fx import csrc
 
 
 def engine() -> Any:
     """The module with ``Kept``, ``Look`` and the functions on tensors; None if there is none."""
-    return native.load()
+    return csrc.load()
 
 
 def has_hook() -> bool:

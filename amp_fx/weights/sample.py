@@ -2,7 +2,7 @@
 
 When a value is made, some elements of each of its weights are remembered on the device
 (``remember``). Now and then a call of a graph queues one comparison of all its weights on its
-stream; a later call finds the answer on the host. On the CPU ``native/watch.cpp`` does the same
+stream; a later call finds the answer on the host. On the CPU ``csrc/watch.cpp`` does the same
 for one element per call.
 
 A comparison is due in each of the first few calls with some weights, then in every 16th. It finds

@@ -3,10 +3,10 @@
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
 is seen as ever. The step says itself that it writes, and once it has, its copies are those of
-the weights as they then are (``finish_step`` in ``native/watch.cpp``).
+the weights as they then are (``finish_step`` in ``csrc/watch.cpp``).
 
 A copy that a call or a backward may still read is not written: a new one takes its place.
-Where weights cannot be written so (``native/watch.cpp`` is not there, torch has no hook on
+Where weights cannot be written so (``csrc/watch.cpp`` is not there, torch has no hook on
 storages, a CUDA graph is recorded), the step writes them as any other code does, and their
 copies are made again by the next call.
 """

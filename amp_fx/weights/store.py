@@ -1,7 +1,7 @@
 """Stores every value that is computed from weights, each once for the whole process.
 
 An entry holds a value, how to make it, and what its weights were when it was made (``Kept`` in
-``native/watch.cpp``). All graphs and all ``amp_fx.keep`` objects that want the same of the same
+``csrc/watch.cpp``). All graphs and all ``amp_fx.keep`` objects that want the same of the same
 weights share one entry. A value is made again before the first use after a write to any of its
 weights; ``amp_fx.weights.write_signals`` says how writes are noticed. It is made in the same
 memory, so that it keeps its address, unless somebody may still be reading the old one.

@@ -4,7 +4,7 @@ A kept copy is fresh as long as no signal tells otherwise. No single one sees ev
 
 storage
     Somebody asked the weight's storage for a pointer to write through
-    (``native/watch.cpp``). The kernels of plain in-place
+    (``csrc/watch.cpp``). The kernels of plain in-place
     ops do, on ``.data`` and under ``inference_mode`` too, and those of inductor, collectives,
     NumPy, DLPack and ``data_ptr()``. Kernels that take lists do not on accelerators:
     their pointers are ``const_data_ptr`` (``MultiTensorApply.cuh``, the fused optimizers).

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from amp_fx import native, weight_cache
+from amp_fx import csrc, weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker, timing
@@ -216,7 +216,7 @@ def test_compilation_is_timed_in_processes_with_caches_of_their_own(
         return done[0]  # one process will do: each takes seconds to import torch
 
     monkeypatch.setattr(subprocess, "run", spy)
-    monkeypatch.setenv(native.SWITCH, "0")  # not built in the empty cache: 20 seconds
+    monkeypatch.setenv(csrc.SWITCH, "0")  # not built in the empty cache: 20 seconds
     path = tmp_path / "result.json"
     arguments = ("--repeats", "1", "--layers", "1", "--contenders", "amp_fx")
     assert main(["compile-time", *QUICK, *arguments, "--json", str(path)]) == 0

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from amp_fx import native
+from amp_fx import csrc
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.commands import env
 from amp_fx.commands.cli import main
-from amp_fx.native import build
-from tests.native.parts import write_part
+from amp_fx.csrc import build
+from tests.csrc.parts import write_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,10 +22,10 @@ needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Small modules in place of the compiled parts, and where they are kept."""
-    monkeypatch.setattr(native, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
-    monkeypatch.setattr(native, "KERNELS_SOURCE", write_part(tmp_path, "amp_fx_kernels"))
-    monkeypatch.setattr(native._state, "started", {})
-    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.setattr(csrc, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
+    monkeypatch.setattr(csrc, "KERNELS_SOURCE", write_part(tmp_path, "amp_fx_kernels"))
+    monkeypatch.setattr(csrc._state, "started", {})
+    monkeypatch.delenv(csrc.SWITCH, raising=False)
     chosen = tmp_path / "kept"
     monkeypatch.setenv(build.FOLDER_VARIABLE, str(chosen))
     build._private_folder.cache_clear()
@@ -45,7 +45,7 @@ def test_both_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 @needs_compiler
 def test_what_the_compiler_says_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    native.SOURCE.write_text("#error not for this torch\n")
+    csrc.SOURCE.write_text("#error not for this torch\n")
     assert main(["build"]) == 1
     assert "not for this torch" in capsys.readouterr().err
 
@@ -58,16 +58,16 @@ def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(csrc.SWITCH, "0")
     assert main(["build"]) == 1
-    assert f"{native.SWITCH}=0" in capsys.readouterr().err
+    assert f"{csrc.SWITCH}=0" in capsys.readouterr().err
 
 
 @needs_compiler
 def test_env_says_where_they_are() -> None:
-    native.imported("amp_fx_watch", native.SOURCE)
+    csrc.imported("amp_fx_watch", csrc.SOURCE)
     rows = dict(env.compiled_parts())
-    assert rows["amp_fx_watch.cpp"] == str(build.find("amp_fx_watch", native.SOURCE))
+    assert rows["amp_fx_watch.cpp"] == str(build.find("amp_fx_watch", csrc.SOURCE))
     assert "python -m amp_fx build" in rows["amp_fx_kernels.cpp"]
 
 
@@ -76,5 +76,5 @@ def test_env_says_what_follows_without(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dict(env.compiled_parts())["amp_fx_watch.cpp"]
     assert "cannot be built" in row
     assert "cast per call" in row
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert f"{native.SWITCH}=0" in dict(env.compiled_parts())["amp_fx_watch.cpp"]
+    monkeypatch.setenv(csrc.SWITCH, "0")
+    assert f"{csrc.SWITCH}=0" in dict(env.compiled_parts())["amp_fx_watch.cpp"]

@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from amp_fx.native import build
+from amp_fx.csrc import build
 from tests.cuda import cuda_only
 from tests.weights.cuda_like import LIST_WRITES
 

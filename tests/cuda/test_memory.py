@@ -14,7 +14,7 @@ from tests.cuda import needs
 
 needs.start()
 
-from amp_fx import native  # noqa: E402
+from amp_fx import csrc  # noqa: E402
 from tests.cuda.memory import on_cuda, on_host  # noqa: E402
 
 
@@ -125,7 +125,7 @@ def test_out_arguments_without_memory_get_some() -> None:
 
 def test_writes_are_seen_as_those_of_cudas_kernels() -> None:
     """In-place ops ask the storage for a pointer; ops on lists, and reading, do not."""
-    engine = native.load()
+    engine = csrc.load()
     weight = torch.ones(4, 4, device="cuda")
     assert engine.watch(weight)
     _ = weight + weight, weight.cpu(), weight @ weight, on_host(weight)

@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx.csrc import build
 from amp_fx.errors import OptionError
-from amp_fx.native import build
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx import native
+from amp_fx import csrc
 from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.csrc import build
 from amp_fx.errors import NativeBuildError
-from amp_fx.native import build
-from tests.native.parts import write_part
+from tests.csrc.parts import write_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +66,9 @@ def put(folder: Path, content: bytes, digest: str | None = None) -> Path:
 
 def test_built_once_and_found_again(source: Path, folder: Path, compiled: list[Any]) -> None:
     assert build.find(NAME, source) is None
-    first = native.imported(NAME, source)
+    first = csrc.imported(NAME, source)
     assert first.answer == 42
-    assert native.imported(NAME, source).__file__ == first.__file__
+    assert csrc.imported(NAME, source).__file__ == first.__file__
     assert str(build.find(NAME, source)) == first.__file__
     assert len(compiled) == 1
     left = {path.suffix for path in (folder / build.key(source)).iterdir()}
@@ -120,7 +120,7 @@ def test_a_truncated_library_is_built_again(source: Path) -> None:
     content = whole.read_bytes()
     whole.write_bytes(content[: len(content) // 2])
     assert build.find(NAME, source) is None
-    assert native.imported(NAME, source).answer == 42
+    assert csrc.imported(NAME, source).answer == 42
     assert len(build._libraries(whole.parent, NAME)) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_library_that_cannot_be_imported_is_built_again(
 ) -> None:
     foreign = put(folder / build.key(source), b"of another C library")
     assert build.find(NAME, source) == foreign
-    assert native.imported(NAME, source).answer == 42
+    assert csrc.imported(NAME, source).answer == 42
     assert len(compiled) == 1
     assert not foreign.exists()
 
@@ -156,17 +156,17 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     folder.write_text("a file: no folder can be made here")
     with caplog.at_level(logging.INFO, logger=build.__name__):
-        assert native.imported(NAME, source).answer == 42
+        assert csrc.imported(NAME, source).answer == 42
     assert "for this process alone" in caplog.text
     assert build.find(NAME, source) is not None  # by this process
-    native.imported(NAME, source)
+    csrc.imported(NAME, source)
     assert len(compiled) == 1
 
 
 def test_what_fails_says_what_the_compiler_said(source: Path, folder: Path) -> None:
     source.write_text("no C++ at all")
     with pytest.raises(NativeBuildError, match=r"(?s)amp_fx_tiny\.cpp.*error"):
-        native.imported(NAME, source)
+        csrc.imported(NAME, source)
     assert build.find(NAME, source) is None
     assert [path.suffix for path in (folder / build.key(source)).iterdir()] == [".lock"]
 
@@ -179,14 +179,14 @@ def test_without_a_compiler(source: Path, folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(NativeBuildError, match="no compiler"):
         build.start(NAME, source)
     assert not [*(folder / build.key(source)).iterdir()]
-    monkeypatch.setattr(native, "SOURCE", source)
-    native.start()  # says nothing: load does
-    assert native.load.__wrapped__() is None
+    monkeypatch.setattr(csrc, "SOURCE", source)
+    csrc.start()  # says nothing: load does
+    assert csrc.load.__wrapped__() is None
 
 
 def test_one_line_says_what_is_built(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        native.imported(NAME, source)
+        csrc.imported(NAME, source)
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(lines) == 1
     assert f"building {NAME}.cpp" in lines[0]
@@ -222,34 +222,34 @@ def watched(
 ) -> Path:
     """A small module in place of what looks at weights; none is being built."""
     source = write_part(tmp_path, "amp_fx_watch")
-    monkeypatch.setattr(native, "SOURCE", source)
-    monkeypatch.setattr(native._state, "started", {})
-    monkeypatch.delenv(native.SWITCH, raising=False)
+    monkeypatch.setattr(csrc, "SOURCE", source)
+    monkeypatch.setattr(csrc._state, "started", {})
+    monkeypatch.delenv(csrc.SWITCH, raising=False)
     return source
 
 
 def test_start_does_not_wait_and_load_does(
     watched: Path, held: threading.Event, compiled: list[Any]
 ) -> None:
-    native.start()
-    native.start()
+    csrc.start()
+    csrc.start()
     assert build.find("amp_fx_watch", watched) is None
     threading.Timer(0.2, held.set).start()
-    assert native.load.__wrapped__().answer == 42
-    native.start()  # it is there
+    assert csrc.load.__wrapped__().answer == 42
+    csrc.start()  # it is there
     assert len(compiled) == 1
 
 
 @pytest.mark.usefixtures("watched")
 def test_nothing_is_started_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
-    native.start()
-    assert not native._state.started
+    monkeypatch.setenv(csrc.SWITCH, "0")
+    csrc.start()
+    assert not csrc._state.started
 
 
 def test_the_backend_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[None] = []
-    monkeypatch.setattr(native, "start", lambda: started.append(None))
+    monkeypatch.setattr(csrc, "start", lambda: started.append(None))
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="amp_fx", options={"compiler": "eager"})
     compiled(torch.ones(2, 2))
     assert len(started) == 1
@@ -259,11 +259,11 @@ def test_the_backend_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.usefixtures("watched")
 def test_a_fork_does_not_wait_for_threads_that_it_lacks(held: threading.Event) -> None:
-    native.start()
-    with native._state.lock:  # another thread loads
+    csrc.start()
+    with csrc._state.lock:  # another thread loads
         if (child := os.fork()) == 0:
-            is_free = native._state.lock.acquire(blocking=False)
-            os._exit(0 if is_free and not native._state.started else 1)
+            is_free = csrc._state.lock.acquire(blocking=False)
+            os._exit(0 if is_free and not csrc._state.started else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     held.set()
-    assert native.load.__wrapped__().answer == 42
+    assert csrc.load.__wrapped__().answer == 42

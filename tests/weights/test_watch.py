@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
-from amp_fx import native
+from amp_fx import csrc
 from amp_fx.backend import inner
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.kept_cast import Slot
@@ -29,7 +29,7 @@ from tests import needs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-watch: Any = native.load()
+watch: Any = csrc.load()
 pytestmark = needs.WATCH
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -289,7 +289,7 @@ def test_without_the_compiled_part_nothing_is_kept_and_all_is_right() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SWITCHED_OFF],
         cwd=ROOT,
-        env=os.environ | {native.SWITCH: "0"},
+        env=os.environ | {csrc.SWITCH: "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -301,6 +301,6 @@ def test_without_the_compiled_part_nothing_is_kept_and_all_is_right() -> None:
 def test_what_cannot_be_built_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "watch.cpp"
     broken.write_text("no C++")
-    monkeypatch.setattr(native, "SOURCE", broken)
-    monkeypatch.setattr(native._state, "started", {})  # another test may have begun to build
-    assert native.load.__wrapped__() is None
+    monkeypatch.setattr(csrc, "SOURCE", broken)
+    monkeypatch.setattr(csrc._state, "started", {})  # another test may have begun to build
+    assert csrc.load.__wrapped__() is None

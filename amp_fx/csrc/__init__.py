@@ -1,4 +1,4 @@
-"""The compiled parts, built on first use and kept on disk (``amp_fx.native.build``).
+"""The compiled parts, built on first use and kept on disk (``amp_fx.csrc.build``).
 
 ``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL. Where a part cannot
 be built (no compiler, an unknown torch), ``load`` and ``load_kernels`` return None. Weights are
@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.native import build
+from amp_fx.csrc import build
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
