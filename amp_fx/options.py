@@ -30,6 +30,7 @@ OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
 WEIGHT_GRADS = ("autocast", "float32")
 PRODUCTS = ("auto", "low", "wide")
+NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Options:
         products: What low products are computed in on a CPU, under inductor: ``"wide"``, float32
             of the rounded inputs, rounded once at the end; ``"low"``; ``"auto"``: wide where that
             was measured to be faster on this machine (``amp_fx.backend.product_costs``).
+        numerics: How generated code rounds, under inductor. ``"eager"``: every value has the bits
+            of eager autocast, where torch can give them (``amp_fx.backend.inner.numerics_config``);
+            what generated code would compute otherwise runs in ATen's kernels, products are low
+            and the range guard is off. ``"strict"`` and the like: inductor's own, since torch 2.15;
+            what amp_fx adds then changes no bit. None: as inductor is set.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
@@ -94,6 +100,7 @@ class Options:
     fold_batch_norm: bool = False
     weight_grads: str | None = None
     products: str = "auto"
+    numerics: str | None = None
     range_guard: bool = True
     narrow_gathers: bool = True
     raise_casts: bool = False
@@ -130,6 +137,8 @@ class Options:
                 f"mode={parsed['mode']!r} is inductor's; compiler={compiler!r} has none"
             )
         _check_inductor_options(given)
+        if parsed.get("numerics") == "eager":
+            _add_what_eager_means(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
 
     @property
@@ -178,6 +187,7 @@ _CHOICES = {
     "verify": VERIFY,
     "weight_grads": WEIGHT_GRADS,
     "products": PRODUCTS,
+    "numerics": NUMERICS,
 }
 
 
@@ -228,6 +238,23 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
     raise OptionError(f"{name}={value!r} is no list of names of passes")
 
 
+_EAGER = {
+    "products": "low",
+    "range_guard": False,
+    "weight_grads": "autocast",
+    "fold_batch_norm": False,
+}
+"""Values of other options without which numbers are not eager autocast's."""
+
+
+def _add_what_eager_means(parsed: dict[str, Any]) -> None:
+    for name, value in _EAGER.items():
+        if parsed.setdefault(name, value) != value:
+            raise OptionError(
+                f"{name}={parsed[name]!r} changes numbers, which numerics='eager' does not allow"
+            )
+
+
 DISABLE_ENVIRONMENT = "AMP_FX_DISABLE_PASSES"
 
 
@@ -256,6 +283,7 @@ _CONVERT = {
     "fold_batch_norm": _to_bool,
     "weight_grads": _to_choice,
     "products": _to_choice,
+    "numerics": _to_choice,
     "range_guard": _to_bool,
     "narrow_gathers": _to_bool,
     "raise_casts": _to_bool,

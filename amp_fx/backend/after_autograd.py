@@ -21,10 +21,13 @@ from amp_fx.devices.processor import kernels_in_use
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import narrowing
 from amp_fx.graphs.casts import CONVERT
+from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import raise_casts as raising
 from amp_fx.passes import widen_products as widening
+from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
+from amp_fx.tables import generated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +39,7 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types with kernels of ``aten.mm.dtype`` and ``aten.bmm.dtype``."""
 
-_PASSES = (narrowing.__file__, raising.__file__, widening.__file__)
+_PASSES = (*(m.__file__ for m in (generated, keeping, narrowing, raising, widening)),)
 
 
 @functools.cache
@@ -75,6 +78,7 @@ class AfterAutograd(CustomGraphPass):
             float32 results.
         products: ``Options.products``.
         raises_casts: ``Options.raise_casts``.
+        keeps_kernels: Whether ops run by ATen's kernels where generated code has other bits.
         following: A pass of the user's own, which runs after this one.
     """
 
@@ -84,11 +88,13 @@ class AfterAutograd(CustomGraphPass):
         has_wide_grads: bool = False,
         products: str = "low",
         raises_casts: bool = False,
+        keeps_kernels: bool = False,
         following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
         self.products = products
         self.raises_casts = raises_casts
+        self.keeps_kernels = keeps_kernels
         self.following = following
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -98,6 +104,8 @@ class AfterAutograd(CustomGraphPass):
         self.widen_products(graph)
         if self.raises_casts and raise_casts(graph):
             graph.lint()
+        if self.keeps_kernels:
+            keep_eager_kernels(graph)
         if self.following is not None:
             self.following(graph)
 
@@ -115,7 +123,8 @@ class AfterAutograd(CustomGraphPass):
         """
         files = (__file__, *_PASSES)
         measured_on = kernels_in_use() if self.products == "auto" else ()
-        settings = (self.has_wide_grads, self.products, self.raises_casts, measured_on)
+        chosen = (self.has_wide_grads, self.products, self.raises_casts, self.keeps_kernels)
+        settings = (*chosen, measured_on)
         own = (get_hash_for_files(files), *settings)
         if self.following is None:
             return own

@@ -8,6 +8,7 @@ casts: it is compiled and called where weights turn out to change on every call.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from amp_fx.backend.inner import (
     compile_graph,
     compile_with_inductor,
     inductor_config,
+    is_strict,
     uses_inductor,
 )
 from amp_fx.graphs.metadata import SITE
@@ -37,6 +39,7 @@ from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import fx
 
@@ -130,14 +133,15 @@ def compile_freezing(
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _check_alike(graph, aliases, num_inputs)
         after_autograd(options).widen_products(graph.graph)
-        frozen, made = compile_frozen(
-            graph,
-            inputs,
-            aliases,
-            compile_graph,
-            folds_batch_norm=options.fold_batch_norm,
-            **kwargs,
-        )
+        with _plain_epilogues(options):
+            frozen, made = compile_frozen(
+                graph,
+                inputs,
+                aliases,
+                compile_graph,
+                folds_batch_norm=options.fold_batch_norm,
+                **kwargs,
+            )
         call = new_call(frozen, weights, owner=owner, verify=verify, may_give_up=may_give_up)
         if started is not None:
             with unset_fake_temporarily():
@@ -150,6 +154,20 @@ def compile_freezing(
     finally:
         current.clear()  # what is compiled must not hold the weights
         aliases.clear()
+
+
+def _plain_epilogues(options: Options) -> AbstractContextManager[None]:
+    """Keeps what follows a product out of oneDNN's kernels, which round at the end only.
+
+    Relies on inductor's lowering patterns being under ``pattern_matcher``, and on the passes of
+    its freezing not being.
+    """
+    from torch._inductor import config
+
+    if not is_strict(options):
+        return contextlib.nullcontext()
+    patch: AbstractContextManager[None] = config.patch(pattern_matcher=False)
+    return patch
 
 
 def constants_for(example_inputs: Sequence[Any], weights: Iterable[int]) -> dict[int, torch.Tensor]:

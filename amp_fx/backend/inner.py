@@ -16,6 +16,7 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
+from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
@@ -48,11 +49,13 @@ def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
 
 def inductor_config(options: Options) -> dict[str, Any]:
     """The settings of inductor that graphs are compiled with."""
-    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    settings = dict(wrapper.config)
-    if options.has_wide_weight_grads or options.products != "low" or options.raise_casts:
-        from torch._inductor import config
+    from torch._inductor import config
 
+    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    settings = {**numerics_config(options), **wrapper.config}
+    is_eager = options.numerics == "eager"
+    is_any_on = options.has_wide_weight_grads or options.raise_casts or is_eager
+    if is_any_on or options.products != "low":
         name = "post_grad_custom_pre_pass"
         settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
     return settings
@@ -69,10 +72,45 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
 
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,
-        products=options.products,
+        products="low" if is_strict(options) else options.products,
         raises_casts=options.raise_casts,
+        keeps_kernels=options.numerics == "eager",
         following=following,
     )
+
+
+def numerics_config(options: Options) -> dict[str, Any]:
+    """The settings of inductor that the option ``numerics`` stands for.
+
+    ``numerics`` of inductor is there since torch 2.15; before, ``emulate_precision_casts`` rounds
+    where eager code does. Patterns are off under ``"eager"``: they make other ops of several, as
+    attention of its parts; so are other layouts, in which kernels add up in another order. Random
+    numbers are those of eager code.
+    """
+    from torch._inductor import config
+
+    if options.numerics is None:
+        return {}
+    is_eager = options.numerics == "eager"
+    mode = "strict" if is_eager else options.numerics
+    settings: dict[str, Any] = {"numerics": mode}
+    if not hasattr(config, "numerics"):
+        settings = {"emulate_precision_casts": mode in ("strict", "strict_pointwise")}
+    if is_eager:
+        names = ("layout_optimization", "pattern_matcher")
+        settings |= {**dict.fromkeys(names, False), "fallback_random": True}
+    return settings
+
+
+def is_strict(options: Options) -> bool:
+    """Whether generated code is to round as eager code does: here, or for all of a process."""
+    from torch._inductor import config
+
+    if options.numerics is not None:
+        return options.numerics != "default"
+    given = dict(options.inductor)
+    names = ("numerics", "emulate_precision_casts")
+    return any(given.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
@@ -108,7 +146,6 @@ def through_inductor(
     """The same, with collectives left as they are."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
-
     # Inductor's own freezing would take kept copies for constant, and weights.
     with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False), _in_keys(options):
         return compile_fx(  # type: ignore[return-value]
@@ -116,7 +153,19 @@ def through_inductor(
             example_inputs,
             inner_compile=compile_inside,
             config_patches=inductor_config(options),
+            decompositions=_whole_ops(options),
         )
+
+
+def _whole_ops(options: Options) -> dict[Any, Any] | None:
+    """The decompositions that leave ops whole whose kernels are needed; None for inductor's own."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    if options.numerics != "eager":
+        return None
+    with config.patch(fallback_random=True):  # which decides whether dropout is among them
+        return keeping_whole(select_decomp_table())
 
 
 def _in_keys(options: Options) -> contextlib.AbstractContextManager[None]:

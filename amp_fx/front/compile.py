@@ -37,6 +37,7 @@ def compile(  # noqa: A001
     policy: Policy | str | os.PathLike[str] | None = ...,
     output_dtype: str = ...,
     weight_cache: bool = ...,
+    numerics: str | None = ...,
     **torch_compile_kwargs: Any,
 ) -> T: ...
 
@@ -50,6 +51,7 @@ def compile(  # noqa: A001
     policy: Policy | str | os.PathLike[str] | None = ...,
     output_dtype: str = ...,
     weight_cache: bool = ...,
+    numerics: str | None = ...,
     **torch_compile_kwargs: Any,
 ) -> Callable[[T], T]: ...
 
@@ -62,6 +64,7 @@ def compile(  # noqa: A001
     policy: Policy | str | os.PathLike[str] | None = None,
     output_dtype: str = "autocast",
     weight_cache: bool = True,
+    numerics: str | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
     """Compiles a module or a function in mixed precision, with a region around every call.
@@ -87,6 +90,8 @@ def compile(  # noqa: A001
             where a loss follows outside of the region: in float16 it overflows. Tensors in
             containers that ``torch.utils._pytree`` does not know stay as they are.
         weight_cache: Whether casts of weights are kept across calls.
+        numerics: ``"eager"`` asks for the bits of eager autocast from compiled code; see
+            ``amp_fx.options.Options`` for that and for inductor's own modes.
         **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
             may hold those of this backend (``amp_fx.options.Options``) and inductor's.
 
@@ -107,7 +112,7 @@ def compile(  # noqa: A001
     )
     if device_type is not None:
         autocast(device_type, settings.dtype)  # says now what there is to say about it
-    kwargs = _backend_kwargs(weight_cache, dict(torch_compile_kwargs))
+    kwargs = _backend_kwargs(weight_cache, numerics, dict(torch_compile_kwargs))
     if model is None:
         return lambda target: _compile(target, settings, kwargs)
     return _compile(model, settings, kwargs)
@@ -132,7 +137,9 @@ def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> A
     return wrap_module(target, compiled, settings)
 
 
-def _backend_kwargs(weight_cache: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _backend_kwargs(
+    weight_cache: bool, numerics: str | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of torch.compile; its ``mode`` and ``options`` exclude each other there."""
     if "backend" in kwargs:
         raise OptionError(
@@ -140,11 +147,13 @@ def _backend_kwargs(weight_cache: bool, kwargs: dict[str, Any]) -> dict[str, Any
             "backend='amp_fx'; what compiles its graphs is options={\"compiler\": ...}"
         )
     options = dict(kwargs.pop("options", None) or {})
-    for name in ("dtype", "output_dtype", "policy", "weight_cache"):
+    for name in ("dtype", "output_dtype", "policy", "weight_cache", "numerics"):
         if name in options:
             raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.compile itself")
     # The region is around the call: a graph outside of any is meant to be in full precision.
     options |= {"weight_cache": weight_cache, "bare_region": False}
+    if numerics is not None:
+        options["numerics"] = numerics
     mode = kwargs.pop("mode", None)
     if mode is not None:
         options["mode"] = mode

@@ -43,7 +43,8 @@ class Net(nn.Module):
         for kind, layer in zip(self.kinds, self.layers, strict=True):
             y = x[..., None, None] if kind == "convolution" else x
             y = layer(y).flatten(1)
-            x = y / (y.abs().amax() + 1e-3) if kind == "twice" else torch.tanh(y)
+            # No gradient goes through the largest element: roundings decide which ones tie.
+            x = y / (y.abs().amax().detach() + 1e-3) if kind == "twice" else torch.tanh(y)
             if kind == "twice":
                 x = functional.linear(x, layer.weight)
         return x

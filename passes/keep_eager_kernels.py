@@ -1,0 +1,173 @@
+"""Leaves ops to ATen's kernels where generated code rounds otherwise (``numerics="eager"``).
+
+Before:
+    %exp  = aten.exp.default(%x)                     # generated: one rounding off in float32
+    %sum  = aten.sum.dim_IntList(%exp, [-1], True)   # generated: added in another order
+    %y    = aten.div.Tensor(%exp, %sum)              # generated: the same bits
+After: the same graph, with ``%exp`` and ``%sum`` marked for inductor, which calls ATen's kernels.
+
+The graphs are AOTAutograd's. Ops that are made of others are kept whole by ``keeping_whole``, as a
+softmax of exact parts is not ATen's softmax. Left alone on purpose: what moves elements without
+computing any, what compares, integers, and devices other than the CPU, for which inductor's own
+``numerics="strict"`` does the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_fx.tables.generated import EXACT_POWERS, INEXACT, INEXACT_IN_FLOAT32, MOVES, SCALING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+FALLBACK = "should_fallback"
+"""Key of ``node.meta`` by which inductor calls an op's kernel instead of generating code."""
+
+
+def keep_eager_kernels(graph: fx.Graph) -> int:
+    """Marks the nodes that inductor must not generate code for; returns how many there are."""
+    num_marked = 0
+    for node in graph.nodes:
+        if _is_whole(node) and needs_kernel(node.target, _arguments(node)):
+            node.meta[FALLBACK] = True
+            _let_inductor_call(node.target)
+            num_marked += 1
+    return num_marked
+
+
+@functools.cache
+def _let_inductor_call(op: Any) -> None:
+    """Registers the call of an op's kernel, if inductor only knows the op by its decomposition.
+
+    Relies on ``make_fallback`` of ``torch._inductor.lowering``.
+    """
+    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+
+    if op not in lowerings:
+        make_fallback(op, constrain_to_fx_strides, warn=False, override_decomp=True)
+
+
+def keeping_whole(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
+    """Returns a table of decompositions that leaves ops whole whose kernels are needed.
+
+    Relies on ``make_fx`` keeping an op whole whose decomposition returns ``NotImplemented``.
+    """
+    found = {op: _unless_needed(op, function) for op, function in decompositions.items()}
+    return found | {_aten.native_dropout_backward.default: _dropout_backward}
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """As the gradient of eager code's ``x * (mask / (1 - p))`` rounds on the CPU."""
+    return grad * (mask.to(grad.dtype) * scale)
+
+
+def _unless_needed(op: Any, decompose: Callable[..., Any]) -> Callable[..., Any]:
+    def decompose_or_not(*args: Any, **kwargs: Any) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if not needs_kernel(op, leaves):
+            return decompose(*args, **kwargs)
+        is_mixed = len({x.dtype for x in leaves if _is_float(x)}) > 1
+        return NORMS[op](*args, **kwargs) if is_mixed and op in NORMS else NotImplemented
+
+    return decompose_or_not
+
+
+def _norm_of_mixed_dtypes(op: Any) -> Any:
+    """The op of a normalisation, with statistics in float32 where the input is low.
+
+    ATen's CPU kernels give them so if weights are in float32; torch's fake kernels do not know.
+    The same holds for gradients of weights.
+    """
+    schema = str(op._schema).removeprefix("aten::").replace(f".{op._overloadname}(", "(")
+    name = schema.partition("(")[0]
+    _library.define(schema)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        first, *others = op(*args, **kwargs)
+        first = None if first is None else first.to(args[0].dtype)
+        return first, *(None if each is None else each.float() for each in others)
+
+    _library.impl(name, call, "CPU")
+    torch.library.register_fake(f"amp_fx::{name}", fake, lib=_library)
+    return getattr(torch.ops.amp_fx, name).default
+
+
+_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_aten = torch.ops.aten
+NORMS = {
+    op: _norm_of_mixed_dtypes(op)
+    for op in (
+        _aten.native_layer_norm.default,
+        _aten.native_group_norm.default,
+        _aten.native_group_norm_backward.default,
+        _aten._native_batch_norm_legit.no_stats,
+        _aten._native_batch_norm_legit_functional.default,
+        _aten._native_batch_norm_legit_no_training.default,
+    )
+}
+"""What stands for ATen's normalisations of a low input with weights in float32."""
+
+
+def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
+    """Whether only ATen's kernel of an op gives ATen's bits on the CPU.
+
+    Args:
+        op: The op of the dispatcher.
+        arguments: Its arguments: tensors, or fake ones, and numbers.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    floats = list(filter(_is_float, tensors))
+    if not floats or any(each.device.type != "cpu" for each in tensors) or _is_view(op):
+        return False
+    name = op._schema.name.removeprefix("aten::")
+    if name in MOVES or torch.Tag.nondeterministic_seeded in op.tags:  # ``fallback_random`` does
+        return False
+    if torch.Tag.pointwise not in op.tags or name in INEXACT or name.startswith("special_"):
+        return True
+    if any(each.dtype.itemsize > 2 for each in floats):
+        return name in INEXACT_IN_FLOAT32 or _has_inexact_number(name, arguments, torch.float32)
+    return _has_inexact_number(name, arguments, floats[0].dtype)
+
+
+def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether a number among the arguments of an op is one that generated code rounds otherwise."""
+    numbers = [each for each in arguments if isinstance(each, (int, float))]
+    if name == "pow":
+        return not numbers or numbers[-1] not in EXACT_POWERS
+    if name in ("add", "sub", "rsub"):  # the last of three numbers or tensors is ``alpha``
+        return len(arguments) > 2 and arguments[2] not in (1, -1)
+    if name not in SCALING or dtype.itemsize > 2:
+        return False
+    is_scaled = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
+    return is_scaled or any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    return any(each.alias_info is not None for each in op._schema.returns)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a node is an op of the program, and no part of one that was found exact."""
+    made_of = node.meta.get("original_aten", node.target)  # metadata is copied, ops with it
+    return node.op == "call_function" and str(made_of) == str(node.target)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    leaves = tree_leaves((node.args, node.kwargs))
+    return [each.meta.get("val") if isinstance(each, torch.fx.Node) else each for each in leaves]

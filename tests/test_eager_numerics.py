@@ -1,0 +1,228 @@
+"""``numerics="eager"``: what inductor compiles has the bits of eager ``torch.autocast``.
+
+The oracle is the eager program. Outputs, gradients and all state after the run are compared bit
+for bit; the models are those of ``tests.parity``, which has them with the inner compiler "eager".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_fx
+from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.errors import OptionError
+from amp_fx.passes.keep_eager_kernels import needs_kernel
+from tests.parity import oracle
+from tests.parity.cases import CASES
+from tests.parity.families import CASES as ALL
+from tests.parity.oracle import Way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+assert ALL is CASES
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler"),
+]
+
+_TWO_GRAPHS = "two graphs read one weight: gradients of its casts add up in float32, not low"
+TRAINING = {
+    "aliases_stay_aliases": _TWO_GRAPHS,
+    "disabled_function": _TWO_GRAPHS,
+    "graph_break_in_a_loop": _TWO_GRAPHS,
+    "graph_break_in_the_middle": _TWO_GRAPHS,
+    "graph_break_inside_a_region": _TWO_GRAPHS,
+    "two_calls_in_one_region": _TWO_GRAPHS,
+    "dynamic_decoder": "inductor adds up the gradient of an embedding in another order",
+    "gradient_penalty": "AOTAutograd does not differentiate twice",
+    "vmap": "the batched product of a weight's gradient is another one in AOTAutograd's graph",
+    "vmap_of_shared_weight_only": "as vmap",
+}
+INFERENCE = {
+    "flex_attention_in_eval": "inductor has a kernel of its own, eager code a sum of parts",
+    "transformer_encoder_eval": "Dynamo does not capture the fused kernel of eager code",
+}
+"""By case, why it has other bits."""
+FAST = (
+    "attention_with_float_mask_and_dropout",
+    "casts_by_hand",
+    "cross_entropy_losses",
+    "decoder_only_with_tied_weights_and_loss",
+    "lstm_cell",
+    "normalisations",
+    "resnet_and_its_running_stats",
+    "transformer_encoder_norm_first",
+)
+"""The cases that are not slow."""
+
+
+def cases(exceptions: dict[str, str]) -> list[Any]:
+    found = []
+    for name, case in CASES.items():
+        if Way.AMBIENT in case.ways:
+            why = exceptions.get(name)
+            marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
+            marks += [] if name in FAST else [pytest.mark.slow]
+            found.append(pytest.param(name, marks=marks, id=name))
+    return found
+
+
+def compiled(program: Any, **kwargs: Any) -> Any:
+    return torch.compile(program, backend="amp_fx", options={"numerics": "eager"}, **kwargs)
+
+
+def check(name: str, context: Callable[[], Any], *, differentiate: bool) -> None:
+    chosen = CASES[name]
+
+    def run(wrap: Callable[[Any], Any]) -> oracle.Result:
+        torch.manual_seed(oracle.SEED)
+        subject = chosen.build()
+        with context():
+            return oracle.run(subject, torch.bfloat16, wrap, differentiate=differentiate)
+
+    try:
+        expected = run(lambda program: program)
+    except RuntimeError as error:
+        pytest.skip(f"eager code cannot do that: {error}")
+    oracle.reset()
+    actual = run(lambda program: compiled(program, **chosen.compile_options))
+    assert (found := oracle.difference(expected, actual)) is None, found
+
+
+@pytest.mark.parametrize("name", cases(TRAINING | INFERENCE))
+def test_training_has_the_bits_of_eager_code(name: str) -> None:
+    check(name, contextlib.nullcontext, differentiate=True)
+
+
+@pytest.mark.parametrize("name", cases(INFERENCE))
+def test_inference_has_the_bits_of_eager_code(name: str) -> None:
+    check(name, torch.no_grad, differentiate=False)
+
+
+def test_steps_with_float16_and_a_scaler_have_the_bits_of_eager_code() -> None:
+    def train(wrap: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 8))
+        called = wrap(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = amp_fx.GradScaler("cpu", init_scale=2.0**10)
+        for _ in range(4):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.float16):
+                    y = called(torch.randn(16, 32))
+                    loss = functional.cross_entropy(y, torch.randint(8, (16,)))
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    pairs = zip(train(lambda model: model), train(compiled), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_compile_takes_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Softmax(-1)).eval()
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        actual = amp_fx.compile(model, numerics="eager")(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+
+
+def test_frozen_graphs_round_as_strict_native_ones() -> None:
+    """An activation in oneDNN's kernel would be computed before the product is rounded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh()).eval()
+    x = torch.randn(8, 64)
+    amp_fx.weight_cache.clear()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        strict = torch.compile(model, backend="amp_fx", options={"numerics": "strict"})
+        assert torch.equal(strict(x), expected)
+        assert not torch.equal(torch.compile(model, backend="amp_fx")(x), expected)
+    assert amp_fx.weight_cache.stats().bytes > 0  # and it is frozen
+
+
+@pytest.mark.parametrize(
+    "given", [{"products": "wide"}, {"range_guard": True}, {"fold_batch_norm": True}]
+)
+def test_what_changes_numbers_is_refused(given: dict[str, Any]) -> None:
+    options = {"numerics": "eager", **given}
+    with pytest.raises(OptionError, match=next(iter(given))):
+        torch.compile(nn.Linear(2, 2), backend="amp_fx", options=options)(torch.ones(1, 2))
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(OptionError, match="'exact' is not one of"):
+        amp_fx.compile(nn.Linear(2, 2), numerics="exact")
+
+
+def pointwise_ops() -> Iterator[Any]:
+    """Every functional pointwise op of ATen."""
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in getattr(packet, "overloads", list)():
+            op = getattr(packet, overload)
+            is_functional = not op._schema.is_mutable and "out" not in overload
+            if torch.Tag.pointwise in op.tags and is_functional and not name.startswith("special_"):
+                yield op
+
+
+def arguments(op: Any, dtype: torch.dtype, size: int) -> list[Any] | None:
+    """Random arguments; None if some type is not known."""
+    found: list[Any] = []
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if argument.has_default_value() or argument.kwarg_only:
+            break
+        known = {"Tensor": (torch.randn(size) * 3).to(dtype), "number": 0.7, "float": 0.7, "int": 2}
+        if kind not in known:
+            return None
+        found.append(known[kind])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    list(itertools.product((torch.float32, torch.bfloat16, torch.float16), (4099, 5))),
+    ids=str,
+)
+def test_generated_code_has_atens_bits_for_ops_that_count_as_exact(
+    dtype: torch.dtype, size: int
+) -> None:
+    torch.manual_seed(0)
+    chosen = []
+    for op in pointwise_ops():
+        args = arguments(op, dtype, size)
+        if args is None or needs_kernel(op, args):
+            continue
+        try:
+            chosen.append((op, args, op(*args)))
+        except RuntimeError:
+            continue  # not for this dtype
+    assert len(chosen) > 60
+
+    def call(all_args: list[Any]) -> list[Any]:
+        return [op(*args) for (op, _, _), args in zip(chosen, all_args, strict=True)]
+
+    with torch.no_grad():
+        results = compiled(call)([args for _, args, _ in chosen])
+    wrong = [
+        str(op)
+        for (op, _, expected), actual in zip(chosen, results, strict=True)
+        if oracle.leaf_difference(expected, actual)
+    ]
+    assert not wrong
