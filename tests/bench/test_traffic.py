@@ -259,6 +259,16 @@ def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
 
 
 @on_cuda_builds
+def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Path) -> None:
+    """Mamba2 concatenates zeros in each block; in Whisper a weight has a stride of 0."""
+    arguments = ("mamba", "whisper", "--mode", "inference", "--device", "cuda")
+    for row in rows(tmp_path / "out.json", *arguments):
+        further, frozen = row["totals"]["amp_fx, further"], row["totals"][FROZEN]
+        for name in ("num_bytes", "num_launches", "num_layouts"):
+            assert frozen[name] <= further[name], (row["about"], name)
+
+
+@on_cuda_builds
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) -> None:
