@@ -146,7 +146,8 @@ def _is_read_whole(gm: fx.GraphModule, weight: fx.Node) -> bool:
                 node: tree_map_only(torch.Tensor, torch.empty_like, value_of(node))
                 for node in reader.all_input_nodes
             }
-            parts = [own[n] for n in own if storage_id(value_of(n)) == storage_id(value)]
+            tensors = [n for n in own if isinstance(own[n], torch.Tensor)]
+            parts = [own[n] for n in tensors if storage_id(value_of(n)) == storage_id(value)]
             with _Reads({storage_id(p) for p in parts if p.numel() == value.numel()}) as reads:
                 call_target(reader, *map_arg((reader.args, reader.kwargs), own.__getitem__))
         if reads.num_fused:

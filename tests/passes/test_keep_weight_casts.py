@@ -155,6 +155,7 @@ def test_a_bias_that_inductor_adds_behind_the_convolution(
 READS: dict[str, tuple[Callable[..., Any], bool]] = {
     "its norm": (lambda w, _: w.norm(), True),
     "elementwise": (lambda w, _: w * w, True),
+    "with a number": (lambda w, rows: w * rows.size(0), True),
     "sums of its rows": (lambda w, _: w.sum(1), True),
     "through a view": (lambda w, _: torch.sum(w.view(-1) ** 2), True),
     "a part": (lambda w, _: w[:2].sum(), False),
