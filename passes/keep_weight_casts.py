@@ -13,8 +13,9 @@ After (where autograd records the cast; elsewhere the copy is used as it is):
 Every cast is replaced where it stands, so that what was shared stays shared and no
 gradient changes. Left alone on purpose: weights that the graph writes, casts that an
 output or a view handed out may alias, weights with symbolic sizes, regions with
-``cache_enabled=False``, and biases of convolutions on accelerators: inductor adds them in a kernel
-behind the convolution, where their cast costs nothing and a refresh would be one more launch.
+``cache_enabled=False``, and what inductor fuses on accelerators, where a refresh would be one more
+launch. Those are biases of convolutions, which it adds in a kernel behind the convolution, and
+weights in training that a kernel reads whole in their own dtype: it writes the low copy, too.
 """
 
 from __future__ import annotations
@@ -25,16 +26,30 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.metadata import CAPTURED, CAST, KEPT_INPUT, SITE
+from amp_fx.graphs.metadata import CAPTURED, CAST, ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.places import input_path
-from amp_fx.graphs.values import analysis, detect_fake_mode, is_written, set_value, value_of
+from amp_fx.graphs.values import (
+    analysis,
+    call_target,
+    detect_fake_mode,
+    is_written,
+    set_value,
+    storage_id,
+    tensors_in,
+    value_of,
+)
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
 from amp_fx.passes.lay_out_kept_copies import is_convolution
+from amp_fx.passes.low_reads import readers
 from amp_fx.weights.kept_cast import Slot, kept_cast
+from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,6 +77,8 @@ class KeepWeightCasts:
         weights = [name for name, sharing in self.weights if written.isdisjoint(sharing)]
         kept: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         for cast, source in kept_casts(gm, weights):
+            if has_gradient(cast) and _is_read_whole(gm, source):
+                continue
             dtype = value_of(cast).dtype
             if (source, dtype) not in kept:
                 index = placeholders.index(source)
@@ -107,6 +124,52 @@ def _adds_behind(user: fx.Node, cast: fx.Node) -> bool:
         return False
     places = [i for i, argument in enumerate(user.args) if argument is cast]
     return places == [2] and cast not in user.kwargs.values()
+
+
+def _is_read_whole(gm: fx.GraphModule, weight: fx.Node) -> bool:
+    """Whether one of inductor's kernels on an accelerator reads all of a weight in its own dtype.
+
+    Such a kernel reads 4 bytes of each element in float32 and writes 2 of a low copy, which a
+    product reads: 8 in every call. With a kept copy that is 6, and 6 more after an update, so that
+    keeping pays from the fourth call between two updates on.
+    """
+    value = value_of(weight)
+    if value.device.type == "cpu" or is_spread(value):  # the CPU has a variant that casts
+        return False
+    fake_mode = detect_fake_mode(gm.graph)
+    for reader, _ in readers(gm, weight):
+        if not reader.op.startswith("call") or ISLAND.is_on(reader) or inserted_cast(reader):
+            continue
+        with analysis(fake_mode, is_grad_enabled=False):
+            # Tensors of its own: those of the graph know how often they were written.
+            own = {
+                node: tree_map_only(torch.Tensor, torch.empty_like, value_of(node))
+                for node in reader.all_input_nodes
+            }
+            tensors = [n for n in own if isinstance(own[n], torch.Tensor)]
+            parts = [own[n] for n in tensors if storage_id(value_of(n)) == storage_id(value)]
+            with _Reads({storage_id(p) for p in parts if p.numel() == value.numel()}) as reads:
+                call_target(reader, *map_arg((reader.args, reader.kwargs), own.__getitem__))
+        if reads.num_fused:
+            return True
+    return False
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the ops on some storages that inductor generates kernels for."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages, self.num_fused = storages, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _FUSED.intersection(func.tags):
+            given = {storage_id(tensor) for tensor in tensors_in(args, kwargs)}
+            self.num_fused += not self.storages.isdisjoint(given)
+        return func(*args, **(kwargs or {}))
+
+
+_FUSED = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
 
 def add_kept_input(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.backend.inner import compile_graph
 from amp_fx.explanation.records import KernelRecord
+from amp_fx.graphs.traffic import tensor_bytes
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
@@ -86,13 +87,14 @@ def _constant_bytes(node: Any) -> int:
     from torch._inductor.virtualized import V
 
     names = [dep.name for dep in node.read_writes.reads if dep.name in V.graph.constants]
-    sizes = {name: V.graph.constants[name].numel() for name in names}
+    constants = {name: V.graph.constants[name] for name in names}
+    sizes = {name: tensor_bytes(x) // x.element_size() for name, x in constants.items()}
     if isinstance(node, SchedulerNode):
         ranges = [
             int(V.graph.sizevars.optimization_hint(n)) for part in node.get_ranges() for n in part
         ]
         sizes = {n: min(size, names.count(n) * math.prod(ranges)) for n, size in sizes.items()}
-    return sum(size * V.graph.constants[name].element_size() for name, size in sizes.items())
+    return sum(size * constants[name].element_size() for name, size in sizes.items())
 
 
 def _origins_of(node: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from amp_fx.devices.host_copy import HostCopy
 from amp_fx.errors import ScalerValueError
 from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.torch_private import update_scale_
@@ -129,11 +130,11 @@ def adjust(
     return LossScale(scale, growth_tracker, num_overflows)
 
 
-def module_with_events(value: Tensor) -> Any:
-    """Returns the module of a tensor's device if it has streams and events as CUDA has, else None.
+def module_with_queues(value: Tensor) -> Any:
+    """Returns the module of a tensor's device if that copies to the host unwaited for, else None.
 
-    MPS has events, and no copy to the host that is known not to wait: there the bound is not raised
-    again, and steps go on checking gradients once more, unscaled.
+    MPS has no copy that is known not to wait: there the bound is not raised again, and steps go on
+    checking gradients once more, unscaled.
     """
     return torch.get_device_module(value.device) if value.device.type in ("cuda", "xpu") else None
 
@@ -142,15 +143,6 @@ def _is_capturing(module: Any) -> bool:
     """Returns whether kernels are recorded in a graph now; not every torch has graphs for XPU."""
     ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
-
-
-@dataclass
-class _Read:
-    """Holds a copy of the scale on its way to the host, and how far the scale may have shrunk."""
-
-    value: Tensor
-    event: Any
-    shrunk: float = 1.0
 
 
 class HostScale:
@@ -168,25 +160,22 @@ class HostScale:
         """Starts from a scale that was just set; None if only the device knows it."""
         self.lower_bound = 0.0 if value is None else value
         self.seen = value
-        self._read: _Read | None = None
+        self._copy = HostCopy()
+        self._shrunk = 1.0  # how far the scale may have shrunk since a copy was started
 
-    def expect_update(
-        self, scale: Tensor, backoff: float, floor: float, *, skipped: bool | None
-    ) -> bool:
+    def expect_update(self, backoff: float, floor: float, *, skipped: bool | None) -> bool:
         """Lowers the bound for an update to come; returns whether that may go below the floor.
 
         `skipped` says whether a step was skipped; None if only the device knows.
         """
-        read = self._read
-        if read is not None and not _is_capturing(module_with_events(scale)) and read.event.query():
-            self.seen = float(cast("float", read.value.tolist()))
-            self.lower_bound = max(self.lower_bound, self.seen * read.shrunk)
-            read = self._read = None
+        found = self._copy.take()
+        if found is not None:
+            (self.seen,) = found.tolist()
+            self.lower_bound = max(self.lower_bound, cast("float", self.seen) * self._shrunk)
         if skipped is False:
             return self.lower_bound < floor
         self.lower_bound *= backoff
-        if read is not None:
-            read.shrunk *= backoff
+        self._shrunk *= backoff
         return self.lower_bound < floor * _ROUNDING
 
     def follow_update(self, scale: Tensor, floor: float) -> None:
@@ -196,16 +185,8 @@ class HostScale:
             self.lower_bound = self.seen = value
             return
         self.lower_bound = max(self.lower_bound, floor)
-        if self._read is None and self.lower_bound < _LOOK_BELOW:
-            self._start_read(scale)
-
-    def _start_read(self, scale: Tensor) -> None:
-        module = module_with_events(scale)
-        if module is None or _is_capturing(module):
-            return
-        value = torch.empty((), dtype=torch.float32, pin_memory=True)
-        event = module.Event()
-        with module.device(scale.device):
-            value.copy_(scale, non_blocking=True)
-            event.record()
-        self._read = _Read(value, event)
+        if not self._copy.is_under_way and self.lower_bound < _LOOK_BELOW:
+            module = module_with_queues(scale)
+            if module is not None and not _is_capturing(module):
+                self._copy.start(scale)
+                self._shrunk = 1.0

@@ -400,7 +400,7 @@ class GradScaler(torch.amp.GradScaler):
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         limits, on_host = self._limits, self._host_scale
         may_reach_floor = on_host.expect_update(
-            now.scale, self._backoff_factor, limits.floor, skipped=was_skipped
+            self._backoff_factor, limits.floor, skipped=was_skipped
         )
         new = loss_scale.adjust(now, found_inf, factors, limits, may_reach_floor=may_reach_floor)
         self._scale, self._growth_tracker, self._num_overflows = new

@@ -225,12 +225,25 @@ def _freeze(
         for position, weight in weights.items():
             recipes.put(gm, placeholders[position], weight, Weight(position))
         gm.graph = fx_graph_cse(gm.graph)
+        _separate_fills(gm.graph)
         gm.recompile()
         with recipes.following(gm), batch_norm_folding(folds_batch_norm):
             freezing_passes(gm, [example_inputs[i] for i in taken])
             constant_folding.constant_fold(gm)
         record_has_frozen_params(gm)
     return recipes, taken, layout_opt
+
+
+def _separate_fills(graph: fx.Graph) -> None:
+    """Gives every reader of a tensor that is one number throughout a node of its own.
+
+    Inductor computes the number where it is read; what several readers share, ``cat`` among them,
+    it writes to memory first, and then what is concatenated, and then a copy of that.
+    """
+    for fill in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        for reader in list(fill.users)[1:]:
+            with graph.inserting_before(reader):
+                reader.replace_input_with(fill, graph.node_copy(fill))
 
 
 def _drop_constants(gm: fx.GraphModule, but_for: Container[str] = ()) -> None:

@@ -5,10 +5,10 @@ When a value is made, some elements of each of its weights are remembered on the
 stream; a later call finds the answer on the host. On the CPU ``csrc/watch.cpp`` does the same
 for one element per call.
 
-A comparison is due in each of the first few calls with some weights, then in every 16th. It finds
-any write of a whole weight, and of a 64th of a weight that lies in one piece. It finds other
-writes if they happen to change a remembered element: there are 64 of each weight or more, at equal
-distances.
+A comparison is due in each of the first few calls with some weights, then in every 16th, as soon
+as the answer of the one before is there. It finds any write of a whole weight, and of a 64th of a
+weight that lies in one piece. It finds other writes if they happen to change a remembered element:
+there are 64 of each weight or more, at equal distances.
 
 An answer counts only for values that were not made again meanwhile and are fresh when it is read.
 So no write that a signal told of is ever taken for one that was not seen. ``STORE.exclusive``
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from amp_fx.devices.host_copy import HostCopy
 from amp_fx.weights.store import STORE, making_values
 
 if TYPE_CHECKING:
@@ -47,10 +48,14 @@ class Place(tuple["Entry", ...]):
     num_calls = 0
     due = 1
 
+    def __init__(self, _: Iterable[Entry]) -> None:
+        self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
+
     def is_due(self) -> bool:
         """Counts a call; returns whether it is to compare."""
         self.num_calls += 1
-        if self.num_calls < self.due:
+        is_waiting = any(answer.is_under_way for answer in self.answers.values())
+        if is_waiting or self.num_calls < self.due:
             return False
         self.due = self.num_calls + (1 if self.num_calls < FIRST_CALLS else CALLS_BETWEEN)
         return True
@@ -130,8 +135,8 @@ class DeviceSample:
                     for some in _remembered[entry][1]:
                         weight = weights[some.position]
                         groups[weight.device, weight.dtype].append((entry, some, weights))
-            for (device, _), sampled in groups.items():
-                self._under_way.append(_Comparison(device, sampled))
+            for key, sampled in groups.items():
+                self._under_way.append(_Comparison(place.answers[key], sampled))
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
         """The weights that comparisons found changed, by name, as far as these are done."""
@@ -139,8 +144,8 @@ class DeviceSample:
             return []
         try:
             found = []
-            while self._under_way and self._under_way[0].event.query():
-                found += self._under_way.popleft().changed()
+            while self._under_way and (answer := self._under_way[0].answer.take()) is not None:
+                found += self._under_way.popleft().changed(answer)
             return found
         finally:
             self._reading.release()
@@ -152,32 +157,26 @@ class _Comparison:
     It refers to no weight: ``torch.utils.swap_tensors`` refuses tensors with weak references.
 
     Args:
-        device: The device.
+        answer: Takes the answer to the host.
         sampled: The elements, each with its entry and the weights of that.
     """
 
-    def __init__(
-        self, device: torch.device, sampled: Sequence[tuple[Entry, _Some, Weights]]
-    ) -> None:
+    def __init__(self, answer: HostCopy, sampled: Sequence[tuple[Entry, _Some, Weights]]) -> None:
+        self.answer = answer
         self._of = [(weakref.ref(e), e.kept.made, some.position) for e, some, _ in sampled]
         self._lengths = [some.then.numel() for _, some, _ in sampled]
         then = [some.then for _, some, _ in sampled]
         STORE.streams.hold([*(weights[some.position] for _, some, weights in sampled), *then])
         bits = _BITS[then[0].dtype]
         now = torch.cat([some.now(weights) for _, some, weights in sampled])
-        differs = now.view(bits) != torch.cat(then).view(bits)
-        self._answer = torch.empty(
-            differs.size(), dtype=torch.bool, device="cpu", pin_memory=is_pinnable(device)
-        )
-        self._answer.copy_(differs, non_blocking=True)
-        self.event = torch.accelerator.current_stream(device).record_event()
+        self.answer.start(now.view(bits) != torch.cat(then).view(bits))
 
-    def changed(self) -> list[tuple[str, torch.Tensor]]:
+    def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The weights with an element that differs and that no signal told of, by name."""
         found: list[tuple[str, torch.Tensor]] = []
-        if not self._answer.any():
+        if not answer.any():
             return found
-        answers = self._answer.split_with_sizes(self._lengths)
+        answers = answer.split_with_sizes(self._lengths)
         for (ref, made, position), differs in zip(self._of, answers, strict=True):
             entry = ref()
             if entry is not None and differs.any() and entry.kept.made == made:
@@ -216,8 +215,3 @@ _BITS = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
 }
-
-
-def is_pinnable(device: torch.device) -> bool:
-    """Whether copies to the host from a device can be queued: into memory that is pinned."""
-    return device.type != "cpu"

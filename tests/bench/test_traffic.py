@@ -17,7 +17,7 @@ from amp_fx.bench.__main__ import main
 from amp_fx.bench.traffic import command
 from amp_fx.bench.traffic.models import CASES, TINY, Case
 from amp_fx.bench.traffic.pretend import can_pretend
-from amp_fx.bench.traffic.totals import refresh_launches, totals
+from amp_fx.bench.traffic.totals import Totals, refresh_launches, totals
 from amp_fx.bench.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, MARK, NATIVE, count
 
 if TYPE_CHECKING:
@@ -209,6 +209,45 @@ def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
         assert row["cubin_failures"] == {"80": {}, "90": {}}
 
 
+class AddsItsNorm(nn.Linear):
+    """Its weight is read low by the product, and in float32 by a kernel that adds up squares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, and the norm of its weight."""
+        out: torch.Tensor = super().forward(x) + self.weight.norm()
+        return out
+
+
+def totals_on_cuda(case: str, *, trains: bool) -> list[Totals]:
+    """Of a case of this module, natively and with amp_fx, there in the first and further calls."""
+    program = (
+        "import json, sys; from tests.bench.test_traffic import *;"
+        "from amp_fx.bench.traffic.pretend import pretend_cuda; pretend_cuda();"
+        f"case = Case('', lambda: {case}, (256, 256));"
+        f"given = {{'device': 'cuda', 'dtype': torch.bfloat16, 'trains': {trains}}};"
+        "print(json.dumps([count(case, name, **given) for name in (NATIVE, AMP_FX)]))"
+    )
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    native, ours = json.loads(done.stdout.splitlines()[-1])
+    first = [totals(found["first"], found["refreshed"], "cuda") for found in (native, ours)]
+    return [*first, totals(ours["further"], [], "cuda")]
+
+
+@on_cuda_builds
+def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training() -> None:
+    """Without gradients its copy is kept, which a call after a write makes by itself."""
+    weight = 256 * 256
+    native, first, further = totals_on_cuda("AddsItsNorm(256, 256, False)", trains=True)
+    assert first == further
+    assert first.num_bytes <= native.num_bytes
+    assert first.num_launches == native.num_launches
+    native, first, further = totals_on_cuda("AddsItsNorm(256, 256, False)", trains=False)
+    assert first.num_bytes - native.num_bytes == 4 * weight
+    assert native.num_bytes - further.num_bytes == 2 * weight
+
+
 @on_cuda_builds
 def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
     """Three projections and two halves of the feed-forward network, in each of two blocks."""
@@ -217,6 +256,16 @@ def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
     further, frozen = row["totals"]["amp_fx, further"], row["totals"][FROZEN]
     assert further["num_extern"] - frozen["num_extern"] == 2 * (2 + 1)
     assert row["totals"]["frozen, first"]["num_refreshes"] > 0
+
+
+@on_cuda_builds
+def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Path) -> None:
+    """Mamba2 concatenates zeros in each block; in Whisper a weight has a stride of 0."""
+    arguments = ("mamba", "whisper", "--mode", "inference", "--device", "cuda")
+    for row in rows(tmp_path / "out.json", *arguments):
+        further, frozen = row["totals"]["amp_fx, further"], row["totals"][FROZEN]
+        for name in ("num_bytes", "num_launches", "num_layouts"):
+            assert frozen[name] <= further[name], (row["about"], name)
 
 
 @on_cuda_builds

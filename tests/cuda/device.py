@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.bench.traffic.pretend import pretend_cuda
+from amp_fx.bench.traffic import pretend
 from tests.cuda import memory
 from tests.cuda.cuda_only import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @functools.cache
@@ -19,7 +23,7 @@ def start() -> None:
     ``pretend_cuda`` answers what torch, Dynamo and inductor ask about the GPU before they write
     code for it; here comes what is needed to run that code.
     """
-    pretend_cuda()
+    pretend.pretend_cuda()
     memory.install()
     _seed_the_device()
     _attend()
@@ -44,8 +48,18 @@ class Event:
         """Waits for nothing."""
 
     def query(self) -> bool:
-        """Whether it has happened."""
-        return True
+        """Whether it has happened; fails as the events of ``guard.cpp`` do."""
+        return torch.accelerator.current_stream("cuda").record_event().query()
+
+
+@contextlib.contextmanager
+def capture_elsewhere() -> Iterator[None]:
+    """Another thread captures a CUDA graph in the mode ``"global"``: what ends that is an error."""
+    pretend.guard().amp_fx_capture_elsewhere(True)
+    try:
+        yield
+    finally:
+        pretend.guard().amp_fx_capture_elsewhere(False)
 
 
 def _not_acceptable(_: torch.Tensor) -> bool:

@@ -48,6 +48,7 @@ class Part:
         """What to run; the part writes its results to a file of that name.
 
         Warnings are none of its business: a torch that nobody has tested with may have new ones.
+        Nor is pytest-timeout, whose settings ``--strict-config`` refuses where it is not installed.
         """
         if self.kind == "program":
             return [sys.executable, *self.arguments]
@@ -55,6 +56,7 @@ class Part:
             return [sys.executable, *self.arguments, "--json", result]
         options = ["-q", "-rfE", "--tb=short", "-o", "filterwarnings=default"]
         options += ["-p", "no:cacheprovider", f"--junitxml={result}"]
+        options += ["-o", "addopts=--import-mode=importlib"]
         if self.is_parallel and importlib.util.find_spec("xdist") is not None:
             options += ["-n", str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2)))]
         return [sys.executable, "-m", "pytest", *options, *self.arguments]

@@ -181,6 +181,9 @@ def _read_tests(outcome: Outcome, result: Path) -> None:
     outcome.failures = list(_failures(cases))
     num_passed = len(cases) - skipped - len(outcome.failures)
     outcome.detail = f"{num_passed} passed, {len(outcome.failures)} failed, {skipped} skipped"
+    if cases and skipped == len(cases):
+        why = {skip.get("message", "") for case in cases for skip in case.iter("skipped")}
+        outcome.status, outcome.detail = NOT_RUN, "; ".join(sorted(why))
     noted = {
         f"{case.get('name')}: {item.get('name')}": item.get("value")
         for case in cases

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from tests import needs
 from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
 from tests.gpu.test_writes import WRITES, autocast
 from tests.weights.alarms import alarms
@@ -20,7 +20,7 @@ from tests.weights.nets import SIZE, make_net, random
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [*MARKS, pytest.mark.skipif(not has_cpp_compiler(), reason="needs a compiler")]
+pytestmark = [*MARKS, needs.FROZEN_GRAPHS]
 
 IN_PLACE = (
     "in place",

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
+from tests.cuda.cases import cuda_cases
 from tests.gpu.place import DEVICE, MARKS
-from tests.parity import oracle
-from tests.parity.families import CASES
+from tests.parity import families, oracle
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 from tests.parity.test_models import INDUCTOR_CASES, errors
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]
+
+CASES = cuda_cases() if DEVICE == "cuda" else families.CASES
+"""Programs whose regions name the device that they run on: eager mode ignores those of another."""
 
 
 def build(name: str, *, is_exact: bool = False) -> Subject:

@@ -121,6 +121,29 @@ def test_what_tests_say_is_in_the_report(tmp_path: Path) -> None:
     assert "- test_right: waits: 0" in text
 
 
+def test_a_part_of_which_every_test_is_skipped_says_why(tmp_path: Path) -> None:
+    skipped = """
+import pytest
+pytestmark = pytest.mark.skipif(True, reason="needs another torch")
+def test_one(): pass
+def test_two(): pass
+"""
+    (tmp_path / "test_stub.py").write_text(skipped)
+    part = Part("tests", "", "pytest", (str(tmp_path / "test_stub.py"),), 60, needs_cuda=False)
+    found, _ = report(tmp_path, part)
+    assert (found["tests"]["status"], found["tests"]["detail"]) == (NOT_RUN, "needs another torch")
+
+
+def test_parts_need_no_plugin_of_pytests(tmp_path: Path) -> None:
+    """Settings of the tree that are a plugin's are no error where that is not there."""
+    note = tmp_path / "result"
+    [part] = [part for part in PARTS if part.name == "frozen"]
+    command = [*part.command(str(note)), "-p", "no:timeout", "--collect-only"]
+    done = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, check=False)
+    assert "Unknown config option: timeout" not in done.stderr
+    assert done.returncode == 0, done.stdout
+
+
 def written(name: str, kind: str, data: Any) -> Part:
     """A stub that writes what a benchmark would."""
     text = f"import sys; open(sys.argv[2], 'w').write({json.dumps(data)!r})"

@@ -6,10 +6,10 @@ a device: it may not peek, and any read through the dispatcher fails.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import weakref
+from collections import deque
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
+from amp_fx.devices import host_copy
 from amp_fx.grad_scaler import eager_step, loss_scale, reports
 from amp_fx.tables.presets import torch_version
 from tests.grad_scaler.loops import OPTIMIZERS, make_params, set_scaled_grads, snapshot
@@ -212,54 +213,33 @@ def test_a_capturable_step_copies_a_part_at_a_time(
     assert len(calls) == (10 if has_hook else 5)
 
 
-class LateEvent:
-    """An event of a device: what was recorded before it arrives when it is asked a second time."""
-
-    def __init__(self) -> None:
-        self.times_asked = 0
-
-    def record(self) -> None:
-        """Nothing is on any stream."""
-
-    def query(self) -> bool:
-        self.times_asked += 1
-        return self.times_asked > 1
-
-
-class Device:
-    """Stands for ``torch.xpu``, which has no graphs to capture in all torches."""
-
-    Event = LateEvent
-
-    @staticmethod
-    def device(_: torch.device) -> Any:
-        return contextlib.nullcontext()
-
-
-@pytest.mark.usefixtures("_as_on_a_device")
-def test_the_bound_of_the_scale_follows_any_device_with_events(
+def test_the_bound_of_the_scale_follows_copies_that_arrive_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loss_scale, "module_with_events", lambda _: Device)
-    monkeypatch.setattr(torch, "empty", without_pinning(torch.empty))
+    """Of ``torch.xpu``, which has no graphs to capture in all torches: a copy takes two updates."""
+    copies: deque[tuple[Tensor, Tensor]] = deque()
+    monkeypatch.setattr(host_copy, "queue", lambda to, x: copies.append((to, x.clone())))
+    monkeypatch.setattr(loss_scale, "module_with_queues", lambda _: object())
+    monkeypatch.setattr(loss_scale, "peek", lambda _: None)
     on_host = loss_scale.HostScale(64.0)
-    scale = torch.tensor(64.0)
-    for _ in range(40):
-        on_host.expect_update(scale, 0.5, 0.0, skipped=None)
+    scale, bounds, seen = torch.tensor(64.0), [], []
+    for step in range(6):
+        if step % 3 == 2:
+            target, source = copies.popleft()
+            target.copy_(source)
+        on_host.expect_update(0.5, 0.0, skipped=None)
         on_host.follow_update(scale, 0.0)
-    assert on_host.lower_bound >= 64.0 * 0.5**3
-    assert on_host.seen == 64.0
+        bounds.append(on_host.lower_bound)
+        seen.append(on_host.seen)
+        assert len(copies) <= 1
+        scale.fill_(48.0)
+    # A copy says what the scale was when it was started, and each update since may have halved it.
+    assert bounds == [32.0, 16.0, 16.0, 8.0, 4.0, 6.0]
+    assert seen == [64.0] * 5 + [48.0]
 
 
-def without_pinning(empty: Any) -> Any:
-    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:  # noqa: ARG001
-        return empty(*args, **kwargs)
-
-    return make
-
-
-def test_which_devices_have_events() -> None:
+def test_which_devices_copy_to_the_host_unwaited_for() -> None:
     with FakeTensorMode():
         scales = {d: torch.empty((), device=d) for d in ("cpu", "cuda", "xpu", "mps")}
-    found = {d: loss_scale.module_with_events(scale) for d, scale in scales.items()}
+    found = {d: loss_scale.module_with_queues(scale) for d, scale in scales.items()}
     assert found == {"cpu": None, "cuda": torch.cuda, "xpu": torch.xpu, "mps": None}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from amp_fx.backend.pipeline import default_passes, run_passes
-from amp_fx.graphs.values import set_value
-from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind
+from amp_fx.graphs.values import evaluate, set_value, value_of
+from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind, _is_read_whole
 from amp_fx.weights.kept_cast import Slot
 from tests.programs import (
     Captured,
@@ -149,3 +150,42 @@ def test_a_bias_that_inductor_adds_behind_the_convolution(
 ) -> None:
     """Its cast is fused there, on accelerators; ``tests/bench/test_traffic.py`` counts kernels."""
     assert _adds_behind(*convolution_of(device, place)) == is_free
+
+
+READS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "its norm": (lambda w, _: w.norm(), True),
+    "elementwise": (lambda w, _: w * w, True),
+    "with a number": (lambda w, rows: w * rows.size(0), True),
+    "sums of its rows": (lambda w, _: w.sum(1), True),
+    "through a view": (lambda w, _: torch.sum(w.view(-1) ** 2), True),
+    "a part": (lambda w, _: w[:2].sum(), False),
+    "some rows": (lambda w, rows: functional.embedding(rows, w), False),
+    "a product": (lambda w, _: w @ w, False),
+    "by nothing": (lambda w, _: w.view(-1), False),
+}
+
+
+def read_graph(read: Callable[..., Any], device: str) -> tuple[fx.GraphModule, fx.Node]:
+    """A graph that reads a weight so, with values on a device."""
+    gm = fx.symbolic_trace(read)
+    weight, rows = gm.graph.find_nodes(op="placeholder")
+    set_value(weight, torch.empty(4, 4, device=device))
+    set_value(rows, torch.zeros(3, dtype=torch.long, device=device))
+    for node in gm.graph.nodes:
+        if node.op.startswith("call"):
+            set_value(node, evaluate(node))
+    return gm, weight
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("name", READS)
+def test_what_reads_a_weight_whole_may_cast_it_on_accelerators(name: str, device: str) -> None:
+    read, is_whole = READS[name]
+    assert _is_read_whole(*read_graph(read, device)) == (is_whole and device == "meta")
+
+
+def test_looking_for_what_reads_a_weight_whole_writes_no_value_of_the_graph() -> None:
+    gm, weight = read_graph(lambda w, _: w.new_zeros(4, 4).add_(w), "meta")
+    versions = [value_of(node)._version for node in gm.graph.nodes if node.op != "output"]
+    assert _is_read_whole(gm, weight)
+    assert versions == [value_of(n)._version for n in gm.graph.nodes if n.op != "output"]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.backend import freezing
-from amp_fx.weights import keep, kept_call, sample, step_copies
+from amp_fx.devices import host_copy
+from amp_fx.weights import keep, kept_call, step_copies
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import StreamOrder
@@ -27,15 +28,8 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-@dataclasses.dataclass(eq=False)
 class Event:
-    """One whose work is done when the test says so."""
-
-    is_done: bool = False
-
-    def query(self) -> bool:
-        """Whether it is."""
-        return self.is_done
+    """One that nobody asks whether it has happened: that would end captures in other threads."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +58,7 @@ class Accelerator:
         current: The stream that calls come on.
         held: Storages whose memory is kept, by address, with the streams it is kept for.
         is_capturing: Whether what is done now is recorded in a CUDA graph.
+        copies: To the host, which are done when the test says so: targets and what they get.
     """
 
     def __init__(self) -> None:
@@ -71,12 +66,17 @@ class Accelerator:
         self.current = self.streams[0]
         self.held: set[tuple[int, int]] = set()
         self.is_capturing = False
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def queue(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Starts a copy to the host."""
+        self.copies.append((target, source.clone()))
 
     def finish(self) -> None:
         """Does all work that is queued."""
-        for stream in self.streams:
-            for event in stream.recorded:
-                event.is_done = True
+        for target, source in self.copies:
+            target.copy_(source)
+        self.copies.clear()
 
     def is_held(self, tensor: torch.Tensor, stream: Stream) -> bool:
         """Whether the memory of a tensor is kept until a stream has read it."""
@@ -116,7 +116,7 @@ def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         patch.setattr(module, "accelerator_devices", lambda _: (CPU,))
     for module in (kept_call, step_copies):
         patch.setattr(module, "is_capturing", lambda _: pretended.is_capturing)
-    patch.setattr(sample, "is_pinnable", lambda _: False)
+    patch.setattr(host_copy, "queue", pretended.queue)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)
     patch.setattr(torch.Tensor, "record_stream", hold)
     patch.setattr(STORE, "streams", StreamOrder())

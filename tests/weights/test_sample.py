@@ -25,7 +25,7 @@ from tests.weights.accelerator_like import Accelerator, accelerator_like
 from tests.weights.alarms import alarms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = needs.WATCH
 
@@ -191,15 +191,42 @@ def test_elements_lie_at_equal_distances_from_end_to_end(numel: int) -> None:
 # ------------------------------------------------------------------------------ what it costs
 
 
-def test_calls_do_not_wait_and_compare_now_and_then(accelerator: Accelerator) -> None:
+def num_comparisons(call: Callable[[], Any]) -> int:
+    with torch.profiler.profile() as profile:
+        for _ in range(4 * CALLS_BETWEEN):
+            call()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return int(counts["amp_fx::sample"])
+
+
+def test_calls_compare_now_and_then(accelerator: Accelerator) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
     scene.call()
-    profile = torch.profiler.profile()
-    with profile:
-        for _ in range(4 * CALLS_BETWEEN):
-            scene._compiled(*scene.weights)  # nothing that is queued gets done
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["amp_fx::sample"] == FIRST_CALLS + 3
+    assert num_comparisons(scene.call) == FIRST_CALLS + 3
+
+
+def test_calls_do_not_wait_for_an_answer_nor_start_a_second_comparison(
+    accelerator: Accelerator,
+) -> None:
+    scene = Scene(accelerator, weight_of(4, 4))
+    scene.call()
+    assert num_comparisons(lambda: scene._compiled(*scene.weights)) == 1
+    accelerator.finish()
+    assert num_comparisons(lambda: scene._compiled(*scene.weights)) == 1
+
+
+def test_an_answer_that_has_arrived_in_part_is_not_read(accelerator: Accelerator) -> None:
+    scene = Scene(accelerator, weight_of(4, 4))
+    scene.warm(1)
+    scene.arrays[0][:] = 2.0
+    with alarms() as messages:
+        scene.call()
+        ((target, source),) = accelerator.copies
+        target[:-1] = source[:-1]
+        assert scene._compiled(*scene.weights) == [16.0]
+        assert not messages
+        assert scene.call() == [32.0]
+    assert len(messages) == 1
 
 
 def test_an_answer_is_read_when_it_is_there(accelerator: Accelerator) -> None:

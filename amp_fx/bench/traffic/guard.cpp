@@ -7,6 +7,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstring>
@@ -17,6 +18,13 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
+
+// Whether another thread captures a CUDA graph in the mode "global". The driver then refuses to be asked
+// for an event, and to pin memory, and the capture fails.
+std::atomic<bool> captures_elsewhere{false};
+void refuse_during_captures() {
+  TORCH_CHECK(!captures_elsewhere, "CUDA error: operation not permitted when stream is capturing");
+}
 
 // One device with streams and events. Kernels run at once, so that every event has happened.
 struct HostDevice final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
@@ -41,7 +49,10 @@ struct HostDevice final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   }
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void*) const override {
+    refuse_during_captures();
+    return true;
+  }
   void synchronizeEvent(void*) const override {}
   void synchronizeDevice(const DeviceIndex) const override {}
 };
@@ -62,7 +73,10 @@ struct HostHooks final : at::CUDAHooksInterface {
   long versionCuDNN() const override { return 91000; }
   long versionRuntimeCuDNN() const override { return 91000; }
   bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    refuse_during_captures();
+    return c10::GetCPUAllocator();
+  }
 };
 
 } // namespace
@@ -75,4 +89,8 @@ extern "C" void amp_fx_install_guard() {
   // class of them is another table of virtual functions.
   auto& installed = const_cast<at::CUDAHooksInterface&>(at::detail::getCUDAHooks());
   std::memcpy(reinterpret_cast<void*>(&installed), reinterpret_cast<void*>(&hooks), sizeof(void*));
+}
+
+extern "C" void amp_fx_capture_elsewhere(bool is_under_way) {
+  captures_elsewhere = is_under_way;
 }

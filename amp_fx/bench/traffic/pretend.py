@@ -7,6 +7,7 @@ replaced. Nothing is launched, and no tensor has memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,10 +72,15 @@ def pretend_cuda() -> None:
     _use_flash_attention()
 
 
-def _install_guard() -> None:
+@functools.cache
+def guard() -> ctypes.CDLL:
+    """Loads the functions of ``guard.cpp``, which are built on first use."""
     name = "amp_fx_guard"
-    library = build.find(name, GUARD) or build.start(name, GUARD).result()
-    ctypes.CDLL(str(library)).amp_fx_install_guard()
+    return ctypes.CDLL(str(build.find(name, GUARD) or build.start(name, GUARD).result()))
+
+
+def _install_guard() -> None:
+    guard().amp_fx_install_guard()
     # FakeTensorMode would ask the driver, or put a guard of its own in the place of ours.
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment]
     torch._C._ensureCUDADeviceGuardSet = lambda: None

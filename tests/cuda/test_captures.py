@@ -1,0 +1,71 @@
+"""What calls and steps do not do, as it would end a capture of a CUDA graph in another thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from tests.cuda import needs
+
+needs.start()
+
+import amp_fx  # noqa: E402
+from amp_fx import weight_cache  # noqa: E402
+from amp_fx.weights.sample import CALLS_BETWEEN  # noqa: E402
+from tests.cuda.device import capture_elsewhere  # noqa: E402
+from tests.weights.alarms import alarms  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_what_ends_a_capture_is_an_error() -> None:
+    event = torch.accelerator.current_stream("cuda").record_event()
+    other: Any = torch.cuda.Event
+    with capture_elsewhere():
+        for ask in (event.query, other().query, lambda: torch.ones(1).pin_memory()):
+            with pytest.raises(RuntimeError, match="stream is capturing"):
+                ask()
+    assert event.query()
+
+
+def test_samples_are_taken_and_read() -> None:
+    weight_cache.clear()
+    net = nn.Linear(8, 8, device="cuda")
+    options: Any = {"dtype": "bfloat16", "compiler": "eager", "fallback": False}
+    compiled = torch.compile(net, backend="amp_fx", options=options)
+    x = torch.ones(2, 8, device="cuda")
+    alias = from_dlpack(net.weight.detach())
+    with torch.no_grad(), alarms() as messages:
+        for _ in range(3):
+            compiled(x)
+        with capture_elsewhere():
+            for _ in range(CALLS_BETWEEN):
+                compiled(x)
+            assert not messages
+            alias.fill_(2.0)
+            for _ in range(CALLS_BETWEEN + 1):
+                compiled(x)
+    assert len(messages) == 1
+
+
+def test_the_scale_is_seen() -> None:
+    """It falls with each step, and is read again and again once it is small."""
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = amp_fx.GradScaler("cuda", init_scale=512.0, growth_interval=100)
+
+    def step() -> None:
+        weight.grad = torch.full_like(weight, torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaler.scale(torch.ones((), device="cuda"))
+    step()
+    with capture_elsewhere():
+        for _ in range(4):
+            step()
+        assert scaler._host_scale.seen == 32.0
