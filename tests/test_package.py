@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes", "pytest_amp_fx.py")
 
 IMPORT_FROM_TARGET = """
 import importlib.metadata, pathlib, sys

@@ -12,12 +12,15 @@ import torch
 from amp_fx.commands.explain import load, parse_input
 from amp_fx.drawing.draw import FORMATS, check_path, draw
 from amp_fx.errors import OptionError
+from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.entry import accuracy
 from amp_fx.numerics.search import search
 from amp_fx.numerics.search_result import SearchResult
 
 if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
+
+DTYPE_HELP = "bfloat16 or float16, default: autocast's; float16,bfloat16: a verdict on moving"
 
 EXAMPLES = """\
 examples:
@@ -48,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="SHAPE",
         help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
     )
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's of the device")
+    parser.add_argument("--dtype", help=DTYPE_HELP)
     parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
     parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
     parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
@@ -84,10 +87,13 @@ def run(args: argparse.Namespace) -> int:
         inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
     if inputs is None:
         raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
-    options = {"dtype": args.dtype, "policy": args.policy, "scale": args.scale}
-    found: AccuracyReport | SearchResult
+    dtype = tuple(args.dtype.split(",")) if "," in (args.dtype or "") else args.dtype
+    options = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
+    found: AccuracyReport | SearchResult | DtypeChoice
+    report: AccuracyReport
     if args.search is None:
-        found = report = accuracy(step, modules=args.modules, **options)(*inputs)
+        found = accuracy(step, modules=args.modules, **options)(*inputs)
+        report = found.after if isinstance(found, DtypeChoice) else found
     else:
         found = search(step, tolerance=args.search, budget=args.budget, **options)(*inputs)
         report = found.report
@@ -104,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.draw is not None:
         check_path(args.draw)
+    if "," in (args.dtype or "") and args.search is not None:
+        raise OptionError(f"--search takes one dtype, not {args.dtype}")
     if args.save is None:
         return
     if args.search is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.measures import Measures, exponents, heal, measure_float
+from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
 from amp_fx.numerics.repeat import (
     OpFacts,
     below_everything,
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from amp_fx.numerics.places import Site
 
 aten = torch.ops.aten
+
+PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "mul", "convolution", "linear")
+)
+"""Kernels in which a rounded position becomes a wrong angle."""
 
 
 class ShadowedCall:
@@ -269,6 +275,8 @@ class ShadowedCall:
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
+        if is_measured and stage == "forward" and self.facts.name in PRODUCTS:
+            seen.integers = self._rounded_integers()
         is_recorded = is_measured and bool(seen.measures.numel or seen.measures.flips)
         if is_recorded:
             self.mode.record(seen)
@@ -276,6 +284,11 @@ class ShadowedCall:
             entry = self.shadows.note(result)
             entry.origin, entry.error = (seen.index if is_recorded else -1), error
         return seen if is_recorded else None
+
+    def _rounded_integers(self) -> float:
+        """The largest of integers that a low input has rounded; 0 where there are none."""
+        pairs = [(t, self.shadows.of(t)) for t in self.tensors if self.shadows.is_low(t.dtype)]
+        return max((rounded_integers(low, exact) for low, exact in pairs), default=0.0)
 
     def _magnitude(self, before: tuple[Any, Any], shadow: Any) -> float:
         """How large a scalar of the reference is, or what it would be if nothing cancelled."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
 from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 REFERENCES = (torch.float32, torch.float64)
 
 
+@overload
 def accuracy(
     step: Callable[..., Any],
     *,
@@ -41,7 +43,32 @@ def accuracy(
     scale: float = 1.0,
     loss: Callable[[Any], Any] | None = None,
     modules: str | Iterable[str] | None = None,
-) -> Callable[..., AccuracyReport]:
+) -> Callable[..., AccuracyReport]: ...
+
+
+@overload
+def accuracy(
+    step: Callable[..., Any],
+    *,
+    dtype: tuple[torch.dtype | str, torch.dtype | str],
+    policy: Policy | str | os.PathLike[str] | None = None,
+    reference: torch.dtype | str = "float32",
+    scale: float = 1.0,
+    loss: Callable[[Any], Any] | None = None,
+    modules: str | Iterable[str] | None = None,
+) -> Callable[..., DtypeChoice]: ...
+
+
+def accuracy(
+    step: Callable[..., Any],
+    *,
+    dtype: torch.dtype | str | tuple[torch.dtype | str, torch.dtype | str] | None = None,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    reference: torch.dtype | str = "float32",
+    scale: float = 1.0,
+    loss: Callable[[Any], Any] | None = None,
+    modules: str | Iterable[str] | None = None,
+) -> Callable[..., AccuracyReport] | Callable[..., DtypeChoice]:
     """Tells what low precision does to a step: which op hurts, and how much.
 
     ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, with
@@ -59,6 +86,9 @@ def accuracy(
             random direction. A step may call ``backward`` itself. What was compiled is looked
             into, and the settings of ``amp_fx.compile`` hold.
         dtype: What low-precision ops run in; by default autocast's for the device type.
+            Two of them, as in ``("float16", "bfloat16")``, ask what moving from the first to the
+            second would bring: the report is a ``DtypeChoice`` with both reports and a
+            ``verdict``.
         policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
             of a region around the call, else PyTorch's.
         reference: ``"float32"``: the program without autocast; or ``"float64"``, which tells
@@ -80,6 +110,21 @@ def accuracy(
             in a low dtype already, no op takes a floating-point tensor, or there is no tensor
             to begin a backward with.
     """
+    if isinstance(dtype, tuple):
+        both = _both_dtypes(dtype)
+        calls = [
+            accuracy(
+                step,
+                dtype=one,
+                policy=policy,
+                reference=reference,
+                scale=scale,
+                loss=loss,
+                modules=modules,
+            )
+            for one in both
+        ]
+        return lambda *args, **kwargs: DtypeChoice(*(call(*args, **kwargs) for call in calls))
     target, given = unwrap(step, "amp_fx.accuracy")
     asked = Asked(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
@@ -99,6 +144,13 @@ def accuracy(
         return examine(target, asked, args, kwargs)
 
     return accuracy_call
+
+
+def _both_dtypes(dtypes: tuple[Any, ...]) -> tuple[torch.dtype, torch.dtype]:
+    found = [as_dtype(dtype) for dtype in dtypes]
+    if len(found) != 2 or None in found or found[0] == found[1]:
+        raise OptionError(f"dtype={dtypes!r}: give one low dtype, or two different ones")
+    return found[0], found[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -236,3 +236,16 @@ def exponents(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
     sample = flat[:: max(1, flat.numel() // most)]
     sample = sample[(sample != 0) & sample.isfinite()]
     return torch.frexp(sample).exponent
+
+
+def rounded_integers(low: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest element if all are integers and a low dtype has changed some, else 0.
+
+    bfloat16 holds integers up to 2**8, float16 up to 2**11.
+    """
+    first = exact.flatten()[:64] if exact.is_contiguous() else exact
+    if not exact.numel() or not bool((first == first.round()).all()):
+        return 0.0
+    if not bool((exact == exact.round()).all()) or not bool(exact.isfinite().all()):
+        return 0.0
+    return float(exact.abs().max()) if bool((low.to(exact.dtype) != exact).any()) else 0.0

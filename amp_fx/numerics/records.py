@@ -55,6 +55,7 @@ class OpRecord:
         max_abs: The largest absolute value in the reference program.
         norm: The norm (L2) of the result there.
         is_origin: Whether the reference program becomes infinite or NaN here.
+        integers: The largest of integers that enter a product rounded; 0 where none do.
     """
 
     index: int
@@ -88,6 +89,7 @@ class OpRecord:
     max_abs: float
     norm: float
     is_origin: bool
+    integers: float = 0.0
 
     @property
     def amplification(self) -> float:
@@ -166,7 +168,8 @@ class Suspect:
 
     Attributes:
         kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
-            ``"growth"`` (of errors, over several ops of a module) or ``"effect"``.
+            ``"growth"`` (of errors, over several ops of a module), ``"integers"`` (which a
+            product takes rounded, such as positions) or ``"effect"``.
         module: The path of the module; ``*`` stands for the numbers of several alike.
         op: The op to mend, as a policy calls it; by its own name where no policy reaches it.
         stage: ``"forward"`` or ``"backward"``.
@@ -234,6 +237,7 @@ def record_of(seen: Seen) -> OpRecord:
         max_abs=measures.max_abs,
         norm=math.sqrt(measures.shadow_sq),
         is_origin=seen.is_origin,
+        integers=seen.integers,
     )
 
 
@@ -261,6 +265,7 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
         max_abs=max(ours.max_abs, theirs.max_abs),
         norm=math.hypot(ours.norm, theirs.norm),
         is_origin=ours.is_origin or theirs.is_origin,
+        integers=max(ours.integers, theirs.integers),
     )
 
 

@@ -140,7 +140,9 @@ class AccuracyReport:
 
     @property
     def gradient_error(self) -> float:
-        """The relative error (L2) of all gradients together."""
+        """The relative error (L2) of all gradients together; NaN if one of them is in float32."""
+        if any(math.isnan(g.error) or math.isnan(g.norm) for g in self.gradients):
+            return math.nan
         known = [g for g in self.gradients if math.isfinite(g.error)]
         error = math.hypot(*(g.error * g.norm for g in known))
         return relative(error**2, sum(g.norm**2 for g in known))

@@ -200,7 +200,7 @@ def _shadow_run(
         compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
     gradients = backward(mode, loss, floats, request.scale)
-    is_same = None if plain is None or mode.num_healed else plain.loss == low
+    is_same = None if plain is None or mode.num_healed else _is_same(plain.loss, low)
     return Run(
         seen=mode.seen,
         low_loss=plain.loss if plain is not None and mode.num_healed else low,
@@ -214,6 +214,10 @@ def _shadow_run(
         predicted_bytes=plain.num_bytes if plain is not None else 0,
         num_bytes=num_bytes,
     )
+
+
+def _is_same(one: float | None, other: float | None) -> bool:
+    return one == other or (one != one and other != other)
 
 
 def _float_outputs(outputs: Any) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
 from amp_fx.numerics.state import GuardMode, guard_of, modules_of
-from amp_fx.numerics.units import Unit, units_of
+from amp_fx.numerics.units import Unit, faults_of, units_of
 from amp_fx.options import COMPILERS
 from amp_fx.regions.region import autocast
 from amp_fx.tables.presets import torch_version
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
+    from amp_fx.numerics.report import AccuracyReport
     from amp_fx.policies.policy import Policy
 
 
@@ -192,24 +193,44 @@ class _Search:
         found = minimizer.run()
         if found.chosen is None:
             raise self._out_of_reach(found.is_spent)
-        policy = self._policy(found.chosen)
-        value = next(e.value for e in self.history if e.units == tuple(map(str, found.chosen)))
+        chosen = self._with_the_fault(found.chosen, units, report)
+        policy = self._policy(chosen)
+        value = next(e.value for e in self.history if e.units == tuple(map(str, chosen)))
         return SearchResult(
             model=name_of(self.step),
             dtype=dtype_name(self.dtype),
             policy=policy,
-            units=found.chosen,
+            units=chosen,
             num_units=len(units),
             tolerance=self.options.tolerance,
             value=value,
             before=self.history[0].value,
-            is_minimal=found.is_minimal,
+            is_minimal=found.is_minimal and chosen == found.chosen,
             history=tuple(self.history),
             compiler=self.options.compiler,
             compiled_value=self._compiled_value(policy),
             notes=tuple(self.notes),
             report=report,
         )
+
+    def _with_the_fault(
+        self, chosen: tuple[Unit, ...], units: list[Unit], report: AccuracyReport
+    ) -> tuple[Unit, ...]:
+        """Adds the op that overflows first where the set does only by handing it float32.
+
+        That holds as long as nothing turns the stream low in between; naming the op always does.
+        """
+        faults = faults_of(report, units)
+        if not chosen or not faults or set(faults) & {*chosen}:
+            return chosen
+        joined = tuple(u for u in units if u == faults[0] or u in chosen)
+        if len(self.history) >= self.options.budget or not self._does(joined):
+            return chosen
+        self.notes.append(
+            f"{faults[0]} overflows, and is not enough alone; the others do without it only as "
+            "long as their float32 results reach it"
+        )
+        return joined
 
     def _policy(self, units: Sequence[Unit]) -> Policy:
         return with_reasons(self.asked.policy, [(u.module, u.op, u.why) for u in units])

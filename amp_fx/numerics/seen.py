@@ -30,6 +30,7 @@ class Seen:
         effect_sq: The squares of the same, element by element, summed up.
         magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
         is_origin: Whether the reference becomes infinite or NaN here.
+        integers: The largest of integers that enter a product rounded; 0 where none do.
         exponents: Binary exponents of a sample of the shadow, in a low backward.
     """
 
@@ -46,6 +47,7 @@ class Seen:
     effect_sq: float = 0.0
     magnitude: float = 0.0
     is_origin: bool = False
+    integers: float = 0.0
     exponents: torch.Tensor | None = None
 
 

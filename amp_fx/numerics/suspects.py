@@ -102,9 +102,11 @@ def find_suspects(
     return tuple(_without_repetitions(suspects))
 
 
-def _rank(suspect: Suspect) -> tuple[int, float]:
+def _rank(suspect: Suspect) -> tuple[float, float]:
     if suspect.kind == "overflow":
         return (0 if suspect.stage == "forward" else 2), suspect.members[0]
+    if suspect.kind == "integers":  # the cause of what is cancelled after it
+        return 0.5, -suspect.score
     return (1 if suspect.stage == "forward" else 3), -suspect.score
 
 
@@ -129,6 +131,11 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
         yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
+    if node.integers:
+        exact = round(1 / UNIT[node.dtype])
+        why = f"integers up to {node.integers:.0f} enter it rounded: "
+        why += f"{node.dtype} holds all integers up to {exact} only"
+        yield _Finding("integers", node, node, node.integers / exact, why)
     is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
     if is_large and _is_telling(node) and node.index not in graph.chosen:
         yield _cancellation(node, graph)

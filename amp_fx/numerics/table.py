@@ -160,7 +160,9 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
             f"{number(report.predicted_error)}"
         )
     worst = report.worst_gradient
-    if worst is not None:
+    if report.loss is not None and not math.isfinite(report.loss):
+        lines.append(f"the loss is {report.loss}, so there are no gradients to compare")
+    elif worst is not None:
         lines.append(
             f"error of the gradients {number(report.gradient_error)}; the worst is {worst.name}, "
             f"cosine {worst.cosine:.6f}"

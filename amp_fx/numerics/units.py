@@ -49,10 +49,7 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
         report: What was measured.
         keep: Patterns of modules that stay low.
     """
-    groups: dict[tuple[str, str], list[OpRecord]] = {}
-    for node in report.nodes:
-        if node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16"):
-            groups.setdefault((without_numbers(node.module), node.op), []).append(node)
+    groups = _groups(report)
     suspects = [s for s in report.suspects if s.is_mendable]
     reasons = {(without_numbers(s.module.replace("*", "0")), s.op): s.why for s in suspects}
     order = {key: place for place, key in enumerate(reasons)}
@@ -60,6 +57,24 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
     ranked = sorted(kept, key=lambda key: (order.get(key, len(order)), -_weight(kept[key])))
     units = [_unit(kept[key], reasons.get(key, "")) for key in ranked]
     return units, sum(key in reasons for key in ranked)
+
+
+def _groups(report: AccuracyReport) -> dict[tuple[str, str], list[OpRecord]]:
+    groups: dict[tuple[str, str], list[OpRecord]] = {}
+    for node in report.nodes:
+        if node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16"):
+            groups.setdefault((without_numbers(node.module), node.op), []).append(node)
+    return groups
+
+
+def faults_of(report: AccuracyReport, units: Sequence[Unit]) -> list[Unit]:
+    """The units in which something of the forward overflows, the earliest first."""
+    overflows = [s for s in report.suspects if s.kind == "overflow" and s.stage == "forward"]
+    members = {index for suspect in overflows for index in suspect.members}
+    keys = {(without_numbers(n.module), n.op) for n in report.nodes if n.index in members}
+    by_order = {unit.order: unit for unit in units}
+    found = [by_order.get(nodes[0].index) for key, nodes in _groups(report).items() if key in keys]
+    return sorted((u for u in found if u is not None), key=lambda u: u.order)
 
 
 def _is_kept(nodes: Iterable[OpRecord], keep: Sequence[str]) -> bool:

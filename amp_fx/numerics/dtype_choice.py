@@ -1,0 +1,104 @@
+"""``amp_fx.accuracy`` in two low dtypes, and what moving from one to the other would bring."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from amp_fx.numerics.words import number
+
+if TYPE_CHECKING:
+    from amp_fx.numerics.records import Suspect
+    from amp_fx.numerics.report import AccuracyReport
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DtypeChoice:
+    """The reports of one step in two low dtypes.
+
+    Attributes:
+        before: In the dtype that was named first.
+        after: In the other one.
+    """
+
+    before: AccuracyReport
+    after: AccuracyReport
+
+    @property
+    def reports(self) -> tuple[AccuracyReport, AccuracyReport]:
+        """Both."""
+        return self.before, self.after
+
+    @property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Those in the dtype that was named second."""
+        return self.after.suspects
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the second dtype has no suspects, and a finite loss."""
+        problem = self.after.reference_problem is not None
+        loss = self.after.loss
+        return not (self.suspects or problem or (loss is not None and not math.isfinite(loss)))
+
+    @property
+    def verdict(self) -> str:
+        """A sentence on moving from the first dtype to the second."""
+        first, second = self.before.dtype, self.after.dtype
+        move = f"from {first} to {second}"
+        if self.after.reference_problem is not None:
+            return (
+                f"Nothing is known of moving {move}: {self.after.reference} itself is not finite."
+            )
+        errors = (
+            f"the error is {number(_error(self.after))} ({first}: {number(_error(self.before))})"
+        )
+        if self.suspects:
+            count = len(self.suspects)
+            others = f", and {count - 1} more" if count > 1 else ""
+            return f"Do not move {move} before a repair of {self.suspects[0]}{others}; {errors}."
+        if not self.is_safe:
+            return f"Do not move {move}: the loss is {self.after.loss}."
+        why = f"{second} has no suspects"
+        if self.before.suspects:
+            why += (
+                f" where {first} has {len(self.before.suspects)}, first {self.before.suspects[0]}"
+            )
+        return f"Moving {move} is safe for these inputs: {why}; {errors}.{self._scaling()}"
+
+    def _scaling(self) -> str:
+        """What becomes of the scale of the loss."""
+        has_gradients = self.after.gradients and not self.after.is_probed
+        if not has_gradients or self.after.dtype != "float16":
+            return " A gradient scaler is not needed." if has_gradients else ""
+        if self.after.suggested_scale is None:
+            return ""
+        low, high = self.after.suggested_scale
+        return f" Scale the loss by {low:g} to {high:g}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """``verdict``, ``is_safe`` and both reports, as ``AccuracyReport.to_dict`` gives them."""
+        reports = [report.to_dict() for report in self.reports]
+        return {"verdict": self.verdict, "is_safe": self.is_safe, "reports": reports}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """``to_dict`` as JSON text."""
+        import json
+
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        """The verdict, and both reports."""
+        return f"{self.verdict}\n\n{self.before}\n\n{self.after}"
+
+    def __repr__(self) -> str:
+        """The verdict."""
+        return f"<DtypeChoice: {self.verdict}>"
+
+
+def _error(report: AccuracyReport) -> float:
+    """The relative error of the loss, or of the outputs; infinite where it is not finite."""
+    if report.loss is not None and not math.isfinite(report.loss):
+        return math.inf
+    return report.output_error

@@ -1,0 +1,184 @@
+"""What of a report is kept beside a test, and how two such snapshots are compared."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from amp_fx.errors import AccuracyError
+from amp_fx.explanation.table import printed
+from amp_fx.numerics.records import UNIT, as_plain
+from amp_fx.numerics.report import AccuracyReport
+from amp_fx.numerics.words import number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.numerics.records import OpRecord
+
+SCHEMA = 1
+"""The number of the form of a snapshot."""
+FACTOR = 4.0
+"""How much errors may differ. Errors of many elements hardly depend on the machine: it is how often
+a kernel rounds that differs, once or a few times per op. Four is two bits; a wrong dtype between
+bfloat16, float16 and float32 changes an error by eight or more."""
+LEAST_ELEMENTS = 8
+"""Errors of smaller results are a matter of chance."""
+
+_MOVING = ("_to_copy", "clone", "copy_", "_unsafe_view", "unsafe_split", "contiguous")
+"""Kernels that move or cast: how many there are is the torch version's affair."""
+
+Change = tuple[str, str, str, str]
+"""Place, what it is, before, now."""
+
+
+def of(report: Any) -> dict[str, Any]:
+    """The snapshot of a report, as JSON has it.
+
+    Raises:
+        AccuracyError: There are several reports.
+    """
+    if not isinstance(report, AccuracyReport):
+        raise AccuracyError("a snapshot is of one dtype: call check once for each")
+    known = {"loss": report.loss_magnitude or 0.0}
+    chance = math.hypot(*(n.effect_rms for n in report.nodes))
+    found = {
+        "schema": SCHEMA,
+        "torch": torch.__version__,
+        "options": {
+            "model": report.model,
+            "dtype": report.dtype,
+            "device_type": report.device_type,
+            "reference": report.reference,
+            "scale": report.scale,
+        },
+        "loss_error": _ratio(report.error, known["loss"]),
+        "loss_error_by_chance": _ratio(chance, known["loss"]),
+        "output_error": report.output_error,
+        "gradient_error": report.gradient_error,
+        "suspects": sorted({f"{s.module}: {s.op} ({s.stage}, {s.kind})" for s in report.suspects}),
+        "parameters": {g.name: list(g.shape) for g in report.gradients},
+        "modules": _modules(report.nodes),
+    }
+    plain: dict[str, Any] = as_plain(found)
+    return plain
+
+
+def _ratio(value: float | None, whole: float) -> float | None:
+    if value is None or not whole:
+        return value
+    return abs(value) / abs(whole)
+
+
+def _modules(nodes: tuple[OpRecord, ...]) -> dict[str, Any]:
+    """Per module the largest error of its forward, and how often each op ran in which dtype."""
+    found: dict[str, Any] = {}
+    for node in nodes:
+        kernel = node.kernel.removeprefix("aten::")
+        if node.stage != "forward" or kernel in _MOVING:
+            continue
+        module = found.setdefault(node.module, {"error": 0.0, "ops": {}})
+        if node.numel // node.num_batches >= LEAST_ELEMENTS and node.is_float:
+            module["error"] = max(module["error"], node.accumulated)
+        dtypes = module["ops"].setdefault(node.op or node.kernel, {})
+        dtypes[node.dtype] = dtypes.get(node.dtype, 0) + 1
+    return found
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Change]:
+    """What is otherwise: a row each.
+
+    Under another torch version the numbers of kernels and ops that have no name in a policy are
+    not compared: the same program then runs as other kernels.
+
+    Args:
+        old: The committed snapshot.
+        new: That of this run.
+        factor: How many times larger or smaller an error may be.
+    """
+    if old.get("schema") != new["schema"]:
+        return [("", "schema", str(old.get("schema")), str(new["schema"]))]
+    rows = [
+        ("", name, str(old["options"][name]), str(value))
+        for name, value in new["options"].items()
+        if old["options"][name] != value
+    ]
+    rows += [("", "suspect", s, "-") for s in old["suspects"] if s not in new["suspects"]]
+    rows += [("", "suspect", "-", s) for s in new["suspects"] if s not in old["suspects"]]
+    for name in {**old["parameters"], **new["parameters"]}:
+        shapes = [s["parameters"].get(name, "-") for s in (old, new)]
+        if shapes[0] != shapes[1]:
+            rows.append((name, "shape", str(shapes[0]), str(shapes[1])))
+    is_same_torch = _version(old) == _version(new)
+    for name in {**old["modules"], **new["modules"]}:
+        before, after = (s["modules"].get(name, {"ops": {}, "error": None}) for s in (old, new))
+        rows += _op_changes(name, before["ops"], after["ops"], is_same_torch=is_same_torch)
+    return rows + list(_error_changes(old, new, factor))
+
+
+def _version(snapshot: dict[str, Any]) -> list[str]:
+    return str(snapshot["torch"]).split(".")[:2]
+
+
+def _op_changes(
+    module: str, old: dict[str, Any], new: dict[str, Any], *, is_same_torch: bool
+) -> Iterator[Change]:
+    for op in {**old, **new}:
+        before, after = old.get(op, {}), new.get(op, {})
+        is_same = before == after if is_same_torch else "::" in op or {*before} == {*after}
+        if not is_same:
+            yield module or "(outermost)", op, _dtypes(before), _dtypes(after)
+
+
+def _dtypes(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {dtype}" for dtype, count in sorted(counts.items())) or "-"
+
+
+def _error_changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> Iterator[Change]:
+    """Errors; that of the loss is one number, small by chance, and compared with its spread."""
+    unit = UNIT.get(new["options"]["dtype"], 0.0) / 4
+    spread = max(_float(old["loss_error_by_chance"]), unit)
+    if old["loss_error"] is None or new["loss_error"] is None:
+        pairs = [("", "output_error", old["output_error"], new["output_error"], unit)]
+    else:
+        pairs = [("", "loss_error", old["loss_error"], new["loss_error"], spread)]
+    pairs.append(("", "gradient_error", old["gradient_error"], new["gradient_error"], unit))
+    pairs += [
+        (name, "error", old["modules"][name]["error"], new["modules"][name]["error"], unit)
+        for name in new["modules"]
+        if name in old["modules"]
+    ]
+    for place, what, before, after, floor in pairs:
+        first, second = _float(before), _float(after)
+        if math.isfinite(first) and math.isfinite(second):
+            first, second = max(first, floor), max(second, floor)
+            is_same = first <= factor * second and second <= factor * first
+        else:
+            is_same = str(first) == str(second)
+        if not is_same:
+            yield place, what, number(_float(before)), number(_float(after))
+
+
+def _float(value: Any) -> float:
+    return 0.0 if value is None else float(value)
+
+
+def table(rows: list[Change]) -> str:
+    """The changes as text."""
+    found = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for name in ("where", "what", "snapshot", "now"):
+        found.add_column(name, overflow="fold")
+    for row in rows:
+        found.add_row(*row)
+    return printed(found)
+
+
+def where_made(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Says which torch made the snapshot."""
+    if old.get("torch") == new["torch"]:
+        return f"Both are of torch {new['torch']}."
+    return f"The snapshot is of torch {old.get('torch')}, this run of {new['torch']}."

@@ -1,0 +1,101 @@
+"""The pytest plugin: the fixture ``amp_precision`` holds what low precision does to a step.
+
+It lies outside of the package, since pytest imports it at every start, and ``import amp_fx`` takes
+torch along. Both are imported when a test asks for the fixture.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from amp_fx.numerics.report import AccuracyReport
+
+FOLDER = "amp_precision"
+"""Where snapshots lie, beside the test file."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--amp-precision-update``."""
+    parser.getgroup("amp_fx").addoption(
+        "--amp-precision-update",
+        action="store_true",
+        help="write the snapshots of amp_precision.check instead of comparing with them",
+    )
+
+
+@pytest.fixture
+def amp_precision(request: pytest.FixtureRequest) -> AmpPrecision:
+    """Compares what low precision does to a step with a snapshot; see ``AmpPrecision.check``."""
+    return AmpPrecision(request.node, update=request.config.getoption("amp_precision_update"))
+
+
+class AmpPrecision:
+    """The snapshots of one test.
+
+    Args:
+        test: The test.
+        update: Whether to write the snapshots instead of comparing with them.
+    """
+
+    def __init__(self, test: pytest.Item, *, update: bool) -> None:
+        self._test, self._update = test, update
+        self._calls = 0
+
+    def path(self) -> Path:
+        """The file of the latest call: ``amp_precision/test_net.py.test_loss.1.json``."""
+        file = self._test.path
+        name = quote(self._test.nodeid.partition("::")[2].replace("::", "."), safe="[]=, ")
+        return file.parent / FOLDER / f"{file.name}.{name}.{self._calls}.json"
+
+    def check(
+        self, step: Callable[..., Any], *inputs: Any, factor: float | None = None, **options: Any
+    ) -> AccuracyReport:
+        """Runs ``amp_fx.accuracy`` and fails if the report differs from the snapshot.
+
+        Suspects, ops with their dtypes and shapes of parameters have to be the same; errors may
+        differ by a factor, because kernels of other machines round elsewhere.
+
+        Args:
+            step: A module or a function.
+            inputs: What it is called with.
+            factor: How many times larger or smaller errors may be; 4 by default.
+            options: Those of ``amp_fx.accuracy``, with one dtype.
+
+        Returns:
+            The report.
+        """
+        from amp_fx.numerics import snapshot
+        from amp_fx.numerics.entry import accuracy
+
+        __tracebackhide__ = True
+        self._calls += 1
+        report = accuracy(step, **options)(*inputs)
+        new, path = snapshot.of(report), self.path()
+        if self._update:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(new, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            return report
+        if not path.is_file():
+            pytest.fail(
+                f"There is no snapshot {FOLDER}/{path.name}. Run pytest with "
+                "--amp-precision-update to write it, and commit it.",
+                pytrace=False,
+            )
+        old = json.loads(path.read_text(encoding="utf-8"))
+        changes = snapshot.changes(old, new, snapshot.FACTOR if factor is None else factor)
+        if changes:
+            pytest.fail(
+                f"The precision of {report.model} is not that of {FOLDER}/{path.name}:\n\n"
+                f"{snapshot.table(changes)}\n{snapshot.where_made(old, new)}\n"
+                "Run pytest with --amp-precision-update if this is meant.",
+                pytrace=False,
+            )
+        return report

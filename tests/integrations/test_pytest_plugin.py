@@ -1,0 +1,166 @@
+"""The pytest plugin: snapshots are written, hold, and fail on what a user wants to hear of."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch._dynamo  # before pytester takes what it imports out of sys.modules
+
+import amp_fx.numerics.entry
+import amp_fx.numerics.snapshot
+import amp_fx.numerics.table  # noqa: F401
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).resolve().parents[2]
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=32, act=nn.GELU):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, width), act(), nn.Linear(width, 8)
+        self.noise = 0.0
+
+    def forward(self, x, y):
+        hidden = self.act(self.up(x))
+        hidden = hidden + self.noise * hidden.detach().to(torch.float16).float().sin()
+        return nn.functional.mse_loss(self.down(hidden).float(), y)
+
+def inputs():
+    return torch.randn(64, 16), torch.randn(64, 8)
+"""
+PLUGIN = ("-p", "pytest_amp_fx", "-p", "no:amp_fx")
+TEST = """
+import amp_fx, torch
+from net import Net, inputs
+from torch import nn
+
+def test_net(amp_precision):
+    torch.manual_seed(0)
+    net = Net({args})
+    {more}
+    amp_precision.check(net, *inputs(), {options})
+"""
+
+
+def run(
+    pytester: pytest.Pytester,
+    *flags: str,
+    args: str = "",
+    more: str = "pass",
+    options: str = "dtype='bfloat16'",
+) -> str:
+    """Runs the test; gives what it printed and the exit code."""
+    text = TEST.replace("{args}", args).replace("{more}", more).replace("{options}", options)
+    (pytester.path / "net.py").write_text(NET)
+    (pytester.path / "test_it.py").write_text(text)
+    pytester.syspathinsert()
+    done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *PLUGIN, *flags)
+    return f"{done.stdout}{done.stderr}\nexit {int(done.ret)}"
+
+
+def execute(python: str, folder: Path, *flags: str) -> str:
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_amp_fx"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "COLUMNS": "140"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    done = subprocess.run(
+        [*command, *flags],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"{done.stdout}{done.stderr}\nexit {done.returncode}"
+
+
+def test_a_missing_snapshot_names_the_flag_and_the_flag_writes_it(
+    pytester: pytest.Pytester,
+) -> None:
+    printed = run(pytester)
+    assert "exit 1" in printed
+    assert "Run pytest with --amp-precision-update" in printed
+    assert not (pytester.path / "amp_precision").exists()
+    assert "exit 0" in run(pytester, "--amp-precision-update")
+    [file] = (pytester.path / "amp_precision").iterdir()
+    assert file.name == "test_it.py.test_net.1.json"
+    assert json.loads(file.read_text())["modules"]["up"]["ops"] == {"linear": {"bfloat16": 1}}
+    assert "exit 0" in run(pytester)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"options": "dtype='bfloat16', policy=amp_fx.preset('torch').with_ops({'gelu': 'fp32'})"}, ["gelu", "1 x bfloat16", "1 x float32"]),  # noqa: E501
+        ({"args": "act=nn.SiLU"}, ["silu", "gelu"]),
+        ({"args": "width=48"}, ["up.weight", "[32, 16]", "[48, 16]"]),
+        ({"options": "dtype='float16'"}, ["dtype", "bfloat16", "float16"]),
+        ({"more": "net.up.weight.data *= 1e20; net.down.weight.data *= 1e20"}, ["suspect", "overflow"]),  # noqa: E501
+    ],
+    ids=["policy", "op", "width", "dtype", "suspect"],
+)  # fmt: skip
+def test_a_change_fails_with_a_table(
+    pytester: pytest.Pytester, change: dict[str, str], told: list[str]
+) -> None:
+    assert "exit 0" in run(pytester, "--amp-precision-update")
+    printed = run(pytester, **change)
+    assert "exit 1" in printed
+    assert all(word in printed for word in told), printed
+
+
+def test_an_error_may_differ_by_a_factor(pytester: pytest.Pytester) -> None:
+    assert "exit 0" in run(pytester, "--amp-precision-update")
+    [file] = (pytester.path / "amp_precision").iterdir()
+    snapshot = json.loads(file.read_text())
+    measured = snapshot["modules"]["up"]["error"]
+    assert 2**-11 < measured < 2**-8  # one rounding to bfloat16
+    for factor, code in ((3.9, 0), (4.5, 1), (1 / 1.5, 0)):
+        snapshot["modules"]["up"]["error"] = measured * factor
+        file.write_text(json.dumps(snapshot))
+        assert f"exit {code}" in run(pytester), factor
+    snapshot["modules"]["up"]["error"] = measured * 4.1
+    file.write_text(json.dumps(snapshot))
+    assert "exit 0" in run(pytester, options="dtype='bfloat16', factor=5.0")
+
+
+def test_calls_and_tests_have_files_of_their_own(pytester: pytest.Pytester) -> None:
+    twice = "amp_precision.check(net, *inputs())"
+    assert "exit 0" in run(pytester, "--amp-precision-update", more=twice)
+    names = {file.name for file in (pytester.path / "amp_precision").iterdir()}
+    assert names == {f"test_it.py.test_net.{n}.json" for n in (1, 2)}
+
+
+def test_a_snapshot_of_another_torch(pytester: pytest.Pytester) -> None:
+    """Counts of kernels are that torch's own; a dtype that changed is told, and which torch."""
+    assert "exit 0" in run(pytester, "--amp-precision-update")
+    [file] = (pytester.path / "amp_precision").iterdir()
+    snapshot = json.loads(file.read_text())
+    snapshot["torch"] = "1.0.0"
+    snapshot["modules"]["up"]["ops"] = {"linear": {"bfloat16": 2}, "aten::old": {"float32": 1}}
+    file.write_text(json.dumps(snapshot))
+    assert "exit 0" in run(pytester)
+    snapshot["modules"]["up"]["ops"] = {"linear": {"float32": 1}}
+    file.write_text(json.dumps(snapshot))
+    printed = run(pytester)
+    assert "exit 1" in printed
+    assert "The snapshot is of torch 1.0.0" in printed
+
+
+def test_two_dtypes_are_refused(pytester: pytest.Pytester) -> None:
+    printed = run(pytester, options="dtype=('float16', 'bfloat16')")
+    assert "call check once for each" in printed
+
+
+def test_pytest_does_not_import_torch_for_it(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n"
+        "    assert 'amp_fx' not in sys.modules\n    assert 'pytest_amp_fx' in sys.modules\n"
+    )
+    assert "exit 0" in execute(sys.executable, tmp_path)
