@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from amp_fx.bench.traffic.pretend import pretend_cuda
 from tests.cuda import memory
 from tests.cuda.cuda_only import attention
+from tests.traffic.pretend import pretend_cuda
 
 
 @functools.cache
