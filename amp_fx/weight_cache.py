@@ -21,13 +21,12 @@ Use::
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 
+from amp_fx.reports import printed
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, tensors_of
@@ -84,10 +83,7 @@ class Stats:
         for name, stats in {**self.by_model, "all": self}.items():
             numbers = stats.entries, stats.bytes, stats.hits, stats.refreshes
             table.add_row(name, *[f"{number:,}" for number in numbers])
-        text = io.StringIO()
-        # In a notebook rich would show it at once.
-        Console(file=text, width=100, force_terminal=False, force_jupyter=False).print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return printed(table, 100)
 
 
 def stats() -> Stats:

@@ -1,8 +1,4 @@
-"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today.
-
-``python -m amp_fx.bench bytes`` and ``step`` count instead, and ``roofline`` calculates step times
-from that (``amp_fx.bench.traffic``).
-"""
+"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today."""
 
 from __future__ import annotations
 
@@ -21,9 +17,6 @@ from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
 from amp_fx.bench.machine import machine, versions
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.traffic.command import main as traffic
-from amp_fx.bench.traffic.roofline import main as roofline
-from amp_fx.bench.traffic.step import main as step
 from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -48,12 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argument that is not usable.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] == ["bytes"]:
-        return traffic(arguments[1:])
-    if arguments[:1] == ["step"]:
-        return step(arguments[1:])
-    if arguments[:1] == ["roofline"]:
-        return roofline(arguments[1:])
     parsed = _parser().parse_args(arguments)
     try:
         cases = _parse_cases(parsed.cases)
@@ -103,10 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx.bench",
         description="Times amp_fx beside what users have today, in turns in one process.",
-        epilog="`python -m amp_fx.bench bytes` counts what generated kernels move instead, and "
-        "`step` what those of an optimizer's step do; `roofline` calculates step times on a GPU "
-        "from that: see their --help.\n\n"
-        f"cases:\n{cases}\n\ncontenders:\n{contenders}",
+        epilog=f"cases:\n{cases}\n\ncontenders:\n{contenders}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     default = Settings()

@@ -18,10 +18,10 @@ from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.csrc.build import find
 from amp_fx.devices.processor import bfloat16_units
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.table import piped_width
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import autocast_device_types
+from amp_fx.reports import piped_width
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

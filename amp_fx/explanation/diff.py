@@ -6,13 +6,18 @@ import dataclasses
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
 from amp_fx.explanation.rows import bare_op, folded_path, treatment, without_numbers
 from amp_fx.explanation.totals import MOVING
+from amp_fx.reports import Report, human, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import NodeRecord
@@ -38,7 +43,7 @@ class NodeDifference:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Diff:
+class Diff(Report):
     """What is otherwise in another explanation; printed, it is a table.
 
     Attributes:
@@ -73,11 +78,8 @@ class Diff:
             ],
         }
 
-    def __str__(self) -> str:
-        """The table, as wide as the terminal."""
-        from amp_fx.explanation.table import printed
-
-        return printed(_table(self))
+    def _render(self) -> RenderableType:
+        return _table(self)
 
     def __repr__(self) -> str:
         """One line."""
@@ -157,9 +159,7 @@ def _difference(
     )
 
 
-def _table(diff: Diff) -> Any:
-    from rich.console import Group
-
+def _table(diff: Diff) -> RenderableType:
     parts = [_totals_table("", diff.totals, diff.names)] if diff.totals else []
     if diff.backward_totals:
         parts.append(_totals_table("backward", diff.backward_totals, diff.names))
@@ -171,9 +171,6 @@ def _table(diff: Diff) -> Any:
 
 
 def _new_table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
     return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
 
@@ -186,23 +183,20 @@ def _totals_table(title: str, totals: Mapping[str, Any], names: tuple[str, str])
 
 def _modules_table(diff: Diff) -> Table:
     """Bytes by module, like modules as one row each, and what they become of 1."""
-    from amp_fx.explanation.table import human
-
     table = _new_table("bytes in module", "x", *diff.names, "ratio")
     groups: dict[str, list[str]] = {}
     for path in diff.modules:
         groups.setdefault(without_numbers(path), []).append(path)
     for paths in groups.values():
         ours, other = (sum(diff.modules[path][side] for path in paths) for side in (0, 1))
-        times = str(len(paths)) if len(paths) > 1 else ""
         ratio = f"{other / ours:.2f}" if ours else ""
-        table.add_row(folded_path(paths) or "-", times, human(ours), human(other), ratio)
+        table.add_row(
+            folded_path(paths) or "-", times(len(paths)), human(ours), human(other), ratio
+        )
     return table
 
 
 def _nodes_table(diff: Diff) -> Table:
-    from amp_fx.explanation.table import human
-
     table = _new_table("module", "op", "x", *diff.names, "bytes")
     groups: dict[tuple[Any, ...], list[NodeDifference]] = {}
     for node in diff.nodes:
@@ -212,10 +206,10 @@ def _nodes_table(diff: Diff) -> Table:
         cells = [
             " ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)
         ]
-        times = str(len(found)) if len(found) > 1 else ""
         ours, other = (sum(node.bytes_moved[side] for node in found) for side in (0, 1))
         change = human(ours) if ours == other else f"{human(ours)} to {human(other)}"
-        table.add_row(folded_path(n.module for n in found) or "-", op, times, *cells, change)
+        module = folded_path(n.module for n in found) or "-"
+        table.add_row(module, op, times(len(found)), *cells, change)
     return table
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.explanation.totals import Totals, sum_up
+from amp_fx.reports import Report
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from amp_fx.explanation.diff import Diff
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, StepRecord
 
@@ -19,7 +21,7 @@ SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Report):
     """What amp_fx does to a model. Printed, it is a table; in a notebook, the table too.
 
     Attributes:
@@ -138,10 +140,6 @@ class Explanation:
             "step": dataclasses.asdict(self.step) if self.step is not None else None,
         }
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent)
-
     def diff(self, other: Explanation) -> Diff:
         """What is otherwise in another explanation of the same model.
 
@@ -152,11 +150,10 @@ class Explanation:
 
         return compare(self, other)
 
-    def __str__(self) -> str:
-        """The table, as wide as the terminal."""
-        from amp_fx.explanation.table import as_text
+    def _render(self) -> RenderableType:
+        from amp_fx.explanation.table import render
 
-        return as_text(self)
+        return render(self)
 
     def __repr__(self) -> str:
         """One line."""
@@ -166,11 +163,6 @@ class Explanation:
             f"{totals.casts_put_in} casts put in, {totals.casts_removed} taken out, "
             f"{totals.casts_kept} kept>"
         )
-
-    def _repr_html_(self) -> str:
-        from amp_fx.explanation.table import as_html
-
-        return as_html(self)
 
 
 def _lists(value: Any) -> Any:

@@ -2,86 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import os
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from amp_fx.explanation.rows import bare_op, rows_of
+from amp_fx.reports import SHORT, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import CollectiveRecord, GraphRecord, StepRecord
     from amp_fx.explanation.totals import Totals
 
-SHORT = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "int64": "i64",
-    "int32": "i32",
-    "complex64": "c64",
-}
-"""Short names of dtypes, where room is scarce."""
-
-STYLES = {"bfloat16": "green", "float16": "green", "float32": "yellow", "float64": "red"}
-
-
-def as_text(explanation: Explanation, width: int | None = None) -> str:
-    """The table as plain text.
-
-    Args:
-        explanation: What to show.
-        width: Columns; None takes those of the terminal, or what it needs where there is none.
-    """
-    return printed(render(explanation), width)
-
-
-def printed(shown: RenderableType, width: int | None = None) -> str:
-    """What rich prints, as plain text.
-
-    In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
-    """
-    file = io.StringIO()
-    width = piped_width() if width is None else width
-    Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(shown)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
-
-
-def piped_width() -> int | None:
-    """Columns for what no terminal shows: no line is folded, so that names can be searched for.
-
-    None where a terminal, or ``COLUMNS``, says how many there are.
-    """
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
-
-
-PIPED_WIDTH = 1000
-
-
-def as_html(explanation: Explanation) -> str:
-    """The table as HTML, for notebooks."""
-    return printed_html(render(explanation))
-
-
-def printed_html(shown: RenderableType) -> str:
-    """What rich prints, as HTML."""
-    console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-    console.print(shown)
-    style = "font-family: monospace; font-size: 12px; line-height: 1.25"
-    form = f'<pre style="{style}">{{code}}</pre>'
-    return console.export_html(inline_styles=True, code_format=form)
+__all__ = ["SHORT", "collectives_table", "human", "render"]
 
 
 def render(explanation: Explanation) -> RenderableType:
@@ -185,29 +125,20 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 
 def _graph_table(graph: GraphRecord) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("module", overflow="fold")
-    table.add_column("op", overflow="fold")
-    table.add_column("x", justify="right", no_wrap=True)
-    table.add_column("in", no_wrap=True)
-    table.add_column("policy", overflow="fold")
-    table.add_column("casts", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
+    names = ("module", "op", "x", "in", "policy", "casts", "bytes")
+    table = new_table(*names, folded=("module", "op", "policy"), right=("x", "bytes"))
     for row in rows_of(graph):
-        dtype = Text(SHORT.get(row.dtype, row.dtype), style=STYLES.get(row.dtype, ""))
-        times = str(len(row.nodes)) if len(row.nodes) > 1 else ""
+        dtype, number = dtype_cell(row.dtype), times(len(row.nodes))
         casts = _casts(row.num_casts, row.num_kept)
         moved = sum(node.bytes_moved for node in row.nodes)
         size = human(moved) if moved else ""
-        table.add_row(row.module or "-", bare_op(row.op), times, dtype, row.treatment, casts, size)
+        table.add_row(row.module or "-", bare_op(row.op), number, dtype, row.treatment, casts, size)
     return table
 
 
 def collectives_table(graphs: Iterable[GraphRecord]) -> Table:
     """What graphs send, alike collectives as one row each."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("in", "sends by", "x", "ranks", "dtype", "sent", "before"):
-        table.add_column(name, no_wrap=True)
+    table = new_table("in", "sends by", "x", "ranks", "dtype", "sent", "before")
     rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}
     for graph in graphs:
         for each in graph.collectives:
@@ -217,8 +148,7 @@ def collectives_table(graphs: Iterable[GraphRecord]) -> Table:
         sent = sum(each.wire_bytes for each in found)
         before = sum(each.wire_bytes_before for each in found)
         sizes = human(sent), human(before) if before != sent else ""
-        times = str(len(found)) if len(found) > 1 else ""
-        table.add_row(stage, op, times, ranks, SHORT.get(dtype, dtype), *sizes)
+        table.add_row(stage, op, times(len(found)), ranks, SHORT.get(dtype, dtype), *sizes)
     return table
 
 
@@ -243,13 +173,3 @@ def _notes(explanation: Explanation) -> list[Text]:
 
 
 _MOST = 8
-
-
-def human(number: float, unit: str = "B") -> str:
-    """A number with a prefix: ``1.5 MB``, ``27 M``."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000:
-            digits = f"{number:.0f}" if not prefix or number >= 100 else f"{number:.1f}"
-            return f"{digits} {prefix}{unit}".rstrip()
-        number /= 1000
-    return f"{number:.1f} P{unit}"

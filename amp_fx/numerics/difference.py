@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from amp_fx.explanation.table import printed
+from amp_fx.numerics.records import as_plain
 from amp_fx.numerics.words import number
+from amp_fx.reports import Report, new_table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
     from amp_fx.numerics.records import OpRecord, Suspect
     from amp_fx.numerics.report import AccuracyReport
 
@@ -27,7 +29,7 @@ class OpChange:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReportDiff:
+class ReportDiff(Report):
     """Where two reports differ.
 
     Attributes:
@@ -44,15 +46,20 @@ class ReportDiff:
     new: tuple[Suspect, ...]
     changes: tuple[OpChange, ...]
 
-    def __str__(self) -> str:
-        """As text."""
+    def to_dict(self) -> dict[str, Any]:
+        """The suspects and ops that differ, by the names of the attributes."""
+        fields = {"gone": self.gone, "new": self.new, "changes": self.changes}
+        plain: dict[str, Any] = as_plain(fields)
+        return plain
+
+    def _render(self) -> RenderableType:
         lines = [
             Text(f"loss {self.before.loss} -> {self.after.loss}"),
             Text(f"error {number(self.before.output_error)} -> {number(self.after.output_error)}"),
             *(Text(f"gone: {suspect}") for suspect in self.gone),
             *(Text(f"new: {suspect}") for suspect in self.new),
         ]
-        return printed(Group(*lines, _table(self.changes)) if self.changes else Group(*lines))
+        return Group(*lines, _table(self.changes)) if self.changes else Group(*lines)
 
 
 def compare(before: AccuracyReport, after: AccuracyReport) -> ReportDiff:
@@ -92,9 +99,8 @@ def _by_place(report: AccuracyReport) -> dict[tuple[str, str, str, str, int], Op
 
 
 def _table(changes: tuple[OpChange, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "module", "op", "before", "after"):
-        table.add_column(name, overflow="fold")
+    names = ("stage", "module", "op", "before", "after")
+    table = new_table(*names, folded=names)
     for change in changes:
         node = change.before or change.after
         assert node is not None

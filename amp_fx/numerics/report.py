@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,11 @@ from amp_fx.errors import AccuracyError
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import as_plain, joined
 from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects
+from amp_fx.reports import Report
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from amp_fx.numerics.difference import ReportDiff
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
     from amp_fx.policies.policy import Policy
@@ -49,7 +51,7 @@ class UnexaminedRecord:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class AccuracyReport:
+class AccuracyReport(Report):
     """How low precision changes a step: the loss, every op, every gradient.
 
     Attributes:
@@ -240,15 +242,10 @@ class AccuracyReport:
         plain_dict: dict[str, Any] = as_plain(found)
         return plain_dict
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+    def _render(self) -> RenderableType:
+        from amp_fx.numerics.table import render
 
-    def __str__(self) -> str:
-        """The table, as wide as the terminal."""
-        from amp_fx.numerics.table import as_text
-
-        return as_text(self)
+        return render(self)
 
     def __repr__(self) -> str:
         """One line."""
@@ -256,11 +253,6 @@ class AccuracyReport:
             f"<AccuracyReport of {self.model} in {self.dtype}: loss {self.loss} "
             f"({self.reference} {self.reference_loss}), {len(self.suspects)} suspects>"
         )
-
-    def _repr_html_(self) -> str:
-        from amp_fx.numerics.table import as_html
-
-        return as_html(self)
 
 
 def _node_dict(node: OpRecord) -> dict[str, Any]:

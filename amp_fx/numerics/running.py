@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.explanation.table import human
 from amp_fx.numerics.gradients import backward, listen
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.mode import ShadowMode
@@ -18,6 +17,7 @@ from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.repeat import below_everything, python_random_state, tensors_in
 from amp_fx.numerics.shadow import is_tracked, unwrapped
 from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
+from amp_fx.reports import human
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

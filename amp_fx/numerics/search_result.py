@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from amp_fx.explanation.table import printed
 from amp_fx.numerics.records import as_plain
 from amp_fx.numerics.words import number
+from amp_fx.reports import Report, new_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,7 +36,7 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class SearchResult:
+class SearchResult(Report):
     """A policy that meets a tolerance, and how it was found.
 
     Attributes:
@@ -93,14 +90,6 @@ class SearchResult:
         plain: dict[str, Any] = as_plain(found)
         return plain
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def __str__(self) -> str:
-        """The set, and how good it is."""
-        return printed(self._render())
-
     def _render(self) -> RenderableType:
         head = (
             f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in float32, "
@@ -114,9 +103,8 @@ class SearchResult:
         lines += [Text(note) for note in self.notes]
         if not self.units:
             return Group(*lines)
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        for name in ("module", "op", "why"):
-            table.add_column(name, overflow="fold")
+        names = ("module", "op", "why")
+        table = new_table(*names, folded=names)
         for unit in self.units:
             table.add_row(unit.module, unit.op, unit.why)
         return Group(*lines, Text(""), table)

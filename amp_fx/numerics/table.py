@@ -6,19 +6,18 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from amp_fx.explanation.rows import folded_path, without_numbers
-from amp_fx.explanation.table import SHORT, STYLES, human, printed, printed_html
 from amp_fx.numerics.words import number, share
+from amp_fx.reports import dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
+    from rich.table import Table
 
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
@@ -63,21 +62,6 @@ def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:
     return sorted(rows, key=lambda row: (row.overflows == 0, -row.effect_rms))
 
 
-def as_text(report: AccuracyReport, width: int | None = None) -> str:
-    """The table as plain text.
-
-    Args:
-        report: What to show.
-        width: Columns; None takes those of the terminal (80 where there is none).
-    """
-    return printed(render(report), width)
-
-
-def as_html(report: AccuracyReport) -> str:
-    """The table as HTML, for notebooks."""
-    return printed_html(render(report))
-
-
 def render(report: AccuracyReport) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(report)]
@@ -112,11 +96,10 @@ def _head(report: AccuracyReport) -> Text:
 
 
 def _table(report: AccuracyReport, rows: list[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "module", "op"):
-        table.add_column(name, overflow="fold")
-    for name in ("x", "in", "local", "accum.", "of loss", "range"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "x" else "left")
+    folded = ("stage", "module", "op")
+    table = new_table(
+        *folded, "x", "in", "local", "accum.", "of loss", "range", folded=folded, right=("x",)
+    )
     for row in rows:
         first = row.nodes[0]
         dtype = next((n.dtype for n in row.nodes if n.local), first.dtype)
@@ -124,8 +107,8 @@ def _table(report: AccuracyReport, rows: list[Row]) -> Table:
             first.stage,
             folded_path(n.module for n in row.nodes) or "-",
             first.label,
-            str(len(row.nodes)) if len(row.nodes) > 1 else "",
-            Text(SHORT.get(dtype, dtype), style=STYLES.get(dtype, "")),
+            times(len(row.nodes)),
+            dtype_cell(dtype),
             number(max(n.local for n in row.nodes)),
             number(max(n.accumulated for n in row.nodes)),
             _part(row.effect, report.loss_magnitude),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from amp_fx.explanation.rows import folded_path, without_numbers
-from amp_fx.explanation.table import SHORT, STYLES, human, printed, printed_html
+from amp_fx.reports import Report, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class StoredWeight:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class StorageReport:
+class StorageReport(Report):
     """What ``amp_fx.store_low`` did. Printed, it is a table; in a notebook, the table too.
 
     Attributes:
@@ -80,9 +79,8 @@ class StorageReport:
         totals = {"bytes_before": self.bytes_before, "bytes": self.bytes}
         return {**fields, "weights": weights, **totals}
 
-    def __str__(self) -> str:
-        """The table, as wide as the terminal."""
-        return printed(_render(self), None)
+    def _render(self) -> RenderableType:
+        return _render(self)
 
     def __repr__(self) -> str:
         """One line."""
@@ -90,9 +88,6 @@ class StorageReport:
             f"<StorageReport of {self.model}: {len(self.stored)} of {len(self.weights)} weights "
             f"stored in {self.dtype}, {human(self.bytes_before)} -> {human(self.bytes)}>"
         )
-
-    def _repr_html_(self) -> str:
-        return printed_html(_render(self))
 
 
 def _render(report: StorageReport) -> RenderableType:
@@ -108,13 +103,8 @@ def _render(report: StorageReport) -> RenderableType:
 
 def _table(report: StorageReport) -> Table:
     """Weights of like layers share a row."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("weight", overflow="fold")
-    table.add_column("x", justify="right", no_wrap=True)
-    table.add_column("was", no_wrap=True)
-    table.add_column("is", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("why it stays", overflow="fold")
+    names = ("weight", "x", "was", "is", "bytes", "why it stays")
+    table = new_table(*names, folded=("weight", "why it stays"), right=("x", "bytes"))
     groups: dict[Any, list[StoredWeight]] = {}
     for weight in report.weights:
         key = (without_numbers(weight.path), weight.dtype_before, weight.dtype, weight.reason)
@@ -122,9 +112,9 @@ def _table(report: StorageReport) -> Table:
     for (_, before, now, reason), weights in groups.items():
         table.add_row(
             folded_path(weight.path for weight in weights),
-            str(len(weights)) if len(weights) > 1 else "",
-            Text(SHORT.get(before, before), style=STYLES.get(before, "")),
-            Text(SHORT.get(now, now), style=STYLES.get(now, "")),
+            times(len(weights)),
+            dtype_cell(before),
+            dtype_cell(now),
             human(sum(weight.bytes for weight in weights)),
             reason,
         )

@@ -24,8 +24,6 @@ from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
-from amp_fx.bench.cases.lean import POLICIES
-from amp_fx.bench.cases.pictures import SHAPES, shapes
 from amp_fx.bench.compare import Comparison, Figure, Measured, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
@@ -43,6 +41,9 @@ from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
+from tests.bench import lean
+from tests.bench.lean import POLICIES
+from tests.bench.pictures import SHAPES, shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,7 +253,7 @@ def test_scalers_take_part() -> None:
 
 
 def test_lean_is_compared_with_the_default_policy() -> None:
-    outcomes = list(CASES["lean"].run(TINY, ignore))
+    outcomes = list(lean.run(TINY, ignore))
     comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
     for comparison in comparisons:
         assert [measured.name for measured in comparison.measured] == ["torch", "lean"]

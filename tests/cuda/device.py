@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.bench.traffic import pretend
 from tests.cuda import memory
 from tests.cuda.cuda_only import attention
+from tests.traffic.pretend import pretend_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,19 +7,20 @@ import torch
 
 import amp_fx
 from amp_fx.explanation.rows import folded_path
-from amp_fx.explanation.table import as_text, human
+from amp_fx.explanation.table import render
+from amp_fx.reports import human, printed
 from tests.explanation.models import CASES, gpt, mlp
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits_the_terminal(width: int) -> None:
     make, args = CASES["gpt"]
-    lines = as_text(amp_fx.explain(make(), backward=True)(*args), width).splitlines()
+    lines = printed(render(amp_fx.explain(make(), backward=True)(*args)), width).splitlines()
     assert max(map(len, lines)) <= width
 
 
 def test_layers_that_are_alike_are_one_row() -> None:
-    text = as_text(amp_fx.explain(gpt(3))(torch.zeros(2, 16, dtype=torch.long)), 120)
+    text = printed(render(amp_fx.explain(gpt(3))(torch.zeros(2, 16, dtype=torch.long))), 120)
     rows = [line.split() for line in text.splitlines() if line.startswith("blocks.")]
     assert rows
     assert all(row[0].startswith("blocks.0-2") for row in rows)

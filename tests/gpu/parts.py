@@ -128,7 +128,7 @@ PARTS = (
         "bytes",
         "what the generated kernels move, counted",
         "bytes",
-        (*_BENCH, "bytes", "gpt2", "--mode", "training"),
+        ("-m", "tests.traffic", "bytes", "gpt2", "--mode", "training"),
         45,
         needs_cuda=False,
     ),

@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.bench.report import three_digits
-from amp_fx.bench.traffic.command import Row, markdown
-from amp_fx.bench.traffic.totals import Totals
+from tests.traffic.command import Row, markdown
+from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -17,12 +17,12 @@ from amp_fx.bench import report as bench_report
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing
-from amp_fx.bench.traffic import command
-from amp_fx.bench.traffic.totals import Totals
 from tests.gpu import run, runner
 from tests.gpu.parts import KINDS, PARTS, Part
 from tests.gpu.run import environment, main, site_folder
 from tests.gpu.runner import FAILED, NOT_RUN, PASSED, TIMED_OUT
+from tests.traffic import command
+from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
     from pathlib import Path

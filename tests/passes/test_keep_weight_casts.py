@@ -148,7 +148,7 @@ def convolution_of(device: str, place: int) -> tuple[fx.Node, fx.Node]:
 def test_a_bias_that_inductor_adds_behind_the_convolution(
     device: str, place: int, is_free: bool
 ) -> None:
-    """Its cast is fused there, on accelerators; ``tests/bench/test_traffic.py`` counts kernels."""
+    """Its cast is fused there, on accelerators: ``tests/traffic/test_traffic.py`` counts it."""
     assert _adds_behind(*convolution_of(device, place)) == is_free
 
 

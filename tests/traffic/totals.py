@@ -46,7 +46,7 @@ def totals(
     refreshed: Iterable[tuple[int, int, int, bool]],
     device: str,
 ) -> Totals:
-    """Adds up what ``amp_fx.bench.traffic.worker.count`` gave.
+    """Adds up what ``tests.traffic.worker.count`` gave.
 
     Args:
         graphs: Of one call.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from amp_fx.bench.traffic import more_models as more
-from amp_fx.bench.traffic.blocks import (
+from tests.traffic import more_models as more
+from tests.traffic.blocks import (
     MLP,
     Block,
     Gathered,

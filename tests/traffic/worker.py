@@ -1,6 +1,6 @@
 """Counts models in this process and prints what came out, as JSON.
 
-``python -m amp_fx.bench.traffic.worker JSON`` is what ``python -m amp_fx.bench bytes`` starts: a
+``python -m tests.traffic.worker JSON`` is what ``python -m tests.traffic bytes`` starts: a
 process of its own, as ``pretend`` says.
 """
 
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.bench.traffic.counting import Counter
-from amp_fx.bench.traffic.cubins import cubin_failures
-from amp_fx.bench.traffic.frozen import freezing
-from amp_fx.bench.traffic.models import CASES, TINY
-from amp_fx.bench.traffic.pretend import pretend_cuda
 from amp_fx.dtypes import as_dtype
 from amp_fx.replaced import replaced
+from tests.traffic.counting import Counter
+from tests.traffic.cubins import cubin_failures
+from tests.traffic.frozen import freezing
+from tests.traffic.models import CASES, TINY
+from tests.traffic.pretend import pretend_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from amp_fx.bench.traffic.counting import Graph
-    from amp_fx.bench.traffic.models import Case
     from amp_fx.weights.kept_cast import Slot
     from amp_fx.weights.kept_inputs import KeptInputs
+    from tests.traffic.counting import Graph
+    from tests.traffic.models import Case
 
 NATIVE, AMP_FX, FROZEN, LEAN, LIMIT = "native", "amp_fx", "frozen", "lean", "limit"
 CONTENDERS = (NATIVE, AMP_FX, LEAN, LIMIT)

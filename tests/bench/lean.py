@@ -4,6 +4,8 @@ Language models learn real text, a ResNet and a U-Net learn pictures of shapes, 
 seeds: what the preset does to the loss is to be held against what another seed does to it. On a
 CPU both policies run by CUDA's lists, because the CPU's own keep normalizations and softmax low
 already; so this says little about time there.
+
+``python -m tests.bench.lean`` takes the options of ``python -m amp_fx.bench``.
 """
 
 from __future__ import annotations
@@ -12,19 +14,22 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from amp_fx.bench.cases.pictures import NOISE, ResNet, UNet, shapes
+from amp_fx.bench.__main__ import main
+from amp_fx.bench.cases import CASES, Case
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import Size
 from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
 from amp_fx.policies.policy import preset
+from tests.bench.pictures import NOISE, ResNet, UNet, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,3 +293,8 @@ def _shapes(settings: Settings, num: int, seed: int) -> Iterator[list[torch.Tens
         pictures, kinds = shapes(num, size, rng)
         noise = NOISE * torch.randn(pictures.shape, generator=rng)
         yield [each.to(settings.device) for each in (pictures, noise, kinds)]
+
+
+if __name__ == "__main__":
+    CASES["lean"] = Case("training with the lean preset: memory, time, losses", run)
+    sys.exit(main(["lean", *sys.argv[1:]]))

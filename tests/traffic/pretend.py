@@ -1,6 +1,6 @@
 """A machine without a GPU that says it has one: as much as inductor asks before it writes code.
 
-For a process that does nothing else (``amp_fx.bench.traffic.worker``): what is replaced here stays
+For a process that does nothing else (``tests.traffic.worker``): what is replaced here stays
 replaced. Nothing is launched, and no tensor has memory.
 """
 

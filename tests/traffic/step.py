@@ -1,6 +1,6 @@
-"""``python -m amp_fx.bench step``: counts what an optimizer's step reads and writes.
+"""``python -m tests.traffic step``: counts what an optimizer's step reads and writes.
 
-Nothing runs: code is generated for fake weights, as ``python -m amp_fx.bench bytes`` does for
+Nothing runs: code is generated for fake weights, as ``python -m tests.traffic bytes`` does for
 models.
 """
 
@@ -18,14 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.machine import versions
-from amp_fx.bench.traffic.counting import Counter
-from amp_fx.bench.traffic.pretend import can_pretend, pretend_cuda
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.grad_scaler.compiled_step import CompiledStep
 from amp_fx.grad_scaler.eager_step import written_tensors
 from amp_fx.grad_scaler.gradients import params_with_grads
 from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, stacked
 from amp_fx.grad_scaler.update_rules import rule_of
+from tests.traffic.counting import Counter
+from tests.traffic.pretend import can_pretend, pretend_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code: 0; 2 for an argument that is not usable.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m amp_fx.bench step",
+        prog="python -m tests.traffic step",
         description="Counts what the kernels of a step with clipping move, as inductor counts: "
         "bytes per float32 parameter. It takes a copy, which is only written, for read: 2 too "
         "many.",
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if device == "cuda":
             pretend_cuda()
     except AmpFxError as error:
-        sys.stderr.write(f"amp_fx.bench: {error}\n")
+        sys.stderr.write(f"tests.traffic: {error}\n")
         return 2
     console = Console()
     facts = ", ".join(f"{name} {value}" for name, value in versions().items())

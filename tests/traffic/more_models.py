@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from amp_fx.bench.traffic.blocks import Attention, Block, RMSNorm
+from tests.traffic.blocks import Attention, Block, RMSNorm
 
 
 class Experts(nn.Module):

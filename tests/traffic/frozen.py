@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from amp_fx.bench.traffic.counting import Counter
     from amp_fx.weights.freeze import FrozenGraph
+    from tests.traffic.counting import Counter
 
     Made = tuple[int, int, int, bool]
 
@@ -33,7 +33,7 @@ def freezing(counter: Counter) -> Iterator[list[list[Made]]]:
 
     Yields:
         For each frozen graph what makes its values after a write, a launch each: as
-        ``amp_fx.bench.traffic.totals.totals`` takes it.
+        ``tests.traffic.totals.totals`` takes it.
     """
     from torch._inductor import config, graph
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from amp_fx.bench.__main__ import main
-from amp_fx.bench.traffic.models import TINY
-from amp_fx.bench.traffic.roofline import GPUS, operations, seconds, update_seconds
+from tests.traffic.__main__ import main
+from tests.traffic.models import TINY
+from tests.traffic.roofline import GPUS, operations, seconds, update_seconds
 
 if TYPE_CHECKING:
     from pathlib import Path

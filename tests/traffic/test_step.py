@@ -1,11 +1,11 @@
-"""``python -m amp_fx.bench step``: what an optimizer's step moves, against counts by hand."""
+"""``python -m tests.traffic step``: what an optimizer's step moves, against counts by hand."""
 
 from __future__ import annotations
 
 import pytest
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.traffic.step import REFRESH, count
+from tests.traffic.step import REFRESH, count
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 

@@ -1,4 +1,4 @@
-"""``python -m amp_fx.bench bytes``: what generated kernels move, native beside ours."""
+"""``python -m tests.traffic bytes``: what generated kernels move, native beside ours."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.__main__ import main
-from amp_fx.bench.traffic import command
-from amp_fx.bench.traffic.models import CASES, TINY, Case
-from amp_fx.bench.traffic.pretend import can_pretend
-from amp_fx.bench.traffic.totals import Totals, refresh_launches, totals
-from amp_fx.bench.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, MARK, NATIVE, count
+from tests.traffic import command
+from tests.traffic.__main__ import main
+from tests.traffic.models import CASES, TINY, Case
+from tests.traffic.pretend import can_pretend
+from tests.traffic.totals import Totals, refresh_launches, totals
+from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, MARK, NATIVE, count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,7 +83,7 @@ def test_what_is_saved_for_the_backward() -> None:
 def frozen_in_a_process_of_its_own() -> dict[str, Any]:
     """Counts as above; once inductor has its patterns for packed weights, it keeps them."""
     program = (
-        "import json; from tests.bench import test_traffic as here;"
+        "import json; from tests.traffic import test_traffic as here;"
         "print(json.dumps(here.count_on_cpu(here.FROZEN, trains=False)))"
     )
     command = [sys.executable, "-c", program]

@@ -1,4 +1,4 @@
-"""``python -m amp_fx.bench roofline FILE``: step times on a GPU by arithmetic, from counted bytes.
+"""``python -m tests.traffic roofline FILE``: step times on a GPU by arithmetic, from counted bytes.
 
 Nothing is measured. What is assumed:
 
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_fx.bench.traffic.models import CASES, Case
+from tests.traffic.models import CASES, Case
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +151,7 @@ TITLES = {
 
 def main(argv: Sequence[str]) -> int:
     """Prints tables; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m amp_fx.bench roofline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.traffic roofline", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="what `bytes --json` wrote, for CUDA")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200")

@@ -1,4 +1,4 @@
-"""``python -m amp_fx.bench bytes``: counts all models and prints native, amp_fx and the limit."""
+"""``python -m tests.traffic bytes``: counts all models and prints native, amp_fx and the limit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from rich.console import Console
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.machine import versions
 from amp_fx.bench.report import three_digits
-from amp_fx.bench.traffic.models import CASES, TINY
-from amp_fx.bench.traffic.pretend import PROPERTIES, can_pretend
-from amp_fx.bench.traffic.totals import totals
-from amp_fx.bench.traffic.worker import (
+from amp_fx.dtypes import dtype_name, low_dtype_named
+from amp_fx.errors import AmpFxError, OptionError
+from tests.traffic.models import CASES, TINY
+from tests.traffic.pretend import PROPERTIES, can_pretend
+from tests.traffic.totals import totals
+from tests.traffic.worker import (
     AMP_FX,
     CONTENDERS,
     FROZEN,
@@ -31,13 +33,11 @@ from amp_fx.bench.traffic.worker import (
     NATIVE,
     POLICIES,
 )
-from amp_fx.dtypes import dtype_name, low_dtype_named
-from amp_fx.errors import AmpFxError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from amp_fx.bench.traffic.totals import Totals
+    from tests.traffic.totals import Totals
 
 DEVICES = ("cpu", "cuda")
 MODES = ("training", "inference")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     rows: list[Row] = []
     try:
         jobs = _jobs(parsed)
-        command = shlex.join(["python", "-m", "amp_fx.bench", "bytes", *argv])
+        command = shlex.join(["python", "-m", "tests.traffic", "bytes", *argv])
         facts = {**versions(), "code for": _target(jobs[0][0]["device"])}
         console.print(", ".join(f"{k} {v}" for k, v in facts.items()), markup=False)
         for row in _rows(jobs):
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             if parsed.json:
                 parsed.json.write_text(json.dumps(as_json(command, facts, rows), indent=1) + "\n")
     except AmpFxError as error:
-        sys.stderr.write(f"amp_fx.bench: {error}\n")
+        sys.stderr.write(f"tests.traffic: {error}\n")
         return 2
     console.print(f"\n{markdown(rows)}", markup=False, highlight=False, soft_wrap=True)
     if parsed.markdown:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     cases = "\n".join(f"  {name:<8} {case.about}" for name, case in CASES.items())
     parser = argparse.ArgumentParser(
-        prog="python -m amp_fx.bench bytes",
+        prog="python -m tests.traffic bytes",
         description="Counts what the generated kernels of whole models read and write. Nothing "
         "runs: neither a GPU nor the models' memory is needed.",
         epilog=f"cases:\n{cases}",
@@ -194,7 +194,7 @@ _ENDED: Mapping[str, Any] = {"error": "its process ended"}
 
 def _answers(jobs: Sequence[dict[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """What the worker prints, job by job; where it dies, the rest is missing."""
-    command = [sys.executable, "-m", "amp_fx.bench.traffic.worker", json.dumps(jobs)]
+    command = [sys.executable, "-m", "tests.traffic.worker", json.dumps(jobs)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     # In a file: a pipe that nobody reads while the other one is read would fill and stop it.
     with tempfile.TemporaryFile("w+") as errors_file:
