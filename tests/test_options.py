@@ -93,7 +93,7 @@ def test_unknown_preset_lists_those_there_are() -> None:
 
 
 def test_policy_of_another_type() -> None:
-    with pytest.raises(OptionError, match="Policy, nor the name of a preset"):
+    with pytest.raises(OptionError, match="Policy, the name of a preset"):
         Options.parse({"policy": {}})
 
 

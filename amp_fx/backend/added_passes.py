@@ -72,7 +72,7 @@ def check_pass(where: str, value: Any) -> None:
     name = getattr(value, "name", None)
     if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
         raise OptionError(
-            f"{where}: {value!r} is no pass: give an object with a name and a method call(gm)"
+            f"{where}: {value!r} is not a pass: give an object with a name and a method call(gm)"
         )
     if name in _BUILT_IN:
         raise OptionError(f"{where}: {name!r} is the name of a pass of amp_fx; give another one")
@@ -103,7 +103,7 @@ def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
     known = [*_BUILT_IN, *_registered, *_names(added)]
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"there is no pass {name!r}; there are {', '.join(known)}{meant}"
+    return f"there is no pass {name!r}; the passes are {', '.join(known)}{meant}"
 
 
 def with_added(

@@ -300,4 +300,4 @@ def has_cpp_compiler() -> bool:
 
 @functools.cache
 def _warn_no_compiler() -> None:
-    log.warning("no C++ compiler found, which inductor needs on CPU: going on with 'aot_eager'")
+    log.warning("no C++ compiler found, which inductor needs on CPU: continuing with 'aot_eager'")

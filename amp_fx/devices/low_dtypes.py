@@ -60,8 +60,8 @@ def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
         why = f"{device_names(device_type, lacking)} has no bfloat16 units"
     warnings.warn(
         f"low-precision ops on {device_type!r} run in float16: no dtype was given, and {why}. "
-        "Small gradients vanish in it: train with amp_fx.GradScaler, and give the dtype to say "
-        "that it is meant",
+        "Small gradients vanish in float16: train with amp_fx.GradScaler, and pass the dtype if "
+        "you want float16",
         DtypeWarning,
         stacklevel=2,
     )
@@ -77,7 +77,7 @@ def warn_of_emulation(device_type: str, lacking: tuple[int, ...]) -> None:
     warnings.warn(
         f"{device_names(device_type, lacking)} has no bfloat16 units: products are emulated, "
         "slower than in float32, and graphs may run uncompiled. torch.float16, with "
-        "amp_fx.GradScaler in training, is fast there",
+        "amp_fx.GradScaler in training, is fast",
         DtypeWarning,
         stacklevel=2,
     )

@@ -96,7 +96,7 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
     captured = captured_value(node)
     for user in list(node.users):
         if not is_getitem(user):
-            raise NotPlainError(f"{node} gives a tuple that {user} takes whole")
+            raise NotPlainError(f"{node} returns a tuple that {user} takes whole")
         item = result[user.args[1]]
         if item in fresh:
             _inherit(item, captured[user.args[1]], decomposed)

@@ -126,13 +126,13 @@ class _Options:
 def _tolerance(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
-        raise OptionError(f"tolerance={value!r} is no number from 0 on")
+        raise OptionError(f"tolerance={value!r} is not a number of at least 0")
     return float(value)
 
 
 def _budget(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"budget={value!r} is no number of runs")
+        raise OptionError(f"budget={value!r} is not a number of runs")
     return value
 
 
@@ -256,7 +256,7 @@ class _Search:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise SearchError(f"the metric gave {value!r}, which is no number")
+            raise SearchError(f"the metric returned {value!r}, which is not a number")
         return math.inf if math.isnan(value) else float(value)
 
     def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:

@@ -198,9 +198,9 @@ def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | Non
         raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
     if answer is None:
         return None
-    policy = to_policy(f"{where} gave", answer)
+    policy = to_policy(f"{where} returned", answer)
     if not takes_policy(name, policy, is_listed=True):
-        raise PolicyError(f"{where} gave {policy.value}, which the op cannot take")
+        raise PolicyError(f"{where} returned {policy.value}, which the op cannot take")
     return policy
 
 

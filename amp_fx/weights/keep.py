@@ -78,8 +78,8 @@ class Keep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, as it refers to weights "
-            "of this process: call amp_fx.keep again where the weights are loaded"
+            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, because it refers to "
+            "weights of this process: call amp_fx.keep again where the weights are loaded"
         )
 
     def __call__(self) -> Value:
@@ -151,8 +151,8 @@ class Keep:
         alive = tuple(ref() for ref in self._refs)
         if any(weight is None for weight in alive):
             raise KeepError(
-                f"a weight of {self._wanted.name} is gone, as nobody else refers to it: pass the "
-                "parameter, not its .data or .detach(), and hold on to its module. If another "
+                f"a weight of {self._wanted.name} is gone, because nobody else refers to it: pass "
+                "the parameter, not its .data or .detach(), and hold on to its module. If another "
                 "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
                 "again"
             )

@@ -299,8 +299,8 @@ class KeptCall:
                 engine().distrust(weight)
                 log.warning(
                     "%s was written where PyTorch cannot see it: through a NumPy array, a "
-                    "DLPack alias or a pointer that was taken before the latest call. From now on "
-                    "what is computed from it is made in every call; to keep that, %s",
+                    "DLPack alias or a pointer that was taken before the latest call. From now on, "
+                    "values computed from it are made in every call. To keep them, %s",
                     described(name, self.owner, weight),
                     ADVICE,
                 )
@@ -315,7 +315,7 @@ class KeptCall:
                 if not same_bits(make(wanted, weights), entry.value):
                     made_of = ", ".join(wanted.names)
                     raise StaleWeightError(
-                        f"what is kept of {described(made_of, self.owner, weights[0])} is "
+                        f"the kept value of {described(made_of, self.owner, weights[0])} is "
                         f"stale: it was written where PyTorch cannot see it; {ADVICE}"
                     )
 
