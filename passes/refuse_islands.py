@@ -71,6 +71,6 @@ _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent
 
 
 def place_of(node: fx.Node) -> str:
-    """Where the program has it, for a person to read; empty if that is not known."""
+    """Says where the program has the node, for a person to read; empty if that is not known."""
     lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
     return f"; it stands at {lines[-1].file}:{lines[-1].number}" if lines else ""

@@ -148,7 +148,7 @@ def test_a_weight_cast_that_is_not_kept() -> None:
         ({"disable_passes": ["wrap_islands"]}, "would be wrong without"),
         ({"disable_passes": "fold_casts"}, "not a list of names"),
         ({"passes": SinToCos()}, "not a list of passes"),
-        ({"passes": [SinToCos]}, "is no pass"),
+        ({"passes": [SinToCos]}, "is not a pass"),
         ({"passes": [FoldCasts()]}, "is the name of a pass of amp_fx"),
     ],
 )
@@ -164,7 +164,7 @@ def test_mistakes_in_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mistakes_in_registering_are_told() -> None:
-    with pytest.raises(OptionError, match="there is no pass 'nothing'"):
+    with pytest.raises(OptionError, match="there is not a pass 'nothing'"):
         amp_fx.register_pass(SinToCos(), after="nothing")
 
 

@@ -26,7 +26,7 @@ class NoPass:
 
 
 def test_every_field_can_be_given() -> None:
-    """But ``inductor``, which takes what is left, and ``mode``, which is inductor's."""
+    """But ``inductor``, which takes what is left, and ``mode``, which is for inductor."""
     other = {
         "dtype": torch.float16,
         "policy": preset("ipex"),
@@ -115,7 +115,7 @@ def test_mode_as_an_option_and_as_an_argument() -> None:
     assert Options.parse({}, "reduce-overhead").mode == "reduce-overhead"
     with pytest.raises(OptionError, match="reduce-overhead"):
         Options.parse({"mode": "fastest"})
-    with pytest.raises(OptionError, match="mode='reduce-overhead' is inductor's"):
+    with pytest.raises(OptionError, match="mode='reduce-overhead' is for inductor"):
         Options.parse({"mode": "reduce-overhead", "compiler": "eager"})
 
 

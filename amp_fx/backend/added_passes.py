@@ -40,7 +40,7 @@ _registered: OrderedDict[str, AddedPass] = OrderedDict()
 
 
 def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
-    """Has a pass run over every graph that is compiled or explained from now on.
+    """Runs a pass over every graph that is compiled or explained from now on.
 
     Args:
         new: The pass (``amp_fx.passes.base.Pass``). One that was registered under its name is
@@ -122,7 +122,7 @@ def with_added(
 
 
 def _position(passes: Sequence[Pass], after: str) -> int:
-    """Where a pass goes that runs after another one, or where that one would be."""
+    """Finds the position after another pass, or after where that pass would be."""
     names = _names(passes)
     if after in names:
         return names.index(after) + 1

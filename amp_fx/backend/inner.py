@@ -59,7 +59,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """What is done to graphs of AOTAutograd before inductor lowers them.
+    """Rewrites graphs of AOTAutograd before inductor lowers them.
 
     Args:
         options: The options of the backend.

@@ -91,7 +91,7 @@ def _load(name: str, source: Path) -> Any:
 
 
 class _State:
-    """What threads share.
+    """The state that threads share.
 
     Attributes:
         lock: Held by who imports a part, or begins to build one.

@@ -84,7 +84,7 @@ def warn_of_emulation(device_type: str, lacking: tuple[int, ...]) -> None:
 
 
 def forget_devices() -> None:
-    """Has devices asked again, and warnings given again."""
+    """Forgets the answers of devices, and gives warnings again."""
     for function in (_is_here, _has_bfloat16, warn_of_default, warn_of_emulation):
         function.cache_clear()
 

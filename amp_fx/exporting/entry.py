@@ -109,7 +109,7 @@ def export(
 
 
 def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
-    """What was compiled, with the settings of ``amp_fx.compile`` where none are given."""
+    """Returns what was compiled; takes the settings of ``amp_fx.compile`` if none are given."""
     settings = getattr(model, "_amp_fx_settings", None)
     model = getattr(model, "_orig_mod", model)
     if isinstance(settings, RegionSettings):

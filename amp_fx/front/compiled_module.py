@@ -1,4 +1,4 @@
-"""What ``amp_fx.compile`` makes of a module."""
+"""The module that ``amp_fx.compile`` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CompiledModule(OptimizedModule):
-    """What ``torch.compile`` makes of a module, with every call of it inside a region."""
+    """A compiled module that enters a region for every call."""
 
     _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_amp_fx_settings"}
 

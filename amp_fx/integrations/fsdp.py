@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HasLowWeights(Protocol):
-    """What ``amp_fx.explain`` gives."""
+    """The result of ``amp_fx.explain``."""
 
     def low_weights(self) -> dict[str, torch.dtype]:
         """Dtypes by the paths of weights (``Explanation.low_weights``)."""
@@ -111,7 +111,7 @@ def _choose(
 def _own_dtype_unless(
     chosen: Sequence[torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.dtype | None]:
-    """What says of a parameter in which dtype to gather it: None for the policy's.
+    """Returns a function that gives the dtype to gather a parameter in: None for the policy's.
 
     The policy outlives sharding, whole weights must not: they are held weakly.
     """

@@ -1,4 +1,4 @@
-"""What a user lays down on top of op tables: by op, by module, by argument, by rule."""
+"""A user's changes on top of op tables: by op, by module, by argument, by rule."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ModuleOverride:
 
     @property
     def origin(self) -> str:
-        """What to call it in messages and decisions."""
+        """Its name in messages and decisions."""
         return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
 
     def holds_for(self, op: str) -> bool:
@@ -127,7 +127,7 @@ class RuleOverride:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return getattr(self.function, "__name__", None) or repr(self.function)
 
     def at(self, path: str) -> RuleOverride:

@@ -156,7 +156,7 @@ class Policy:
 
     @functools.cached_property
     def kernels_key(self) -> object:
-        """What eager kernels depend on: equal for policies that need the same ones."""
+        """Returns what eager kernels depend on: equal for policies that need the same ones."""
         tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
         return tables, self.args, self.resolver.depends_on_module
 

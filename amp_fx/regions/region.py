@@ -30,7 +30,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class AutocastRegion(Protocol):
-    """What ``autocast`` returns: a context manager that is a decorator as well."""
+    """The result of ``autocast``: a context manager that is also a decorator."""
 
     def __enter__(self) -> Any:
         """Enters the region."""
@@ -237,7 +237,7 @@ class _PolicyRegion:
 
 @contextlib.contextmanager
 def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) -> Iterator[None]:
-    """What Dynamo captures of a region with a policy."""
+    """Enters a region with a policy, in the form that Dynamo captures."""
     device_type, dtype, enabled, cache_enabled = settings
     with (
         torch.autocast(CARRIERS[0], codes[0], False),

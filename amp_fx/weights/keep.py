@@ -279,7 +279,7 @@ def _why_remade(weights: Weights) -> str:
 
 
 class _Computed:
-    """What a function computes from weights (``amp_fx.weights.store.Wanted``)."""
+    """Describes a value that a function computes from weights (``amp_fx.weights.store.Wanted``)."""
 
     is_alias = False
 

@@ -199,7 +199,7 @@ class KeptCall:
         STORE.streams.hold(tensors)
 
     def prepare(self, args: Args) -> tuple[Any, list[Any]]:
-        """What to call, and on what, where something is stale or new; the call begins with it.
+        """Makes stale and new values, begins the call, and returns what to call on which inputs.
 
         Raises:
             GaveUpError: The values cannot be kept, or keeping them does not pay.
@@ -254,7 +254,7 @@ class KeptCall:
         return values, run
 
     def _bound(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """What is made of values that are constants of code, and the values."""
+        """Binds values that are constants of code; returns the bound code and the values."""
         return None if self._bind is None else (self._bind(values), tuple(values))
 
     def _entry(self, wanted: Wanted, weights: Weights) -> Entry | None:

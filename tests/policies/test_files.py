@@ -175,7 +175,7 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
         ("[ops]\nmm = 'fp32'\n'aten::mm' = 'keep'", "key 'ops': aten::mm is fp32 by 'mm'"),
         ("[[ops]]\nmm='fp32'\n[[ops]]\nmm='no'", "line 4, key 'ops.mm'"),
         ("ops = 3", "line 1, key 'ops': 3 is not a table"),
-        ("[modules]\n're:(' = 'fp32'", "line 2, key 'modules.re:[(]': .*no regular expression"),
+        ("[modules]\n're:(' = 'fp32'", "line 2, key 'modules.re:[(]': .*not a regular expression"),
         ("[modules]\n'class:torch.nn.Nope' = 'fp32'", "line 2.*cannot be found"),
         ("[modules]\n'class:torch.nn.Module' = 'fp33'", "line 2.*'fp33' is not one of"),
         ("[args]\nindex_add = { x = 'fp32' }", "line 2, key 'args.index_add'"),
