@@ -164,7 +164,7 @@ def test_mistakes_in_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mistakes_in_registering_are_told() -> None:
-    with pytest.raises(OptionError, match="there is not a pass 'nothing'"):
+    with pytest.raises(OptionError, match="there is no pass 'nothing'"):
         amp_fx.register_pass(SinToCos(), after="nothing")
 
 

@@ -248,7 +248,7 @@ def _as_explanation(given: Any) -> Explanation:
     if isinstance(given, GraphRecord):
         return _of_record(given, f"graph {given.index}")
     raise DrawError(
-        f"amp_fx.draw takes what amp_fx.explain gives, one of its graphs, an exported program "
+        f"amp_fx.draw takes the result of amp_fx.explain, one of its graphs, an exported program "
         f"or an FX graph, not {type(given).__name__}; for a model: "
         "amp_fx.draw(amp_fx.explain(model)(*inputs))"
     )

@@ -226,7 +226,7 @@ class _Search:
         if differs > self.options.tolerance:
             raise SearchError(
                 f"the step differs from run to run, by {differs:.3g} in float32, which is more "
-                f"than the tolerance {self.options.tolerance:g}: let it seed what it draws"
+                f"than the tolerance {self.options.tolerance:g}: seed random numbers in the step"
             )
         if differs:
             self.notes.append(f"the step differs from run to run, by {differs:.3g} in float32")

@@ -101,8 +101,8 @@ class Keep:
         if torch.compiler.is_exporting():
             raise KeepError(
                 f"torch.export would make the value of {self._wanted.name} a constant of the "
-                "program, which no new weight would change: call the function itself in what you "
-                "export"
+                "program, which no new weight would change: in the exported code, call the "
+                "function itself"
             )
         weights = self._weights()
         call = self._call
@@ -152,7 +152,7 @@ class Keep:
         if any(weight is None for weight in alive):
             raise KeepError(
                 f"a weight of {self._wanted.name} is gone, because nobody else refers to it: pass "
-                "the parameter, not its .data or .detach(), and hold on to its module. If another "
+                "the parameter, not its .data or .detach(), and keep its module. If another "
                 "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
                 "again"
             )
@@ -371,7 +371,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _identity(each) not in self._known:
                 raise KeepError(
                     f"{self._name} returns a tensor of shape {tuple(each.shape)} that it did not "
-                    "compute from the weights: pass it to amp_fx.keep as one, or leave it out"
+                    "compute from the weights: pass it to amp_fx.keep as one, or omit it"
                 )
 
 
