@@ -133,7 +133,7 @@ def _position(passes: Sequence[Pass], after: str) -> int:
 
 
 def passes_of_users(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Those that are not built in: what is compiled later needs no more, nor holds the model."""
+    """Returns the passes that are not built in: graphs that are compiled later need only these."""
     return tuple(each for each in passes if each.name not in _BUILT_IN)
 
 

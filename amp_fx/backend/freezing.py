@@ -68,7 +68,7 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
 
 
 ACCELERATORS = ("cuda", "xpu")
-"""Where inductor compiles with Triton, and every write to a weight is noticed."""
+"""Devices for which inductor compiles with Triton, and every write to a weight is noticed."""
 
 _HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
 """Settings of inductor under which its code holds weights in forms that no graph shows."""

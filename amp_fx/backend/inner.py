@@ -204,7 +204,7 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
 
 
 def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Lets AOTAutograd's on-disk cache take graphs with islands in them, but for some.
+    """Lets AOTAutograd's on-disk cache take graphs with opaque regions, with exceptions.
 
     Before torch 2.15 it passes over ``_enter_autocast`` because the ambient state is not in its
     key; ours spell out device and dtype as constant arguments, which are. Those that carry a

@@ -116,7 +116,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """As ``torch.export`` wants them: it finds the range of each size itself."""
+    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
     if not dims:
         return None
     return tuple(

@@ -18,7 +18,7 @@ DIFFERING = ("cuda", "xpu")
 
 
 def without_bfloat16(device_type: str, indices: Iterable[int] = ()) -> tuple[int, ...]:
-    """Those of some devices that have no units for bfloat16; none where nobody can be asked.
+    """Returns the devices without units for bfloat16; none if nobody can be asked.
 
     Args:
         device_type: As in ``torch.device(...).type``; it need not be there.
@@ -37,7 +37,7 @@ def _is_here(device_type: str) -> bool:
 
 @functools.cache
 def _has_bfloat16(device_type: str, index: int) -> bool:
-    """As ``is_bf16_supported(including_emulation=False)``, which asks the current device.
+    """Works like ``is_bf16_supported(including_emulation=False)``, which asks the current device.
 
     CUDA has the units from compute capability 8.0 on; ROCm everywhere, as torch takes it.
     """

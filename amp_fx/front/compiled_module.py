@@ -37,7 +37,7 @@ class CompiledModule(OptimizedModule):
         return call(*args, **kwargs)
 
     def __bool__(self) -> bool:
-        """As of the module; the length that torch.compile's module asks for instead may raise.
+        """Returns the truth value of the module; torch.compile's asks for a length, which may raise.
 
         Dynamo asks before torch 2.13, where the module is called in other compiled code.
         """

@@ -302,7 +302,7 @@ class Policy:
         return {op for table in self.tables.values() for op in table}
 
     def __hash__(self) -> int:
-        """By content, as equality is."""
+        """Hashes the content, as equality compares it."""
         return hash((self.kernels_key, self.ops, self.modules, self.rules, self.dtypes))
 
     def __repr__(self) -> str:

@@ -376,7 +376,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Of a tensor's memory, 0 if there is none; of the tensor itself if it only wraps others."""
+    """Identifies a tensor's memory, 0 if it has none; the tensor itself if it only wraps others."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -251,7 +251,7 @@ class Recipes:
         return replaced((constant_folding, "replace_node_with_constant", replace))
 
     def _next_name(self) -> str:
-        """As inductor would call a constant: alike in all processes, whose caches know it so."""
+        """Names a constant as inductor would: the same in all processes, as caches store it."""
         return f"_frozen_param{len(self._known)}"
 
     def _of(self, gm: fx.GraphModule, node: Node) -> Recipe:
