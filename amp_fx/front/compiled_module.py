@@ -37,7 +37,7 @@ class CompiledModule(OptimizedModule):
         return call(*args, **kwargs)
 
     def __bool__(self) -> bool:
-        """Returns the truth value of the module; torch.compile's asks for a length, which may raise.
+        """Returns the module's truth value; torch.compile's asks for a length, which may raise.
 
         Dynamo asks before torch 2.13, where the module is called in other compiled code.
         """
