@@ -20,7 +20,7 @@ class PolicyWarning(UserWarning):
 
 
 class DtypeWarning(UserWarning):
-    """A low dtype that nobody chose, or that a device has no units for; names the device."""
+    """Nobody chose the low-precision dtype, or the device has no units for it; names the device."""
 
 
 class BannedOpError(AmpFxError, RuntimeError):
@@ -32,11 +32,11 @@ class StaleWeightError(AmpFxError, RuntimeError):
 
 
 class KeepError(AmpFxError, ValueError):
-    """``amp_fx.keep`` got something that cannot be kept; the message says what."""
+    """``amp_fx.keep`` got an argument that it cannot keep; the message says which."""
 
 
 class RegionError(AmpFxError, RuntimeError, ValueError):
-    """An autocast region cannot be entered, or is left where it is not the innermost one.
+    """An autocast region cannot be entered, or is left while another region is open inside it.
 
     torch.autocast raises RuntimeError or ValueError for the former.
     """
@@ -47,7 +47,7 @@ class DeviceError(AmpFxError, ValueError):
 
 
 class CompileTargetError(AmpFxError, TypeError):
-    """What should be compiled is neither a module nor a function."""
+    """The argument is neither a module nor a function."""
 
 
 class ExplainError(AmpFxError, RuntimeError):
@@ -59,7 +59,7 @@ class ExportError(AmpFxError, RuntimeError):
 
 
 class StoreError(AmpFxError, RuntimeError):
-    """The weights of a model cannot be stored low: it is being trained."""
+    """The weights of a model cannot be stored in low precision: it is being trained."""
 
 
 class ShardingError(AmpFxError, RuntimeError):
@@ -71,7 +71,7 @@ class ShardingWarning(UserWarning):
 
 
 class AccuracyError(AmpFxError, RuntimeError):
-    """A program's accuracy cannot be examined: what is there to run has no float32 numbers."""
+    """A program's accuracy cannot be examined: it has no float32 numbers."""
 
 
 class SearchError(AmpFxError, RuntimeError):
@@ -79,11 +79,11 @@ class SearchError(AmpFxError, RuntimeError):
 
 
 class DrawError(AmpFxError, ValueError):
-    """A picture cannot be drawn or written: a wrong ending, level, focus or folder."""
+    """A picture cannot be drawn or written: the suffix, level, focus or folder is wrong."""
 
 
 class AheadOfTimeError(AmpFxError, RuntimeError):
-    """A graph cannot be compiled ahead of time; says what keeps it from being saved."""
+    """A graph cannot be compiled ahead of time; the message says what prevents saving it."""
 
 
 class GraphInvariantError(AmpFxError):
@@ -110,7 +110,7 @@ class ScalerValueError(AmpFxError, ValueError, AssertionError):
 
 
 class ScalerTypeError(AmpFxError, TypeError):
-    """An argument of the gradient scaler is of the wrong kind, such as no optimizer at all."""
+    """An argument of the gradient scaler has the wrong type, such as a missing optimizer."""
 
 
 class Float16GradientError(AmpFxError, ValueError):
@@ -131,7 +131,7 @@ class NativeBuildError(AmpFxError, RuntimeError):
 
 
 class ScaleCollapseError(AmpFxError, RuntimeError):
-    """What `ScaleCollapseWarning` says, for a scaler that was told to raise it."""
+    """Gradients overflow at every scale, and the scaler has ``on_collapse="raise"``."""
 
 
 class ScaleCollapseWarning(UserWarning):
@@ -139,8 +139,8 @@ class ScaleCollapseWarning(UserWarning):
 
 
 class Float16LossWarning(UserWarning):
-    """The first steps of a gradient scaler all overflow, and the losses that it got are float16."""
+    """The first steps of a gradient scaler all overflow, because its losses are float16."""
 
 
 class TorchVersionWarning(UserWarning):
-    """This torch is newer than those that the tests were run on."""
+    """This torch is newer than the versions that were tested."""

@@ -134,7 +134,7 @@ class Options:
             )
         if parsed.get("mode") is not None and compiler != "inductor":
             raise OptionError(
-                f"mode={parsed['mode']!r} is inductor's; compiler={compiler!r} has none"
+                f"mode={parsed['mode']!r} is for inductor; compiler={compiler!r} has no modes"
             )
         _check_inductor_options(given)
         if parsed.get("numerics") == "eager":
@@ -157,7 +157,7 @@ def _to_dtype(name: str, value: Any) -> torch.dtype:
     dtype = as_dtype(value)
     if dtype is None:
         raise OptionError(
-            f"{name}={value!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"{name}={value!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
         )
     if not is_low(dtype):
         raise OptionError(
@@ -170,7 +170,7 @@ def _to_policy(name: str, value: Any) -> Policy:
     if isinstance(value, (str, os.PathLike)) or type(value).__name__ == Policy.__name__:
         return as_policy(value)
     raise OptionError(
-        f"{name}={value!r} is neither an amp_fx.Policy, nor the name of a preset, nor the path "
+        f"{name}={value!r} is not an amp_fx.Policy, the name of a preset, or the path "
         "of a policy file"
     )
 
@@ -226,7 +226,7 @@ def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
     from amp_fx.backend.added_passes import check_pass
 
     if not isinstance(value, (list, tuple)):
-        raise OptionError(f"{name}={value!r} is no list of passes")
+        raise OptionError(f"{name}={value!r} is not a list of passes")
     for each in value:
         check_pass(name, each)
     return tuple(value)
@@ -235,7 +235,7 @@ def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
 def _to_names(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
         return tuple(value)
-    raise OptionError(f"{name}={value!r} is no list of names of passes")
+    raise OptionError(f"{name}={value!r} is not a list of names of passes")
 
 
 _EAGER = {
@@ -305,7 +305,7 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
         if name.replace("-", "_") not in known:
             raise OptionError(
                 f"unknown option {name!r}: amp_fx takes {', '.join(_CONVERT)}; "
-                "inductor's own options (torch._inductor.list_options()) are passed on to it"
+                "inductor's own options (torch._inductor.list_options()) are passed on to inductor"
             )
     try:
         torch._TorchCompileInductorWrapper(None, dict(options), None)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Where attributes have other values; one thread at a time, as all see them.
+    """Gives attributes other values; one thread at a time, because all threads see them.
 
     Args:
         *attributes: Modules, classes or objects, each with a name and the value it gets.

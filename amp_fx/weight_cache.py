@@ -58,7 +58,7 @@ class KeptValue:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What the cache holds and did.
+    """Counts what the cache holds and did.
 
     Attributes:
         entries: Number of values that take bytes.

@@ -1,4 +1,4 @@
-"""Has a graph read the weights whose casts are kept through storages of their own.
+"""Reads weights whose casts are kept through storages of their own.
 
 Before:
     %weight          = placeholder[weight]

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass with a name that edits a graph and counts its edits."""
+"""Defines a pass: a frozen dataclass with a name that edits a graph and counts its edits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """What a pass did: its edits, by kind.
+    """Counts the edits of a pass, by kind.
 
     Attributes:
         counts: Edits by kind, for example ``{"casts_inserted": 12}``; zeros are dropped.
@@ -30,7 +30,7 @@ class PassResult:
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """What one pass did to one graph."""
+    """Reports what one pass did to one graph."""
 
     name: str
     counts: Counter[str]
@@ -38,7 +38,7 @@ class PassReport:
 
 
 class Observer(Protocol):
-    """What is told of a graph while it is rewritten."""
+    """Receives reports on a graph while it is rewritten."""
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
         """A pass has run over the graph."""

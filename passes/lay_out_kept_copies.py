@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def lay_out_kept_copies(gm: fx.GraphModule, config: Mapping[str, Any]) -> int:
-    """Has the copies that only convolutions use kept channels-last, if inductor wants that.
+    """Keeps the copies that only convolutions use channels-last, if inductor wants that.
 
     Args:
         gm: The rewritten graph, which inductor will compile.

@@ -104,7 +104,7 @@ def _read_of(gm: fx.GraphModule, node: fx.Node, copies: list[fx.Node]) -> LowRea
 def readers(
     gm: fx.GraphModule, node: fx.Node, *, is_direct: bool = True
 ) -> Iterator[tuple[fx.Node, bool]]:
-    """What reads a tensor, through views and in bodies, and whether it takes the tensor itself."""
+    """Yields the readers of a tensor, through views and in bodies, and if they take it itself."""
     for user in node.users:
         if is_rewritten(user):
             yield from _readers_in_bodies(gm, user, node, is_direct=is_direct)
@@ -135,7 +135,7 @@ def is_view(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _cast_dtype(reader: fx.Node) -> torch.dtype | None:
-    """What a reader casts to; None if it is no cast, or does more than casting."""
+    """Returns the dtype that a reader casts to; None if it does anything but casting."""
     if KEPT_INPUT.is_on(reader):
         return None if KEPT_INPUT.of(reader).is_alias else KEPT_INPUT.of(reader).dtype
     if reader.target is kept_cast:

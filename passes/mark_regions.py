@@ -67,7 +67,7 @@ class MarkRegions:
     site: Site
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Sets ``SITE`` and, for islands, ``ISLAND`` (the reason)."""
+        """Sets ``SITE`` and, for opaque regions, ``ISLAND`` (the reason)."""
         counts: Counter[str] = Counter()
         states = [(self.site.state, self.site.is_bare)]
         is_grad_enabled = self.site.is_grad_enabled

@@ -80,7 +80,7 @@ def wire_bytes(graph: fx.Graph) -> int:
 
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """What carries a gathered tensor on, and the casts that read it; None if anything else does."""
+    """Finds the views and casts that read a gathered tensor; returns None if anything else does."""
     carriers: dict[fx.Node, None] = {}
     casts: dict[fx.Node, None] = {}
     waiting = [gather]

@@ -1,4 +1,4 @@
-"""Refuses a program with islands in regions: nothing may be left to native autocast.
+"""Refuses a program with opaque regions in it: nothing may be left to native autocast.
 
 Compiled graphs run islands under native autocast, between markers (``wrap_islands``). An exported
 program has no place for these, and would run such a node in the dtypes that happen to come. Left
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RefuseIslands:
-    """Raises at the first island that autocast would change."""
+    """Raises at the first opaque region that autocast would change."""
 
     name: ClassVar[str] = "refuse_islands"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
@@ -71,6 +71,6 @@ _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent
 
 
 def place_of(node: fx.Node) -> str:
-    """Where the program has it, for a person to read; empty if that is not known."""
+    """Says where the program has the node, for a person to read; empty if that is not known."""
     lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
     return f"; it stands at {lines[-1].file}:{lines[-1].number}" if lines else ""

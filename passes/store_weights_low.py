@@ -1,4 +1,4 @@
-"""Has weights stored in the low dtype that everybody reads them in.
+"""Stores weights in the low-precision dtype in which every reader takes them.
 
 Before:
     %weight          = placeholder[weight]                # float32

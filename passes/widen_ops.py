@@ -1,4 +1,4 @@
-"""Has ops compute in float32 and round, where a runtime takes their low inputs otherwise not.
+"""Computes ops in float32 and rounds the result if a runtime rejects low-precision inputs.
 
 Before (ONNX gives the inputs of a norm one type; PyTorch's kernels take a mixture):
     %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
@@ -103,7 +103,7 @@ def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
-    """What takes the tensors out of a node's tuple."""
+    """Returns the nodes that take the tensors out of a node's tuple."""
     items = [user for user in node.users if user.target is operator.getitem]
     return [item for item in items if isinstance(value_of(item), torch.Tensor)]
 

@@ -187,7 +187,7 @@ def _round(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> None:
 
 @functools.cache
 def _lower_rounded() -> None:
-    """Has inductor round within its kernels; before torch 2.13 the op is called as it is.
+    """Makes inductor round inside its kernels; before torch 2.13 the op is called as it is.
 
     There the C++ backend takes every rounding back that it meets in a kernel.
 

@@ -1,4 +1,4 @@
-"""Runs islands under native autocast, as the uncompiled program would.
+"""Runs opaque regions under native autocast, as the uncompiled program would.
 
 Before:
     %y = higher_order.flex_attention(%q, %k, %v, ...)        # island, site: cpu bfloat16
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class WrapIslands:
-    """Puts autocast markers around islands."""
+    """Puts autocast markers around opaque regions."""
 
     name: ClassVar[str] = "wrap_islands"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
@@ -42,7 +42,7 @@ class WrapIslands:
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``islands``; bodies of higher-order ops are wrapped too."""
+        """Counts opaque regions as ``islands``; wraps bodies of higher-order ops too."""
         counts: Counter[str] = Counter()
         for run in _island_runs(gm.graph):
             if not IS_WRAPPED.is_on(run[0]):
@@ -70,7 +70,7 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def needs_autocast(node: fx.Node) -> bool:
-    """Whether native autocast may change what an island gives."""
+    """Whether native autocast may change what an opaque region returns."""
     if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
         return False
     return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))

@@ -146,9 +146,9 @@ def test_a_weight_cast_that_is_not_kept() -> None:
         ({"disable_passes": ["fold_cast"]}, "did you mean 'fold_casts'"),
         ({"disable_passes": ["insert_casts"]}, "would be wrong without the pass 'insert_casts'"),
         ({"disable_passes": ["wrap_islands"]}, "would be wrong without"),
-        ({"disable_passes": "fold_casts"}, "no list of names"),
-        ({"passes": SinToCos()}, "no list of passes"),
-        ({"passes": [SinToCos]}, "is no pass"),
+        ({"disable_passes": "fold_casts"}, "not a list of names"),
+        ({"passes": SinToCos()}, "not a list of passes"),
+        ({"passes": [SinToCos]}, "is not a pass"),
         ({"passes": [FoldCasts()]}, "is the name of a pass of amp_fx"),
     ],
 )

@@ -26,7 +26,7 @@ class NoPass:
 
 
 def test_every_field_can_be_given() -> None:
-    """But ``inductor``, which takes what is left, and ``mode``, which is inductor's."""
+    """But ``inductor``, which takes what is left, and ``mode``, which is for inductor."""
     other = {
         "dtype": torch.float16,
         "policy": preset("ipex"),
@@ -93,7 +93,7 @@ def test_unknown_preset_lists_those_there_are() -> None:
 
 
 def test_policy_of_another_type() -> None:
-    with pytest.raises(OptionError, match="Policy, nor the name of a preset"):
+    with pytest.raises(OptionError, match="Policy, the name of a preset"):
         Options.parse({"policy": {}})
 
 
@@ -115,7 +115,7 @@ def test_mode_as_an_option_and_as_an_argument() -> None:
     assert Options.parse({}, "reduce-overhead").mode == "reduce-overhead"
     with pytest.raises(OptionError, match="reduce-overhead"):
         Options.parse({"mode": "fastest"})
-    with pytest.raises(OptionError, match="mode='reduce-overhead' is inductor's"):
+    with pytest.raises(OptionError, match="mode='reduce-overhead' is for inductor"):
         Options.parse({"mode": "reduce-overhead", "compiler": "eager"})
 
 

@@ -40,7 +40,7 @@ _registered: OrderedDict[str, AddedPass] = OrderedDict()
 
 
 def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
-    """Has a pass run over every graph that is compiled or explained from now on.
+    """Runs a pass over every graph that is compiled or explained from now on.
 
     Args:
         new: The pass (``amp_fx.passes.base.Pass``). One that was registered under its name is
@@ -72,7 +72,7 @@ def check_pass(where: str, value: Any) -> None:
     name = getattr(value, "name", None)
     if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
         raise OptionError(
-            f"{where}: {value!r} is no pass: give an object with a name and a method call(gm)"
+            f"{where}: {value!r} is not a pass: give an object with a name and a method call(gm)"
         )
     if name in _BUILT_IN:
         raise OptionError(f"{where}: {name!r} is the name of a pass of amp_fx; give another one")
@@ -103,7 +103,7 @@ def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
     known = [*_BUILT_IN, *_registered, *_names(added)]
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"there is no pass {name!r}; there are {', '.join(known)}{meant}"
+    return f"there is no pass {name!r}; the passes are {', '.join(known)}{meant}"
 
 
 def with_added(
@@ -122,7 +122,7 @@ def with_added(
 
 
 def _position(passes: Sequence[Pass], after: str) -> int:
-    """Where a pass goes that runs after another one, or where that one would be."""
+    """Finds the position after another pass, or after where that pass would be."""
     names = _names(passes)
     if after in names:
         return names.index(after) + 1
@@ -133,7 +133,7 @@ def _position(passes: Sequence[Pass], after: str) -> int:
 
 
 def passes_of_users(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Those that are not built in: what is compiled later needs no more, nor holds the model."""
+    """Returns the passes that are not built in: graphs that are compiled later need only these."""
     return tuple(each for each in passes if each.name not in _BUILT_IN)
 
 

@@ -68,7 +68,7 @@ _VIEWS = (
 
 
 class AfterAutograd(CustomGraphPass):
-    """What is done to every graph before inductor lowers it.
+    """Rewrites every graph before inductor lowers it.
 
     Relies on inductor running ``post_grad_custom_pre_pass`` on every graph, and on inputs of a
     backward that are gradients being called ``tangents``.
@@ -116,7 +116,7 @@ class AfterAutograd(CustomGraphPass):
         return widen_products(graph, pays if self.products == "auto" else _always)
 
     def uuid(self) -> Any:
-        """What stands for it in the keys of inductor's caches; None for nothing can.
+        """Returns its part of the keys of inductor's caches; None if there is none.
 
         With ``products="auto"`` it says which kernels the measured table is of: caches that
         machines share, or one with other settings, would give low products to one without units.
@@ -142,7 +142,7 @@ def is_backward(graph: fx.Graph) -> bool:
 
 
 def widen_weight_grads(graph: fx.Graph) -> int:
-    """Has low products whose results are cast to float32 and returned give float32.
+    """Makes low products return float32 if their results are cast to float32 and returned.
 
     Args:
         graph: A backward, after AOTAutograd.

@@ -101,7 +101,7 @@ def as_saved(
 
 
 def _settings(plan: KeptInputs | None) -> dict[str, Any] | None:
-    """What makes equal inputs in another process."""
+    """Returns the settings that make equal inputs in another process."""
     if plan is None:
         return None
     names = ("slots", "owner", "passed", "verify")

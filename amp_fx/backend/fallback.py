@@ -1,4 +1,4 @@
-"""What is done with a graph that cannot be rewritten: it runs under native autocast."""
+"""Runs a graph that cannot be rewritten under native autocast."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _seen: set[tuple[str, str]] = set()
 
 
 def describe_place(error: BaseException, graph: fx.Graph) -> str:
-    """Where in the user's program an error arose: op, module path, source line.
+    """Says where in the user's program an error arose: op, module path, source line.
 
     That is the node that was worked on when it did, or one that the message names; failing
     that, the first op of the graph.

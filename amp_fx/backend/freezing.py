@@ -71,7 +71,7 @@ def is_wanted(options: Options, example_inputs: Sequence[Any]) -> bool:
 
 
 ACCELERATORS = ("cuda", "xpu")
-"""Where inductor compiles with Triton, and every write to a weight is noticed."""
+"""Devices for which inductor compiles with Triton, and every write to a weight is noticed."""
 
 _HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
 """Settings of inductor under which its code holds weights in forms that no graph shows."""
@@ -171,13 +171,13 @@ def _plain_epilogues(options: Options) -> AbstractContextManager[None]:
 
 
 def constants_for(example_inputs: Sequence[Any], weights: Iterable[int]) -> dict[int, torch.Tensor]:
-    """What stands for weights while they are frozen: their bytes, in storages of their own."""
+    """Returns aliases of weights to freeze: their bytes, in storages of their own."""
     with making_values():
         return {i: engine().alias(example_inputs[i].detach()) for i in weights}
 
 
 def new_call(frozen: FrozenGraph, names: Mapping[int, str], **settings: Any) -> FrozenCall:
-    """What calls a frozen graph, as ``FrozenCall`` says."""
+    """Creates the ``FrozenCall`` that calls a frozen graph."""
     return FrozenCall(
         frozen.values(names),
         frozen.taken,
@@ -190,7 +190,7 @@ def new_call(frozen: FrozenGraph, names: Mapping[int, str], **settings: Any) -> 
 def values_when_frozen(
     gm: fx.GraphModule, example_inputs: Sequence[Any], weights: Sequence[int], options: Options
 ) -> dict[Recipe, torch.Tensor]:
-    """What a frozen graph would keep: nothing is computed or compiled.
+    """Lists what a frozen graph would keep; computes and compiles nothing.
 
     Args:
         gm: The rewritten graph, which casts weights itself.

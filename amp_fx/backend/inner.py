@@ -62,7 +62,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """What is done to graphs of AOTAutograd before inductor lowers them.
+    """Rewrites graphs of AOTAutograd before inductor lowers them.
 
     Args:
         options: The options of the backend.
@@ -253,7 +253,7 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
 
 
 def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Lets AOTAutograd's on-disk cache take graphs with islands in them, but for some.
+    """Lets AOTAutograd's on-disk cache take graphs with opaque regions, with exceptions.
 
     Before torch 2.15 it passes over ``_enter_autocast`` because the ambient state is not in its
     key; ours spell out device and dtype as constant arguments, which are. Those that carry a
@@ -349,4 +349,4 @@ def has_cpp_compiler() -> bool:
 
 @functools.cache
 def _warn_no_compiler() -> None:
-    log.warning("no C++ compiler found, which inductor needs on CPU: going on with 'aot_eager'")
+    log.warning("no C++ compiler found, which inductor needs on CPU: continuing with 'aot_eager'")

@@ -54,7 +54,7 @@ log = logging.getLogger("amp_fx.rewrite")
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """What became of a captured graph.
+    """Holds the rewritten forms of a captured graph.
 
     Attributes:
         gm: A rewritten copy of it; one under native autocast if a pass failed.

@@ -80,7 +80,7 @@ def _compiles_with(backend: Callable[..., Any]) -> bool:
 
 
 def _not_now() -> Unsupported:
-    """What makes Dynamo run this call uncompiled, and look again at the next one.
+    """Returns the exception that makes Dynamo run this call uncompiled and compile later ones.
 
     Relies on ``TorchDynamoException.frame_exec_strategy``; torch 2.15 also asks for
     ``apply_to_code``.

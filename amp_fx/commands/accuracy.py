@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.input_shape:
         inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
     if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
     dtype = tuple(args.dtype.split(",")) if "," in (args.dtype or "") else args.dtype
     options = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
     found: AccuracyReport | SearchResult | DtypeChoice
@@ -115,9 +115,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.save is None:
         return
     if args.search is None:
-        raise OptionError("--save writes what --search has found: give both")
+        raise OptionError("--save writes what --search found: give both")
     if not args.save.endswith(".toml"):
-        raise OptionError(f"--save {args.save}: a policy file's name ends in .toml")
+        raise OptionError(f"--save {args.save}: the name of a policy file must end in .toml")
     if not Path(args.save).parent.is_dir():
         raise OptionError(f"--save {args.save}: there is no folder {str(Path(args.save).parent)!r}")
 

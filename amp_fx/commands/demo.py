@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def header(settings: Settings) -> str:
-    """What is compared, and where."""
+    """Describes what is compared, and where."""
     facts = machine(settings.device)
     size, where = settings.size, facts.get("gpu", facts["processor"])
     return (
@@ -148,7 +148,7 @@ def train(settings: Settings, console: Console) -> Comparison:
 
 
 def write(comparison: Comparison, settings: Settings, console: Console) -> Texts:
-    """Has all contenders write a text with the model that amp_fx trained, with a bar for each."""
+    """Lets all contenders write a text with the model that amp_fx trained, with a bar for each."""
     prompt = comparison.vocabulary.encode(statements())[:NUM_GIVEN].tolist()
     with Progress(console=console) as progress:
         tasks = {
@@ -206,7 +206,7 @@ def _alike(text: Writing, other: Writing) -> str:
 
 
 def _rows(table: Table, contenders: Sequence[T]) -> Callable[[str, Callable[[T], str]], None]:
-    """What adds a row to a table that has a column per contender."""
+    """Returns a function that adds a row to a table with a column per contender."""
     table.add_column()
     for contender in contenders:
         table.add_column(contender.name, justify="right")

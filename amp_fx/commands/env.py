@@ -80,7 +80,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def _build() -> str:
-    """What torch was built for."""
+    """Says what torch was built for."""
     for name in ("cuda", "hip", "xpu"):
         version = getattr(torch.version, name, None)
         if version is not None:
@@ -120,7 +120,7 @@ def _dot_version() -> str:
 
 
 def compiled_parts() -> Iterator[tuple[str, str]]:
-    """Where the compiled parts are, or what follows if there are none."""
+    """Says where the compiled parts are, or what it means that there are none."""
     for name, source in csrc.parts().items():
         path = find(name, source)
         if csrc.why_off():

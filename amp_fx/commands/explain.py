@@ -85,12 +85,12 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         check_path(path)
     if args.html is not None and not args.html.endswith(".html"):
-        raise DrawError(f"--html {args.html}: the page's name ends in .html")
+        raise DrawError(f"--html {args.html}: the name of the page must end in .html")
     model, inputs = load(args.target, is_meta=args.meta)
     if args.input_shape:
         inputs = tuple(parse_input(text, is_meta=args.meta) for text in args.input_shape)
     if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
     explainer = explain(
         model,
         dtype=args.dtype,
@@ -127,10 +127,10 @@ def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimize
     classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in classes:
         near = difflib.get_close_matches(name.lower(), classes, n=3)
-        meant = f"; near names: {', '.join(classes[n].__name__ for n in near)}" if near else ""
-        raise OptionError(f"--optimizer {text}: torch.optim has none of this name{meant}")
+        meant = f"; similar names: {', '.join(classes[n].__name__ for n in near)}" if near else ""
+        raise OptionError(f"--optimizer {text}: torch.optim has no optimizer of this name{meant}")
     if kernels not in ("", "fused", "foreach"):
-        raise OptionError(f"--optimizer {text}: behind the colon stands fused or foreach")
+        raise OptionError(f"--optimizer {text}: write fused or foreach behind the colon")
     parameters = [p for p in getattr(model, "parameters", tuple)() if p.requires_grad]
     if not parameters:
         raise OptionError(f"--optimizer {text}: the model has no parameters to update")
@@ -172,8 +172,8 @@ def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any
         return made[0], inputs if isinstance(inputs, tuple) else (inputs,)
     if not callable(made):
         raise ExplainError(
-            f"{target} was called without arguments, as a factory, and gave a "
-            f"{type(made).__name__}: give back a model, or a pair of a model and its inputs"
+            f"{target} was called without arguments, as a factory, and returned a "
+            f"{type(made).__name__}: return a model, or a pair of a model and its inputs"
         )
     return made, None
 
@@ -200,7 +200,7 @@ def _named(target: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=3)
-            meant = f"; near names: {', '.join(near)}" if near else ""
+            meant = f"; similar names: {', '.join(near)}" if near else ""
             raise ExplainError(f"{module_name!r} has no {name!r}{meant}")
         found = getattr(found, part)
     if not callable(found):
@@ -238,6 +238,6 @@ def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
         raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")
     dtype = as_dtype(match["dtype"] or "float32")
     if dtype is None:
-        raise OptionError(f"--input-shape {text}: {match['dtype']!r} is no dtype of torch")
+        raise OptionError(f"--input-shape {text}: {match['dtype']!r} is not a dtype of torch")
     sizes = [int(size) for size in re.split("[,x]", match["sizes"]) if size]
     return torch.zeros(sizes, dtype=dtype, device="meta" if is_meta else "cpu")

@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
     if args.input_shape:
         inputs = tuple(map(parse_input, args.input_shape))
     if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: say which, like --input-shape 8,64")
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
     if not isinstance(model, torch.nn.Module):
-        raise CompileTargetError(f"{args.target} is no module, which torch.export takes alone")
+        raise CompileTargetError(f"{args.target} is not a module: torch.export takes no other")
     model.eval()
     program = export(
         model,
@@ -108,13 +108,15 @@ def run(args: argparse.Namespace) -> int:
 def _check_out(args: argparse.Namespace) -> None:
     if args.out.suffix not in _ENDINGS or not args.out.parent.is_dir():
         endings = " or ".join(_ENDINGS)
-        raise OptionError(f"{args.out}: the file's name ends in {endings}, in a folder there is")
+        raise OptionError(
+            f"{args.out}: the name of the file must end in {endings}, in an existing folder"
+        )
     if args.package and args.out.suffix != ".pt2":
-        raise OptionError(f"--package {args.out}: the name of a package ends in .pt2")
+        raise OptionError(f"--package {args.out}: the name of a package must end in .pt2")
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """As ``torch.export`` wants them: it finds the range of each size itself."""
+    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
     if not dims:
         return None
     return tuple(

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=False)
     if args.check:
         if args.op is not None:
-            raise OptionError("--check compares all ops; leave the op out")
+            raise OptionError("--check compares all ops; omit the op")
         return _check(policy, devices, console)
     if args.op is not None:
         _show_op(policy, args.op, devices, console)

@@ -86,12 +86,12 @@ def _load(name: str, source: Path) -> Any:
         return imported(name, source)
     except Exception as error:
         log.debug("no compiled part", exc_info=True)
-        log.info("going on without %s, which cannot be built: %s", source.name, error)
+        log.info("continuing without %s, which cannot be built: %s", source.name, error)
         return None
 
 
 class _State:
-    """What threads share.
+    """The state that threads share.
 
     Attributes:
         lock: Held by who imports a part, or begins to build one.

@@ -118,7 +118,7 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a thread needs to build one library.
+    """Holds what a thread needs to build one library.
 
     Attributes:
         name: The name of the module.

@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where this process computes, and with whom."""
+    """Describes where this process computes, and with which others."""
 
     rank: int
     num_ranks: int
@@ -81,7 +81,7 @@ class Place:
     compiler: str
 
     def compiled(self, module: nn.Module) -> None:
-        """Has a module compiled, in place."""
+        """Compiles a module, in place."""
         options = {"compiler": self.compiler, "dtype": torch.bfloat16}
         module.compile(backend="amp_fx", options=options)
 
@@ -192,7 +192,7 @@ def _batch(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def counted_gathers() -> Iterator[list[int]]:
-    """Where the bytes that this process hands to FSDP2's all-gathers are noted.
+    """Counts the bytes that this process passes to FSDP2's all-gathers.
 
     Relies on FSDP2 calling ``torch.distributed.all_gather_single``, before torch 2.15
     ``all_gather_into_tensor``, with the tensor to gather as ``input_tensor`` or second.
@@ -219,7 +219,7 @@ def counted_gathers() -> Iterator[list[int]]:
 
 
 def table_of(runs: dict[str, tuple[Run, Run]], updates: int) -> Table:
-    """What happened, a row for each wrapper."""
+    """Makes a table of what happened, with a row for each wrapper."""
     table = Table(title=f"torch.autocast (eager) and amp_fx, {updates} updates")
     table.add_column("wrapper")
     for header in (

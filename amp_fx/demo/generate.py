@@ -130,7 +130,7 @@ class Writer:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What the contenders wrote."""
+    """Holds what the contenders wrote."""
 
     float32: Writing
     amp_fx: Writing
@@ -149,7 +149,7 @@ def generate(
     settings: Settings,
     on_text: Callable[[Writing], None] | None = None,
 ) -> Texts:
-    """Has all contenders write a text as long as the model's context.
+    """Lets all contenders write a text as long as the model's context.
 
     Args:
         model: The trained model.

@@ -57,7 +57,7 @@ def corpus() -> torch.Tensor:
 
 
 def statements() -> str:
-    """What Python's help says of some statements, without headings and code, in one line."""
+    """Returns Python's help on some statements, without headings and code, in one line."""
     text = "\n\n".join(topics.topics[name] for name in STATEMENTS)
     return " ".join(" ".join(filter(_is_prose, text.split("\n\n"))).split())
 

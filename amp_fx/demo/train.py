@@ -38,7 +38,7 @@ FUSED = ("cpu", "cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to train, where, and for how long."""
+    """Settings: what to train, where, and for how long."""
 
     steps: int = 100
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
@@ -76,7 +76,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What came out.
+    """Holds the results.
 
     Attributes:
         float32: How the contender did that trains in float32.

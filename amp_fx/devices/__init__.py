@@ -1,1 +1,1 @@
-"""What the devices of this machine can do."""
+"""Reports what the devices of this machine can do."""

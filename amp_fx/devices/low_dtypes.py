@@ -18,7 +18,7 @@ DIFFERING = ("cuda", "xpu")
 
 
 def without_bfloat16(device_type: str, indices: Iterable[int] = ()) -> tuple[int, ...]:
-    """Those of some devices that have no units for bfloat16; none where nobody can be asked.
+    """Returns the devices without units for bfloat16; none if nobody can be asked.
 
     Args:
         device_type: As in ``torch.device(...).type``; it need not be there.
@@ -37,7 +37,7 @@ def _is_here(device_type: str) -> bool:
 
 @functools.cache
 def _has_bfloat16(device_type: str, index: int) -> bool:
-    """As ``is_bf16_supported(including_emulation=False)``, which asks the current device.
+    """Works like ``is_bf16_supported(including_emulation=False)``, which asks the current device.
 
     CUDA has the units from compute capability 8.0 on; ROCm everywhere, as torch takes it.
     """
@@ -60,8 +60,8 @@ def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
         why = f"{device_names(device_type, lacking)} has no bfloat16 units"
     warnings.warn(
         f"low-precision ops on {device_type!r} run in float16: no dtype was given, and {why}. "
-        "Small gradients vanish in it: train with amp_fx.GradScaler, and give the dtype to say "
-        "that it is meant",
+        "Small gradients vanish in float16: train with amp_fx.GradScaler, and pass the dtype if "
+        "you want float16",
         DtypeWarning,
         stacklevel=2,
     )
@@ -77,14 +77,14 @@ def warn_of_emulation(device_type: str, lacking: tuple[int, ...]) -> None:
     warnings.warn(
         f"{device_names(device_type, lacking)} has no bfloat16 units: products are emulated, "
         "slower than in float32, and graphs may run uncompiled. torch.float16, with "
-        "amp_fx.GradScaler in training, is fast there",
+        "amp_fx.GradScaler in training, is fast",
         DtypeWarning,
         stacklevel=2,
     )
 
 
 def forget_devices() -> None:
-    """Has devices asked again, and warnings given again."""
+    """Forgets the answers of devices, and gives warnings again."""
     for function in (_is_here, _has_bfloat16, warn_of_default, warn_of_emulation):
         function.cache_clear()
 

@@ -32,7 +32,7 @@ def bfloat16_units() -> list[str]:
 
 
 def kernels_in_use() -> tuple[str | None, ...]:
-    """What decides which kernels of ATen and oneDNN run here: equal where the same ones do.
+    """Returns a key of the kernels of ATen and oneDNN that run here: equal if the same ones do.
 
     ``ONEDNN_MAX_CPU_ISA`` (and the name that it had before) holds oneDNN to older instructions.
     """

@@ -200,14 +200,14 @@ def draw(
         The picture.
 
     Raises:
-        DrawError: The level, the ending or the focus is unknown (suggests near names), ``dpi`` is
+        DrawError: The level, the ending or the focus is unknown (with similar names), ``dpi`` is
             no whole number from 10 to 2400, the folder is missing or cannot be written to, or
             ``dot`` is not installed.
     """
     if level is not None and level not in LEVELS:
         raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
     if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
-        raise DrawError(f"dpi={dpi!r} is no whole number from 10 to 2400")
+        raise DrawError(f"dpi={dpi!r} is not a whole number from 10 to 2400")
     if path is not None:
         check_path(path)
     report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
@@ -248,7 +248,7 @@ def _as_explanation(given: Any) -> Explanation:
     if isinstance(given, GraphRecord):
         return _of_record(given, f"graph {given.index}")
     raise DrawError(
-        f"amp_fx.draw takes what amp_fx.explain gives, one of its graphs, an exported program "
+        f"amp_fx.draw takes the result of amp_fx.explain, one of its graphs, an exported program "
         f"or an FX graph, not {type(given).__name__}; for a model: "
         "amp_fx.draw(amp_fx.explain(model)(*inputs))"
     )

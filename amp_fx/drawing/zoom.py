@@ -52,5 +52,7 @@ def unknown_focus(graphs: Iterable[BoxGraph], focus: str) -> str:
     paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}
     near = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
     known = near or sorted(paths, key=lambda path: (path.count("."), path))[:8]
-    hint = f"{'near names' if near else 'modules'}: {', '.join(known)}" if known else "no modules"
-    return f"focus={focus!r} is no module that the graph has ops in; {hint}"
+    hint = (
+        f"{'similar names' if near else 'modules'}: {', '.join(known)}" if known else "no modules"
+    )
+    return f"focus={focus!r} is not a module with ops in the graph; {hint}"

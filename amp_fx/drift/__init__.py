@@ -1,1 +1,1 @@
-"""Where op tables and the installed torch's autocast disagree."""
+"""Finds where op tables and the installed torch's autocast disagree."""

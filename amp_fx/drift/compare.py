@@ -1,4 +1,4 @@
-"""Where a policy and the installed torch's autocast disagree, op by op."""
+"""Finds where a policy and the installed torch's autocast disagree, op by op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the installed torch's autocast does to an op, found out by calling it.
+"""Measures what the installed torch's autocast does to an op, by calling it.
 
 The op is called under autocast with fake tensors of several dtypes while a Python kernel sits
 on its Autograd dispatch key, the next one after Autocast. That kernel notes which overload

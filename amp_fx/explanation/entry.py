@@ -121,12 +121,12 @@ def explain(
             optimizer cannot take a step on fake tensors.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"optimizer={optimizer!r}: not an optimizer of torch.optim's kind")
+        raise OptionError(f"optimizer={optimizer!r}: not an optimizer like those of torch.optim")
     if isinstance(model, ExportedProgram):
         fixed = (backward or None, fused or None, device_type, options, optimizer)
         if any(given is not None for given in fixed):
             raise OptionError(
-                "of an exported program, backward, fused, device_type and options are fixed, "
+                "for an exported program, backward, fused, device_type and options are fixed, "
                 "and there is no optimizer"
             )
         return explain_program(model, dtype=dtype, policy=policy)

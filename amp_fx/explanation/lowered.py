@@ -89,7 +89,7 @@ def lowered_graphs(
         with _at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
             through_inductor(gm, [*inputs, *_copies(gm, inputs)], options, keep)
     except Exception as error:  # it is explained without
-        log.warning("inductor does not take the graph, what it saves is not known: %s", error)
+        log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
         log.debug("not lowered", exc_info=True)
         return ()
     return tuple(found)

@@ -26,7 +26,7 @@ def capture(
     dynamic_shapes: Any,
     strict: bool,
 ) -> ExportedProgram:
-    """What ``torch.export`` makes of a model, with the calling thread's region kept out.
+    """Exports a model with ``torch.export``, outside of the calling thread's region.
 
     Args:
         model: It is left as it was.
@@ -77,7 +77,7 @@ def _without_fast_path() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _called_in(model: nn.Module, state: AutocastState | None) -> Iterator[None]:
-    """Has every call of a model run in a region, hooks included, for as long as the context.
+    """Runs every call of a model in a region, hooks included, while the context is open.
 
     The model gets a class of its own for that time: ``torch.export`` takes paths of modules from
     the module that it is given, which a module around it would change.

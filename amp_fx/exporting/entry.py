@@ -96,7 +96,7 @@ def export(
             f"amp_fx.export takes a torch.nn.Module or an exported program, not {model!r}"
         )
     if not isinstance(args, (tuple, list)):
-        raise OptionError(f"args={args!r} is no tuple of example inputs: write (x,) for one")
+        raise OptionError(f"args={args!r} is not a tuple of example inputs: write (x,) for one")
     return _export_module(
         model,
         tuple(args),
@@ -109,7 +109,7 @@ def export(
 
 
 def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
-    """What was compiled, with the settings of ``amp_fx.compile`` where none are given."""
+    """Returns what was compiled; takes the settings of ``amp_fx.compile`` if none are given."""
     settings = getattr(model, "_amp_fx_settings", None)
     model = getattr(model, "_orig_mod", model)
     if isinstance(settings, RegionSettings):
@@ -153,7 +153,7 @@ def _export_module(
         output_dtypes = plain_output_dtypes(plain, region)
         if len(output_dtypes) != len(program.graph_signature.output_specs):
             raise ExportError(
-                f"the model gives {len(program.graph_signature.output_specs)} outputs under "
+                f"the model returns {len(program.graph_signature.output_specs)} outputs under "
                 f"autocast and {len(output_dtypes)} without it: ask for output_dtype='autocast'"
             )
     return rewrite_program(program, region, output_dtypes, stores_low=stores_low)

@@ -1,4 +1,4 @@
-"""What an exported program says about itself: why an op runs as it does, kept when it is saved.
+"""Notes in an exported program: the reason for each op's dtype, saved with the program.
 
 ``torch.export.save`` writes of the metadata of nodes and graphs what it knows, and the key
 ``custom``, as JSON.
@@ -69,7 +69,7 @@ def clean(gm: fx.GraphModule) -> None:
 
 
 def notes_of(program: ExportedProgram) -> dict[str, Any] | None:
-    """What ``note_rewrite`` has written about a program; None if amp_fx has not rewritten it."""
+    """Returns the notes of ``note_rewrite``; None if amp_fx has not rewritten the program."""
     found: dict[str, Any] | None = (program.graph_module.meta.get(CUSTOM) or {}).get(KEY)
     return found
 

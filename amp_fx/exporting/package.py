@@ -60,7 +60,9 @@ def package(
         )
     target = Path(path)
     if target.suffix != SUFFIX or not target.parent.is_dir():
-        raise OptionError(f"{target}: the name of a package ends in {SUFFIX}, in a folder there is")
+        raise OptionError(
+            f"{target}: the name of a package must end in {SUFFIX}, in an existing folder"
+        )
     configs = dict(inductor_configs or {})
     if freezing is None:
         freezing = all(device.type == "cpu" for device in devices_in(exported))

@@ -146,7 +146,7 @@ class _Own:
         return self._made[key]
 
     def tied_to(self, tensor: Any) -> Any:
-        """What became of a tensor under another name; itself if nothing did."""
+        """Returns what replaced a tensor under another name; itself if nothing did."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         return self._made.get(_identity(tensor), tensor)
@@ -175,5 +175,5 @@ def _outputs(graph: fx.Graph) -> Iterable[Any]:
 
 
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
-    """What a graph returns, in the order of the signature's ``output_specs``."""
+    """Returns a graph's outputs, in the order of the signature's ``output_specs``."""
     return tuple(_outputs(graph))

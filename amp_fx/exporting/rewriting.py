@@ -118,7 +118,7 @@ def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
 
 
 def written_dtypes(program: ExportedProgram) -> Dtypes:
-    """For outputs that are written back into inputs, the dtypes of those; None for others."""
+    """Returns the dtypes of inputs that outputs are written back into; None for other outputs."""
     recorded = {
         spec.arg.name: recorded_value(node)
         for node, spec in zip(

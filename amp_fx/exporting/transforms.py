@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 _MODULE = "torch._functorch"
-"""Where the functions are that ``torch.export`` records of a transform."""
+"""The modules of the functions that ``torch.export`` records of a transform."""
 
 
 def refuse_transforms(program: ExportedProgram) -> None:

@@ -1,1 +1,1 @@
-"""What stands around compiled graphs: ``amp_fx.compile``, ``autocast``, custom functions."""
+"""The code around compiled graphs: ``amp_fx.compile``, ``autocast``, custom functions."""

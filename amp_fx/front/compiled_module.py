@@ -1,4 +1,4 @@
-"""What ``amp_fx.compile`` makes of a module."""
+"""The module that ``amp_fx.compile`` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CompiledModule(OptimizedModule):
-    """What ``torch.compile`` makes of a module, with every call of it inside a region."""
+    """A compiled module that enters a region for every call."""
 
     _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_amp_fx_settings"}
 
@@ -37,7 +37,7 @@ class CompiledModule(OptimizedModule):
         return call(*args, **kwargs)
 
     def __bool__(self) -> bool:
-        """As of the module; the length that torch.compile's module asks for instead may raise.
+        """Returns the module's truth value; torch.compile's asks for a length, which may raise.
 
         Dynamo asks before torch 2.13, where the module is called in other compiled code.
         """

@@ -136,6 +136,6 @@ def as_dtype(dtype: object) -> torch.dtype:
     found = dtypes.as_dtype(dtype)
     if found is None:
         raise OptionError(
-            f"dtype={dtype!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"dtype={dtype!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
         )
     return found

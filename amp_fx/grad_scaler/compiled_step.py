@@ -153,8 +153,8 @@ class CompiledStep:
         self._must_run_eagerly = True
         name = type(self._optimizer).__name__
         warnings.warn(
-            f"steps of {name} run eagerly, for {reason}; the numbers are the same, but the host "
-            "waits for the device.",
+            f"steps of {name} run eagerly, because {reason}; the numbers are the same, but the "
+            "host waits for the device.",
             stacklevel=stacklevel,
         )
         return False

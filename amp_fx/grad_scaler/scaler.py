@@ -442,7 +442,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_step(self) -> StepReport | None:
-        """What became of the newest step; None before the first and for a disabled scaler."""
+        """The report on the newest step; None before the first and for a disabled scaler."""
         return self._ledger.last_step
 
     def history(self) -> list[UpdateRecord]:

@@ -1,4 +1,4 @@
-"""What has happened to each optimizer: since the last update of the scale, and at its last step."""
+"""Records what happened to each optimizer since the last update and at its last step."""
 
 from __future__ import annotations
 

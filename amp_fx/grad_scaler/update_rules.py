@@ -1,4 +1,4 @@
-"""What torch's Adam, AdamW and SGD do to one weight, as values in and values out.
+"""Computes torch's Adam, AdamW and SGD for one weight, as values in and values out.
 
 The formulas and the order of their ops are those of torch's own loops over parameters
 (``_single_tensor_adam``, ``_single_tensor_sgd``), which every other implementation of torch follows

@@ -1,1 +1,1 @@
-"""What passes work with: the nodes of captured graphs, their values, autocast's state at them."""
+"""Tools for passes: nodes of captured graphs, their values, and autocast's state at them."""

@@ -48,7 +48,7 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def operands_of(node: fx.Node) -> tuple[Any, ...]:
-    """What a higher-order op calls its bodies with."""
+    """Returns the operands with which a higher-order op calls its bodies."""
     bodies, position = _BODIES[node.target]
     operands: Any = node.args[bodies.stop :] if position is None else node.args[position]
     return tuple(operands)

@@ -27,7 +27,7 @@ KERNEL_RESULT = "result of a kernel"
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """What is known of a cast that a pass inserted; ``metadata.CAST``.
+    """Describes a cast that a pass inserted; ``metadata.CAST``.
 
     Attributes:
         source_dtype: Dtype of the tensor that is cast.

@@ -1,4 +1,4 @@
-"""What must hold of a graph after every pass."""
+"""Checks what must hold of a graph after every pass."""
 
 from __future__ import annotations
 

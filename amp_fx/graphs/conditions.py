@@ -1,4 +1,4 @@
-"""What passes require of a graph and ensure: conditions that the runner checks.
+"""Conditions that passes require of a graph and ensure; the runner checks them.
 
 A condition is a named function that finds a node which breaks it.
 """

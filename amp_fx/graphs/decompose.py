@@ -73,7 +73,7 @@ class OpDecision:
 
 @dataclasses.dataclass(frozen=True)
 class Decomposed:
-    """What opening a node found.
+    """Holds what opening a node found.
 
     Attributes:
         graph: Dispatcher-level ops with their casts; one placeholder for each of the
@@ -87,7 +87,7 @@ class Decomposed:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Where a node stands: which casts apply and whether gradients are recorded.
+    """Describes a node's surroundings: which casts apply, and whether gradients are recorded.
 
     Attributes:
         state: Which devices autocast to which dtype.

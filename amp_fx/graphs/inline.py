@@ -72,7 +72,7 @@ def _decisions_of(op: fx.Node, decomposed: Decomposed) -> tuple[OpDecision, ...]
 
 
 def _decisions_on_none(decomposed: Decomposed) -> tuple[OpDecision, ...]:
-    """Those on ops that are not left in the graph: they were decomposed in their turn."""
+    """Returns the decisions on ops that were decomposed in their turn, and left the graph."""
     assert decomposed.graph is not None
     names = {_op_name(op) for op in decomposed.graph.nodes}
     return tuple(decision for decision in decomposed.decisions if decision.op not in names)
@@ -96,7 +96,7 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
     captured = captured_value(node)
     for user in list(node.users):
         if not is_getitem(user):
-            raise NotPlainError(f"{node} gives a tuple that {user} takes whole")
+            raise NotPlainError(f"{node} returns a tuple that {user} takes whole")
         item = result[user.args[1]]
         if item in fresh:
             _inherit(item, captured[user.args[1]], decomposed)

@@ -110,7 +110,7 @@ def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
 
 @contextlib.contextmanager
 def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Where an island is evaluated: on fake tensors, with the autocast state of its place."""
+    """Sets up the evaluation of an opaque region: fake tensors, the autocast state at its site."""
     site = SITE.of(node)
     prepare_state(site.state)
     with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():

@@ -1,4 +1,4 @@
-"""What we write into ``node.meta``: an accessor for each key, and no other spelling of it."""
+"""Accessors for the keys that we write into ``node.meta``, one for each key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Key(Generic[T]):
     name: str
 
     def of(self, node: fx.Node) -> T:
-        """What a node has; it must have something."""
+        """Returns the node's value, which must exist."""
         found: T = node.meta[self.name]
         return found
 
@@ -73,5 +73,5 @@ _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", SITE.name)
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
-    """What a node that is made out of another one keeps of its metadata."""
+    """Returns the metadata of a node that nodes made from it keep."""
     return {key: node.meta[key] for key in _PROVENANCE if key in node.meta}

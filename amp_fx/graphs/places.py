@@ -1,4 +1,4 @@
-"""Where in the user's program a node stands: module path, class, source line, names."""
+"""Finds a node in the user's program: module path, class, source line, names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lines_of(node: fx.Node) -> list[Line]:
 
 
 class Place(NamedTuple):
-    """Where a node stands."""
+    """Describes where a node is in the user's program."""
 
     module: str
     module_type: str
@@ -113,7 +113,7 @@ def short_path(file: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """What a node calls, as a person would write it."""
+    """Names what a node calls, as a person would write it."""
     if node.op == "call_method":
         return f".{node.target}"
     if node.op != "call_function":

@@ -156,7 +156,7 @@ def _is_narrower(source: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """What a node calls: ``masked_fill`` for the method, the function and the op."""
+    """Names what a node calls: ``masked_fill`` for the method, the function and the op."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.partition("::")[2]
     if node.op == "call_method":

@@ -109,7 +109,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> Moved:
-    """What one op reads and writes.
+    """Counts what one op reads and writes.
 
     Args:
         func: What the dispatcher called.

@@ -1,4 +1,4 @@
-"""What a node really produces: evaluates single nodes on fake tensors.
+"""Evaluates single nodes on fake tensors, to learn what they really produce.
 
 ``VALUE`` is the value of a node after rewriting, ``CAPTURED`` the one that Dynamo captured.
 Nodes are evaluated with autocast off, because casts are nodes, and in graph order, so that
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def captured_value(node: fx.Node) -> Any:
-    """What Dynamo (``example_value``) or ``torch.export`` (``val``) recorded, or None."""
+    """Returns what Dynamo (``example_value``) or ``torch.export`` (``val``) recorded, or None."""
     return CAPTURED.get(node)
 
 
@@ -44,7 +44,7 @@ def remember_captured(graph: fx.Graph) -> None:
 
 
 def recorded_value(node: fx.Node) -> Any:
-    """What capture left in the metadata, before anything was rewritten."""
+    """Returns what capture left in the metadata, before anything was rewritten."""
     return (EXAMPLE_VALUE if EXAMPLE_VALUE.is_on(node) else VALUE).get(node)
 
 
@@ -112,7 +112,7 @@ def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 def analysis(
     fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool, records_writes: bool = False
 ) -> Iterator[None]:
-    """Where nodes are evaluated: fake tensors, autocast off, the program's grad mode."""
+    """Sets up the evaluation of nodes: fake tensors, autocast off, the program's grad mode."""
     with contextlib.ExitStack() as stack:
         if fake_mode is not None:
             stack.enter_context(fake_mode)
@@ -181,7 +181,7 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What tells whether two tensors share their memory; each sparse tensor is alone."""
+    """Returns a key that is equal for tensors that share memory; each sparse tensor is alone."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)

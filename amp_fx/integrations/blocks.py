@@ -48,7 +48,7 @@ def compile_blocks(model: nn.Module, **torch_compile_kwargs: Any) -> list[str]:
 
 
 def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """As ``module.compile``, which has no effect on modules of torch's own.
+    """Compiles a module as ``module.compile`` does, which has no effect on torch's own modules.
 
     Dynamo skips frames of ``torch.nn``, ``forward`` included; it goes into them from a function
     that is not torch's. Each module has a code object of its own, as Dynamo keeps what it compiled

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HasLowWeights(Protocol):
-    """What ``amp_fx.explain`` gives."""
+    """The result of ``amp_fx.explain``."""
 
     def low_weights(self) -> dict[str, torch.dtype]:
         """Dtypes by the paths of weights (``Explanation.low_weights``)."""
@@ -59,7 +59,7 @@ def fsdp_policy(
     _check_version(MixedPrecisionPolicy)
     for name in ("param_dtype", "param_dtype_override_fn"):
         if name in kwargs:
-            raise TypeError(f"fsdp_policy finds out {name} by itself: leave it out")
+            raise TypeError(f"fsdp_policy sets {name} by itself: omit it")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ShardingError(
             f"{type(model).__name__} is sharded: ask for the policy before fully_shard"
@@ -68,9 +68,9 @@ def fsdp_policy(
     low_dtype, chosen = _choose(model, dict(dtypes))
     if low_dtype is None:
         warnings.warn(
-            f"no weight of {type(model).__name__} is read through one low cast alone: FSDP2 "
-            "gathers all as they are (amp_fx.explain says what reads them; graph breaks hide "
-            "readers)",
+            f"no weight of {type(model).__name__} is read only through one cast to low precision: "
+            "FSDP2 gathers all weights as they are (amp_fx.explain lists their readers; graph "
+            "breaks hide readers)",
             ShardingWarning,
             stacklevel=2,
         )
@@ -98,8 +98,8 @@ def _choose(
     unknown = [path for path in dtypes if path not in named and path not in buffers]
     if unknown:
         raise ShardingError(
-            f"{type(model).__name__} has no weight {unknown[0]!r}: the explanation is of another "
-            "model, or of a module around it"
+            f"{type(model).__name__} has no weight {unknown[0]!r}: the explanation belongs to "
+            "another model, or to a module around it"
         )
     counts = Counter(dtype for path, dtype in dtypes.items() if path in named)
     if not counts:
@@ -111,7 +111,7 @@ def _choose(
 def _own_dtype_unless(
     chosen: Sequence[torch.Tensor],
 ) -> Callable[[torch.Tensor], torch.dtype | None]:
-    """What says of a parameter in which dtype to gather it: None for the policy's.
+    """Returns a function that gives the dtype to gather a parameter in: None for the policy's.
 
     The policy outlives sharding, whole weights must not: they are held weakly.
     """

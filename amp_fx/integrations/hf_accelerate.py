@@ -12,7 +12,7 @@ from amp_fx.integrations.blocks import compile_kwargs
 
 @dataclasses.dataclass
 class AcceleratePlugin(TorchDynamoPlugin):
-    """Has ``Accelerator.prepare`` compile with amp_fx.
+    """Makes ``Accelerator.prepare`` compile with amp_fx.
 
     Accelerate knows backends by an enumeration that is closed. ``mixed_precision`` of the
     accelerator says the precision as ever; with ``"no"`` all is float32::

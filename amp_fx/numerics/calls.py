@@ -115,7 +115,7 @@ class ShadowedCall:
         with torch._C.DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
         if not all(map(is_tracked, tensors_in(results))):
-            self.mode.leave_out(self.facts.name, site.module, "its result is no plain tensor")
+            self.mode.leave_out(self.facts.name, site.module, "its result is not a plain tensor")
             return results
         with below_everything():
             if is_drawn or before is None:

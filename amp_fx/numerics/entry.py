@@ -204,7 +204,7 @@ def scale_for(scale: Any) -> float:
     """
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not 0 < scale < math.inf:
-        raise OptionError(f"scale={scale!r} is no positive number")
+        raise OptionError(f"scale={scale!r} is not a positive number")
     return float(scale)
 
 
@@ -273,7 +273,9 @@ def examine(
     )
     run = run_step(caller_of(step), args, kwargs, request)
     if asked.modules is not None and not run.seen:
-        raise AccuracyError(f"modules={asked.modules!r} fits no module in which an op turns low")
+        raise AccuracyError(
+            f"modules={asked.modules!r} matches no module in which an op runs in low precision"
+        )
     return report_of(run, name_of(step), dtype, device_type, asked)
 
 

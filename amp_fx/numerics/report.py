@@ -190,7 +190,7 @@ class AccuracyReport(Report):
         from amp_fx.numerics.policies import policy_of_ranges
 
         if isinstance(max_abs, bool) or not isinstance(max_abs, (int, float)) or not max_abs > 0:
-            raise AccuracyError(f"max_abs={max_abs!r} is no positive number")
+            raise AccuracyError(f"max_abs={max_abs!r} is not a positive number")
         return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
 
     def diff(self, other: AccuracyReport) -> ReportDiff:

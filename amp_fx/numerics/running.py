@@ -168,7 +168,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
             return found.reshape(())
         what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        raise AccuracyError(f"loss=... gives {what}, not a floating-point scalar")
+        raise AccuracyError(f"loss=... returns {what}, not a floating-point scalar")
     tensors = tensors_in(outputs)
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
@@ -190,8 +190,8 @@ def _shadow_run(
     floats = _float_outputs(outputs)
     if loss is None and not floats:
         raise AccuracyError(
-            "the step gives neither a loss nor any floating-point tensor; give loss=, a function "
-            "that makes a scalar of what the step gives"
+            "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
+            "that makes a scalar of what the step returns"
         )
     roundings = [r for several in mode.roundings.values() for r in several]
     num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
@@ -233,7 +233,7 @@ def _values_of(
     if not is_tracked(plain):
         raise AccuracyError(
             f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function that "
-            "makes a plain tensor of what the step gives"
+            "makes a plain tensor of what the step returns"
         )
     with below_everything():
         return float(plain), float(mode.shadows.of(plain)), mode.magnitude_of(plain)

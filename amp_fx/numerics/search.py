@@ -127,13 +127,13 @@ class _Options:
 def _tolerance(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:
-        raise OptionError(f"tolerance={value!r} is no number from 0 on")
+        raise OptionError(f"tolerance={value!r} is not a number of at least 0")
     return float(value)
 
 
 def _budget(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"budget={value!r} is no number of runs")
+        raise OptionError(f"budget={value!r} is not a number of runs")
     return value
 
 
@@ -247,7 +247,7 @@ class _Search:
         if differs > self.options.tolerance:
             raise SearchError(
                 f"the step differs from run to run, by {differs:.3g} in float32, which is more "
-                f"than the tolerance {self.options.tolerance:g}: let it seed what it draws"
+                f"than the tolerance {self.options.tolerance:g}: seed random numbers in the step"
             )
         if differs:
             self.notes.append(f"the step differs from run to run, by {differs:.3g} in float32")
@@ -277,7 +277,7 @@ class _Search:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise SearchError(f"the metric gave {value!r}, which is no number")
+            raise SearchError(f"the metric returned {value!r}, which is not a number")
         return math.inf if math.isnan(value) else float(value)
 
     def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:

@@ -90,8 +90,8 @@ class StateGuard:
         names = " and ".join(sorted(dtype_name(dtype) for dtype in found))
         what = "model" if self._parameter_dtypes else "program"
         raise AccuracyError(
-            f"the {what} is in {names}: what autocast does can be told of float32 {what}s alone"
-            + ("; call .float() on it" if self._parameter_dtypes else "")
+            f"the {what} is in {names}: amp_fx can only examine what autocast does to "
+            f"float32 {what}s" + ("; call .float() on it" if self._parameter_dtypes else "")
         )
 
     def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:

@@ -153,7 +153,7 @@ class Watch:
             try:
                 line = self._look(kept, list(gradients))
             except (AmpFxError, RuntimeError) as error:
-                log.warning("step %d could not be looked at: %s", kept.step, error)
+                log.warning("step %d could not be examined: %s", kept.step, error)
                 return
             finally:
                 self._is_looking = False
@@ -296,7 +296,7 @@ def watch(
     if not isinstance(model, torch.nn.Module):
         raise CompileTargetError(f"amp_fx.watch takes a module, not {model!r}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError(f"every={every!r} is no number of steps")
+        raise OptionError(f"every={every!r} is not a number of steps")
     if to is not None and not callable(to):
         raise OptionError(f"to={to!r} cannot be called")
     if writer is not None and not hasattr(writer, "add_scalar"):

@@ -1,4 +1,4 @@
-"""What a cast policy does to one call of one op, exactly as ATen's wrappers do it.
+"""Applies a cast policy to one call of one op, exactly as ATen's wrappers do.
 
 Source: ``WrapFunction_`` and its helpers in ``ATen/autocast_mode.h``. Everything here is
 about values: no graph, no state. Tracing under these rules gives a graph with casts;
@@ -136,7 +136,7 @@ def lower_first(call: Call, device_type: str, low_dtype: torch.dtype) -> Call:
 
 
 def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
-    """What ``same_as_input`` and ``lower_precision_io`` give back: the first input's low dtype.
+    """Returns the result dtype of ``same_as_input`` and ``lower_precision_io``: the first input's.
 
     Args:
         call: The call before ``apply_policy``.

@@ -1,4 +1,4 @@
-"""What a user lays down on top of op tables: by op, by module, by argument, by rule."""
+"""A user's changes on top of op tables: by op, by module, by argument, by rule."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ModuleOverride:
 
     @property
     def origin(self) -> str:
-        """What to call it in messages and decisions."""
+        """Its name in messages and decisions."""
         return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
 
     def holds_for(self, op: str) -> bool:
@@ -127,7 +127,7 @@ class RuleOverride:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return getattr(self.function, "__name__", None) or repr(self.function)
 
     def at(self, path: str) -> RuleOverride:
@@ -250,7 +250,7 @@ def _refuse_contradictions(entries: list[OpOverride]) -> None:
                 raise PolicyError(
                     f"{op} is {other.policy.value} by {other.pattern!r} and "
                     f"{entry.policy.value} by {entry.pattern!r}; keep one of them, or give the "
-                    "one that shall win in a later with_ops"
+                    "one that must win in a later with_ops"
                 )
 
 
@@ -258,7 +258,7 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
     """The overloads that a name or a glob means: the functional ones, if there are any.
 
     Raises:
-        PolicyError: There is none; suggests near names.
+        PolicyError: There is none; suggests similar names.
     """
     if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
@@ -270,7 +270,7 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
     found += [op for ops in packets.values() for op in ops if fnmatch.fnmatchcase(op, glob)]
     functional = tuple(sorted({op for op in found if is_functional(op)}))
     if not functional:
-        raise PolicyError(f"no op of torch {torch.__version__} fits {pattern!r}")
+        raise PolicyError(f"no op of torch {torch.__version__} matches {pattern!r}")
     return functional
 
 
@@ -362,7 +362,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix(_REGEX))
     except re.error as error:
-        raise PolicyError(f"module {pattern!r} is no regular expression: {error}") from error
+        raise PolicyError(f"module {pattern!r} is not a regular expression: {error}") from error
 
 
 def _is_class(cls: type | str, wanted: type) -> bool:
@@ -384,7 +384,7 @@ def rule_override(function: object) -> RuleOverride:
         function = find_object(function)
     if not callable(function) or isinstance(function, type):
         raise PolicyError(
-            f"rule {function!r} is no function: give one of (op, module_path, shapes, dtypes)"
+            f"rule {function!r} is not a function: give one of (op, module_path, shapes, dtypes)"
         )
     return RuleOverride(function)
 
@@ -421,7 +421,7 @@ def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...
     other = value.removeprefix(SAME_AS)
     allowed = [a for a in _tensor_arguments(overloads[0]) if a != name]
     if any(other not in _tensor_arguments(op) for op in overloads) or other == name:
-        raise PolicyError(f"{where}: {value!r} names none of its other tensors: {allowed}")
+        raise PolicyError(f"{where}: {value!r} does not name another of its tensors: {allowed}")
     return value
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What is done to a call.
+    """Describes what is done to a call.
 
     Attributes:
         policy: How its inputs are cast.
@@ -133,7 +133,7 @@ class Resolver:
         return self.module_overrides(stack) if self._modules else None
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
-        """What is done to a call; None if nothing is laid down for its op.
+        """Decides what is done to a call; returns None if no entry is for its op.
 
         Raises:
             PolicyError: A rule raised, or gave no cast policy.
@@ -171,7 +171,7 @@ class Resolver:
         return Decision(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
 
     def _find_module_overrides(self, stack: ModuleStack) -> tuple[ModuleOverride, ...]:
-        """What holds in a place, the one that wins first, up to one that is for all ops."""
+        """Returns the overrides that apply here, winner first, up to one that is for all ops."""
         found: list[ModuleOverride] = []
         for override in reversed(self._modules):
             if override.fits(stack):
@@ -198,9 +198,9 @@ def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | Non
         raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
     if answer is None:
         return None
-    policy = to_policy(f"{where} gave", answer)
+    policy = to_policy(f"{where} returned", answer)
     if not takes_policy(name, policy, is_listed=True):
-        raise PolicyError(f"{where} gave {policy.value}, which the op cannot take")
+        raise PolicyError(f"{where} returned {policy.value}, which the op cannot take")
     return policy
 
 

@@ -43,7 +43,7 @@ class Document:
             self.data: dict[str, Any] = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
             # An integer of more digits than Python reads is a ValueError, as wrong TOML is.
-            raise PolicyError(f"{source} is no TOML: {error}") from error
+            raise PolicyError(f"{source} is not valid TOML: {error}") from error
 
     def error(self, where: tuple[Any, ...], message: str) -> PolicyError:
         """An error about one entry, with its line and key.

@@ -1,4 +1,4 @@
-"""What the dotted names in policy files stand for, and which of them may be imported.
+"""Resolves the dotted names in policy files, and decides which of them may be imported.
 
 Importing a module runs it, and a rule is a function that will be called: a file that somebody
 else wrote does neither unless its reader says so.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_object(name: str) -> Any:
-    """What a dotted name stands for; imports what it must.
+    """Resolves a dotted name; imports what it must.
 
     Raises:
         PolicyError: It cannot be imported.
@@ -42,7 +42,7 @@ def find_object(name: str) -> Any:
 
 
 class Trust:
-    """What the reader of a policy file allows it to import.
+    """Describes what the reader of a policy file allows it to import.
 
     Args:
         trusted: True for everything, False for nothing, or the names of modules, each of which
@@ -104,7 +104,7 @@ def _module_of(name: str) -> str:
 
 
 def _imported(name: str) -> Any:
-    """What a name stands for in a module that is imported; None if there is none.
+    """Resolves a name in a module that is imported; returns None if there is none.
 
     No attribute is made for the question, as a module's ``__getattr__`` may import others.
     """

@@ -97,7 +97,7 @@ class Policy:
         policy = preset("torch")
         if device_type is not None and device_type not in policy.tables:
             allowed = ", ".join(policy.tables)
-            raise PolicyError(f"{device_type!r} has no table; there are {allowed}")
+            raise PolicyError(f"{device_type!r} has no table; the tables are for {allowed}")
         return policy if dtype is None else policy.with_dtype(dtype, device_type)
 
     @classmethod
@@ -156,7 +156,7 @@ class Policy:
 
     @functools.cached_property
     def kernels_key(self) -> object:
-        """What eager kernels depend on: equal for policies that need the same ones."""
+        """Returns what eager kernels depend on: equal for policies that need the same ones."""
         tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
         return tables, self.args, self.resolver.depends_on_module
 
@@ -214,7 +214,7 @@ class Policy:
                 ``torch.library.custom_op`` returns). A name wins over a glob.
 
         Raises:
-            PolicyError: An op or a policy is unknown (suggests near names), an op is named
+            PolicyError: An op or a policy is unknown (suggests similar names), an op is named
                 twice with different policies, or an op cannot take its policy.
         """
         added = op_overrides(policies, self._listed())
@@ -302,7 +302,7 @@ class Policy:
         return {op for table in self.tables.values() for op in table}
 
     def __hash__(self) -> int:
-        """By content, as equality is."""
+        """Hashes the content, as equality compares it."""
         return hash((self.kernels_key, self.ops, self.modules, self.rules, self.dtypes))
 
     def __repr__(self) -> str:
@@ -376,12 +376,12 @@ def as_policy(policy: object) -> Policy:
         return policy
     if type(policy).__name__ == Policy.__name__:
         raise PolicyError(
-            f"policy={type(policy)!r} is of another version of amp_fx, or of a copy of it that "
-            "was imported before; Policy.save and Policy.load carry it over"
+            f"policy={type(policy)!r} belongs to another version of amp_fx, or to a copy of it "
+            "that was imported before; Policy.save and Policy.load carry it over"
         )
     raise PolicyError(
-        f"policy={policy!r} is neither an amp_fx.Policy, nor the name of a preset "
-        f"({', '.join(preset_names())}), nor the path of a policy file (*.toml)"
+        f"policy={policy!r} is not an amp_fx.Policy, the name of a preset "
+        f"({', '.join(preset_names())}), or the path of a policy file (*.toml)"
     )
 
 
@@ -436,4 +436,4 @@ def _read_only(table: Table) -> Table:
 def _unknown_preset(name: str) -> str:
     near = difflib.get_close_matches(name, PRESETS, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"there is no preset {name!r}; there are {', '.join(PRESETS)}{meant}"
+    return f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}{meant}"

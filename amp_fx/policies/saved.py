@@ -161,7 +161,7 @@ class _Reader:
     def _module_overrides(
         self, listed: Iterable[str], modules: dict[str, Any]
     ) -> tuple[ModuleOverride, ...]:
-        """What ``with_modules`` makes of entries; a class is found once its policy is known."""
+        """Converts entries as ``with_modules`` does; finds a class once its policy is known."""
         return module_overrides(modules, listed, find_class=self._trust.find_class)
 
     def _groups(self, data: dict[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:

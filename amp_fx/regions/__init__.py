@@ -1,1 +1,1 @@
-"""What is in force here: autocast's state and policy, the module path, eager kernels, devices."""
+"""The state at this point: autocast's state and policy, the module path, eager kernels, devices."""

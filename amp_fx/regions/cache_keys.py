@@ -30,7 +30,7 @@ _done: list[object] = []
 
 
 def digest(policy: Policy | None) -> str:
-    """What tells a policy from others in all processes.
+    """Returns a key that identifies a policy in all processes.
 
     Rules are code, which changes under its name, and modules are no part of torch's keys: what
     was compiled under either is for this process alone, as it is for a policy that is gone.
@@ -45,7 +45,7 @@ def digest(policy: Policy | None) -> str:
 
 
 def put_policies_in_keys() -> None:
-    """Has the cache's keys name policies from now on; does nothing where nothing is compiled.
+    """Adds policies to the cache's keys from now on; does nothing if nothing is compiled.
 
     Relies on ``AOTAutogradCacheDetails`` of ``torch._functorch._aot_autograd.autograd_cache``:
     it is made of a graph in the thread that compiles it, and all its attributes are in the key.

@@ -1,4 +1,4 @@
-"""Has eager ``torch.utils.checkpoint`` recompute in the regions that the forward was in.
+"""Makes eager ``torch.utils.checkpoint`` recompute in the regions of the forward.
 
 It restores the autocast state of two devices, its own and the CPU's; a policy travels in
 that of two others (``policy_codes``). It restores a state that is off by a disabled region, which

@@ -46,7 +46,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
     if cast_inputs is not None and not (
         isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
     ):
-        raise OptionError(f"cast_inputs={cast_inputs!r} is no floating-point dtype")
+        raise OptionError(f"cast_inputs={cast_inputs!r} is not a floating-point dtype")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     _check_callable("custom_fwd", fwd)

@@ -1,4 +1,4 @@
-"""Has Dynamo tell a disabled region around compiled code from none."""
+"""Makes Dynamo distinguish a disabled region around compiled code from none."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def prepare_device(device_type: str) -> None:
 
 
 def _differences(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Where a policy treats an op otherwise than the installed torch does, wherever it runs."""
+    """Lists the ops that a policy treats differently than torch, wherever they run."""
     default = preset("torch").tables
     changed_args = {op for override in policy.args for op in override.overloads}
     for device_type in {*policy.tables, *default}:
@@ -258,7 +258,7 @@ def _decide(resolver: Resolver, call: Call, device_type: str) -> Decision | None
 
 
 def _what(decision: Decision | None) -> object:
-    """What a decision does, wherever it was laid down."""
+    """Returns what a decision does, whatever its origin."""
     return None if decision is None else (decision.policy, decision.args)
 
 

@@ -86,7 +86,7 @@ def variable_path(name: str, frame: CompileFrame) -> str:
 
 
 def current_stack() -> ModuleStack:
-    """Where the calling thread is, in eager code and while Dynamo captures.
+    """Tracks the modules that the calling thread is in, in eager code and while Dynamo captures.
 
     It is read off Python's stack, which every call of a module leaves its frame on: hooks
     would change what Dynamo captures, and would not be there for a module called directly.

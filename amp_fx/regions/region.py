@@ -30,7 +30,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class AutocastRegion(Protocol):
-    """What ``autocast`` returns: a context manager that is a decorator as well."""
+    """The result of ``autocast``: a context manager that is also a decorator."""
 
     def __enter__(self) -> Any:
         """Enters the region."""
@@ -104,7 +104,7 @@ def _checked_dtype(dtype: object) -> Any:
     found = as_dtype(dtype)
     if found is None:
         raise RegionError(
-            f"dtype={dtype!r} is no dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"dtype={dtype!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
         )
     return found
 
@@ -123,7 +123,7 @@ def check_device_type(device_type: object) -> None:
         hint = "give the type alone, without an index"
     else:
         hint = "amp_fx.register_device adds one that torch was given a name for"
-    raise RegionError(f"device_type={device_type!r} cannot autocast; there are {allowed} ({hint})")
+    raise RegionError(f"device_type={device_type!r} cannot autocast; use {allowed} ({hint})")
 
 
 class _Active(threading.local):
@@ -237,7 +237,7 @@ class _PolicyRegion:
 
 @contextlib.contextmanager
 def _policy_region(codes: tuple[torch.dtype, ...], settings: tuple[Any, ...]) -> Iterator[None]:
-    """What Dynamo captures of a region with a policy."""
+    """Enters a region with a policy, in the form that Dynamo captures."""
     device_type, dtype, enabled, cache_enabled = settings
     with (
         torch.autocast(CARRIERS[0], codes[0], False),

@@ -81,8 +81,8 @@ def report_mixture(call: Call, device_type: str) -> None:
         return
     _reported.add(name)
     log.warning(
-        "%s gets %s under autocast, which has no policy for it. If it cannot take that, say "
-        'how to cast its inputs: amp_fx.register_op("%s", "fp32")  # or "lower_precision_fp", '
+        "%s gets %s under autocast, which has no policy for it. If it rejects that, set "
+        'the cast policy: amp_fx.register_op("%s", "fp32")  # or "lower_precision_fp", '
         '"promote", "keep"',
         name,
         " and ".join(dtypes),

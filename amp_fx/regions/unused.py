@@ -101,7 +101,7 @@ def _warn(override: ModuleOverride, frame: CompileFrame, names: Iterable[str]) -
         assert frame.function is not None
         where, begin = frame.function.co_name, "a variable of the function, or the module it holds"
     warnings.warn(
-        f"no module of {where} fits {override.text!r} of the policy; paths begin at "
+        f"no module of {where} matches {override.text!r} of the policy; paths begin at "
         f"{begin}: {some}",
         PolicyWarning,
         stacklevel=2,

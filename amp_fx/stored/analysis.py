@@ -204,7 +204,7 @@ def _owner_reason(owner: nn.Module, name: str) -> str:
 
 
 def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]:
-    """What the compiled program does without gradients, and which weights have to stay."""
+    """Finds what the compiled program does without gradients, and which weights must stay."""
     weights = named_weights(_module(stand_in))
     reads = Reads(weights)
     request = Request(call.dtype, call.policy, options={"weight_cache": False})
@@ -226,7 +226,7 @@ _HANDED_OUT = "the model hands it out"
 
 
 def _why_not_whole(capture: Capture) -> str:
-    """What keeps one graph from being all that the model does; ``""`` if it is."""
+    """Says why one graph is not all that the model does; ``""`` if it is."""
     if capture.is_whole:
         return ""
     reasons: list[Any] = [g.captured.compile_subgraph_reason for g in capture.graphs]
@@ -241,7 +241,7 @@ def _module(stand_in: StandIn) -> nn.Module:
 
 
 def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[Reads, set[str]]:
-    """What eager code does in the region, and the weights whose dtype it asks for."""
+    """Finds what eager code does in the region, and the weights whose dtype it asks for."""
     weights = named_weights(_module(stand_in))
     reads, questions = Reads(weights), Questions(weights)
     with contextlib.ExitStack() as stack:

@@ -103,14 +103,14 @@ def _refuse_training(model: nn.Module) -> None:
     if names:
         where = f"its module {names[0]!r}" if names[0] else "it"
         raise StoreError(
-            f"{type(model).__name__} cannot be stored low: {where} is in training mode, and "
-            "updates are too small for low weights. Call model.eval() first"
+            f"{type(model).__name__} cannot be stored in low precision: {where} is in training "
+            "mode, and updates are too small for low-precision weights. Call model.eval() first"
         )
     graded = [name for name, p in model.named_parameters() if p.grad is not None]
     if graded:
         raise StoreError(
-            f"{type(model).__name__} cannot be stored low: {graded[0]} has a gradient, as in "
-            "training. Call model.zero_grad() first"
+            f"{type(model).__name__} cannot be stored in low precision: {graded[0]} has a "
+            "gradient, as in training. Call model.zero_grad() first"
         )
 
 

@@ -1,4 +1,4 @@
-"""What ``amp_fx.store_low`` did: a record for each weight, and a table."""
+"""Reports what ``amp_fx.store_low`` did: a record for each weight, and a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """What became of one parameter or buffer.
+    """Records what ``store_low`` did to one parameter or buffer.
 
     Attributes:
         path: Its path in the model; the first one, if it has several.
@@ -41,7 +41,7 @@ class StoredWeight:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StorageReport(Report):
-    """What ``amp_fx.store_low`` did. Printed, it is a table; in a notebook, the table too.
+    """Reports what ``amp_fx.store_low`` did, as a table, also in a notebook.
 
     Attributes:
         model: The model's class.

@@ -1,4 +1,4 @@
-"""What autocast does to which op, as data: read ``families.py`` first, then a device."""
+"""Lists what autocast does to each op, as data: read ``families.py`` first, then a device."""
 
 from __future__ import annotations
 

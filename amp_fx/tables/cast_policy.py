@@ -6,7 +6,7 @@ import enum
 
 
 class CastPolicy(enum.Enum):
-    """What autocast does to a call of an op; the names are ATen's.
+    """Says what autocast does to a call of an op; the names are ATen's.
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
@@ -38,7 +38,7 @@ class CastPolicy(enum.Enum):
     shape, with two dimensions or more: a low branch and the float32 stream that it is added to."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
-        """What happens to a call, in a few words.
+        """Describes what happens to a call, in a few words.
 
         Args:
             low: What to call the low dtype.

@@ -93,7 +93,7 @@ def op_text(op: object) -> str:
         return str(op).replace(".", "::", 1)
     text = op._qualname if isinstance(op, CustomOpDef) else op
     if not isinstance(text, str) or not text.strip():
-        raise PolicyError(f"{op!r} is no op and no name of one; write it like 'aten::softmax'")
+        raise PolicyError(f"{op!r} is not an op or the name of one; write it like 'aten::softmax'")
     return text
 
 
@@ -119,4 +119,4 @@ def _unknown_op(text: str, name: str, known: Iterable[str]) -> str:
     else:
         near = difflib.get_close_matches(name, packets, n=5, cutoff=0.6)
     message = f"torch {torch.__version__} has no op {text!r}"
-    return f"{message}; near names: {', '.join(near)}" if near else message
+    return f"{message}; similar names: {', '.join(near)}" if near else message

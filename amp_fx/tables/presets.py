@@ -35,7 +35,7 @@ def warn_newer_torch(version: Version | None = None) -> None:
     if version <= NEWEST:
         return
     warnings.warn(
-        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. What runs in which dtype may "
+        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. The dtypes of ops may "
         "differ from its autocast: `python -m amp_fx policy --check` compares the lists of "
         "ops".format(*OLDEST, *NEWEST, *version),
         TorchVersionWarning,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredOp:
-    """What ``register_op`` was told about one overload.
+    """Holds what ``register_op`` got for one overload.
 
     Attributes:
         policy: How its inputs are cast.

@@ -67,7 +67,7 @@ class FrozenGraph:
         return tuple(FrozenValue(recipe, names) for recipe in self._distinct())
 
     def bind(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """What runs, with such values as its constants."""
+        """Returns the code with such values as its constants."""
         made = dict(zip(self._distinct(), values, strict=True))
         return self.with_constants({name: made[r] for name, r in self.recipes.items()})
 
@@ -75,7 +75,7 @@ class FrozenGraph:
         return tuple(dict.fromkeys(self.recipes.values()))
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-        """What runs, with these constants and those of no other call."""
+        """Returns the code with these constants and those of no other call."""
         function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
         assert isinstance(function, FunctionType)
         names = {**function.__globals__, **constants}
@@ -84,7 +84,7 @@ class FrozenGraph:
 
 
 class FrozenValue:
-    """What a frozen graph keeps of its weights: one constant.
+    """Describes one constant that a frozen graph keeps of its weights.
 
     Args:
         recipe: How it is made.
@@ -261,7 +261,7 @@ def _constant_outputs(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
-    """Has the passes fold arithmetic behind a convolution or a product into its weights, or not.
+    """Makes the passes fold arithmetic behind a convolution or product into its weights, or not.
 
     Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
     """

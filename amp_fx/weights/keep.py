@@ -78,8 +78,8 @@ class Keep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, as it refers to weights "
-            "of this process: call amp_fx.keep again where the weights are loaded"
+            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, because it refers to "
+            "weights of this process: call amp_fx.keep again where the weights are loaded"
         )
 
     def __call__(self) -> Value:
@@ -101,8 +101,8 @@ class Keep:
         if torch.compiler.is_exporting():
             raise KeepError(
                 f"torch.export would make the value of {self._wanted.name} a constant of the "
-                "program, which no new weight would change: call the function itself in what you "
-                "export"
+                "program, which no new weight would change: in the exported code, call the "
+                "function itself"
             )
         weights = self._weights()
         call = self._call
@@ -151,8 +151,8 @@ class Keep:
         alive = tuple(ref() for ref in self._refs)
         if any(weight is None for weight in alive):
             raise KeepError(
-                f"a weight of {self._wanted.name} is gone, as nobody else refers to it: pass the "
-                "parameter, not its .data or .detach(), and hold on to its module. If another "
+                f"a weight of {self._wanted.name} is gone, because nobody else refers to it: pass "
+                "the parameter, not its .data or .detach(), and keep its module. If another "
                 "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
                 "again"
             )
@@ -279,7 +279,7 @@ def _why_remade(weights: Weights) -> str:
 
 
 class _Computed:
-    """What a function computes from weights (``amp_fx.weights.store.Wanted``)."""
+    """Describes a value that a function computes from weights (``amp_fx.weights.store.Wanted``)."""
 
     is_alias = False
 
@@ -371,12 +371,12 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _identity(each) not in self._known:
                 raise KeepError(
                     f"{self._name} returns a tensor of shape {tuple(each.shape)} that it did not "
-                    "compute from the weights: pass it to amp_fx.keep as one, or leave it out"
+                    "compute from the weights: pass it to amp_fx.keep as one, or omit it"
                 )
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Of a tensor's memory, 0 if there is none; of the tensor itself if it only wraps others."""
+    """Identifies a tensor's memory, 0 if it has none; the tensor itself if it only wraps others."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

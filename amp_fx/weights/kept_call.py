@@ -199,7 +199,7 @@ class KeptCall:
         STORE.streams.hold(tensors)
 
     def prepare(self, args: Args) -> tuple[Any, list[Any]]:
-        """What to call, and on what, where something is stale or new; the call begins with it.
+        """Makes stale and new values, begins the call, and returns what to call on which inputs.
 
         Raises:
             GaveUpError: The values cannot be kept, or keeping them does not pay.
@@ -254,7 +254,7 @@ class KeptCall:
         return values, run
 
     def _bound(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """What is made of values that are constants of code, and the values."""
+        """Binds values that are constants of code; returns the bound code and the values."""
         return None if self._bind is None else (self._bind(values), tuple(values))
 
     def _entry(self, wanted: Wanted, weights: Weights) -> Entry | None:
@@ -299,8 +299,8 @@ class KeptCall:
                 engine().distrust(weight)
                 log.warning(
                     "%s was written where PyTorch cannot see it: through a NumPy array, a "
-                    "DLPack alias or a pointer that was taken before the latest call. From now on "
-                    "what is computed from it is made in every call; to keep that, %s",
+                    "DLPack alias or a pointer that was taken before the latest call. From now on, "
+                    "values computed from it are made in every call. To keep them, %s",
                     described(name, self.owner, weight),
                     ADVICE,
                 )
@@ -315,7 +315,7 @@ class KeptCall:
                 if not same_bits(make(wanted, weights), entry.value):
                     made_of = ", ".join(wanted.names)
                     raise StaleWeightError(
-                        f"what is kept of {described(made_of, self.owner, weights[0])} is "
+                        f"the kept value of {described(made_of, self.owner, weights[0])} is "
                         f"stale: it was written where PyTorch cannot see it; {ADVICE}"
                     )
 

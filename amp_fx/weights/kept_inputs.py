@@ -212,7 +212,7 @@ def _remove_others(gm: fx.GraphModule, passed: Sequence[int]) -> None:
 
 
 def owner_of(gm: fx.GraphModule, root: str | None) -> str:
-    """Whose graph it is: the class of the outermost module, or the function, and its file."""
+    """Names the owner of a graph: the class of the outermost module or function, and its file."""
     for node in gm.graph.nodes:
         for line in lines_of(node):
             return f"{root or line.function} ({Path(line.file).name})"

@@ -47,7 +47,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-    """What an op makes of other values, which stand among its arguments."""
+    """Describes a value that an op makes of other values, which are among its arguments."""
 
     op: Any
     args: tuple[Any, ...]
@@ -231,7 +231,7 @@ class Recipes:
         self._known[name] = recipe
 
     def following(self, gm: fx.GraphModule) -> AbstractContextManager[None]:
-        """Where inductor folds constants into this graph.
+        """Follows how inductor folds constants into this graph, while the context is open.
 
         Relies on ``torch._inductor.constant_folding.constant_fold`` calling that module's
         ``replace_node_with_constant(gm, node, constant, name)`` for each node it folds.
@@ -251,11 +251,11 @@ class Recipes:
         return replaced((constant_folding, "replace_node_with_constant", replace))
 
     def _next_name(self) -> str:
-        """As inductor would call a constant: alike in all processes, whose caches know it so."""
+        """Names a constant as inductor would: the same in all processes, as caches store it."""
         return f"_frozen_param{len(self._known)}"
 
     def _of(self, gm: fx.GraphModule, node: Node) -> Recipe:
-        """What makes a node of a graph that depends on constants alone."""
+        """Returns the recipe for a node that depends only on constants."""
         made: dict[Node, Recipe] = {}
         for current in _in_order(node, lambda each: each.all_input_nodes):
             made[current] = self._step(gm, current, made)

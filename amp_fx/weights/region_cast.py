@@ -48,7 +48,7 @@ _CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {
 
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What autocast's cache holds for a leaf; None for tensors that it cannot be asked for.
+    """Returns autocast's cached cast of a leaf; None if the cache cannot be asked for it.
 
     The cache has no reader. Relies on an op of the low list casting the leaf through it, on
     autograd saving that very tensor for the backward, and on such an op taking a first

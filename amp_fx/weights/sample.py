@@ -70,7 +70,7 @@ class _Some(NamedTuple):
     then: torch.Tensor
 
     def now(self, weights: Weights) -> torch.Tensor:
-        """What they are now."""
+        """Returns the samples as they are now."""
         return _elements(weights[self.position], self.start, self.step)
 
 

@@ -36,7 +36,7 @@ MOST_UNUSED = 8
 
 
 class Targets(NamedTuple):
-    """What a step writes.
+    """Holds what a step writes.
 
     Attributes:
         weights: in the place of each weight the tensor to write it through.
@@ -55,7 +55,7 @@ class StepCopies:
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
-        """Where a step writes some weights and their copies; it has when this is left.
+        """Lets a step write weights and their copies; the step must end before the context does.
 
         Args:
             weights: plain tensors, each once. Their copies are those that calls take, and each
@@ -108,7 +108,7 @@ def _targets(
 def _begin(
     pairs: Sequence[tuple[Entry, torch.Tensor]], devices: tuple[torch.device, ...]
 ) -> tuple[Any, list[torch.Tensor]] | None:
-    """What the weights are now, and the tensors to write copies to; None where none is written.
+    """Notes what the weights are now; returns that and the tensors for copies, or None.
 
     The weights are written from here on, and whoever holds such a tensor keeps other threads
     from making the copy again in it.

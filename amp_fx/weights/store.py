@@ -46,7 +46,7 @@ class Wanted(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the user's program calls the weights."""
+        """Names of the weights in the user's program."""
 
     @property
     def ops(self) -> tuple[str, ...]:

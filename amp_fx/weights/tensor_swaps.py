@@ -21,7 +21,7 @@ _let_go: list[LetGo] = []
 
 
 def before_swaps(let_go: LetGo) -> None:
-    """Has a function called with each tensor that is about to be swapped.
+    """Calls a function with each tensor that is about to be swapped.
 
     What it returns, unless that is None, is called once the tensors are swapped.
 

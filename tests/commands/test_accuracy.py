@@ -47,8 +47,8 @@ def test_a_repair_is_searched_for_and_saved(
     ("arguments", "message"),
     [
         (["--save", "a.toml"], "give both"),
-        (["--search", "0.1", "--save", "a.txt"], "ends in .toml"),
-        (["--search", "-1"], "no number from 0 on"),
+        (["--search", "0.1", "--save", "a.txt"], "end in .toml"),
+        (["--search", "-1"], "not a number of at least 0"),
         (["--draw", "a.jpg"], ".svg, .pdf, .png"),
     ],
 )

@@ -85,7 +85,7 @@ def with_inputs() -> tuple[torch.nn.Module, torch.Tensor]:
     [
         ("torch.nn", "not of the form package.module:name"),
         ("nowhere.at_all:x", "cannot be imported"),
-        ("torch.nn.functional:softmx", "near names: softmax"),
+        ("torch.nn.functional:softmx", "similar names: softmax"),
         ("torch.nn:Linear", r"without arguments \(in_features, out_features\)"),
         ("torch:float32", "is a dtype"),
     ],
@@ -101,7 +101,7 @@ def test_inputs() -> None:
     assert parse_input("(3, 4)", is_meta=True).device.type == "meta"
     with pytest.raises(OptionError, match="write sizes like"):
         parse_input("8,b")
-    with pytest.raises(OptionError, match="'int63' is no dtype"):
+    with pytest.raises(OptionError, match="'int63' is not a dtype"):
         parse_input("8:int63")
 
 
@@ -112,11 +112,11 @@ TORCHS = re.compile(r"[EW]\d{4} [\d:.]+ \d+ torch/")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say which, like --input-shape"),
+        ([], "give their shapes, like --input-shape"),
         (["--input-shape", "8,17"], "cannot be traced"),
         (["--input-shape", "8,16", "--device", "gpu"], "autocast knows"),
         (["--input-shape", "8,16", "--draw", "a.jpg"], r".svg, .pdf, .png"),
-        (["--input-shape", "8,16", "--html", "a.svg"], "ends in .html"),
+        (["--input-shape", "8,16", "--html", "a.svg"], "end in .html"),
     ],
 )
 def test_errors_are_a_line_and_exit_code_2(

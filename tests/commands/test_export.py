@@ -55,11 +55,11 @@ def test_onnx(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([TARGET, "--input-shape", "4,8", "model.txt"], "ends in .pt2 or .onnx"),
-        ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "ends in .pt2"),
-        ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in a folder there is"),
+        ([TARGET, "--input-shape", "4,8", "model.txt"], "end in .pt2 or .onnx"),
+        ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "end in .pt2"),
+        ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in an existing folder"),
         ([TARGET, "model.pt2"], "takes inputs"),
-        (["torch:relu", "--input-shape", "4,8", "model.pt2"], "no module"),
+        (["torch:relu", "--input-shape", "4,8", "model.pt2"], "not a module"),
         ([TARGET, "--input-shape", "4,8", "--dtype", "int8", "model.pt2"], "not a dtype"),
     ],
 )

@@ -249,7 +249,7 @@ def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
         amp_fx.draw(explanation, tmp_path / "graph.jpg")
     with pytest.raises(DrawError, match="no folder"):
         amp_fx.draw(explanation, tmp_path / "nowhere" / "graph.dot")
-    with pytest.raises(DrawError, match=r"near names: blocks\.0\.attention_norm"):
+    with pytest.raises(DrawError, match=r"similar names: blocks\.0\.attention_norm"):
         amp_fx.draw(explanation, focus="blocks.0.atention_norm")
     with pytest.raises(DrawError, match="modules: blocks, norm, token"):
         amp_fx.draw(explanation, focus="zzz")

@@ -295,7 +295,7 @@ def test_optimizers_that_count_in_numbers_run_eagerly_and_say_so(kind: Any) -> N
     optimizer = kind(params, lr=0.1)
     step = grad_scaler.compile_step(optimizer, backend="eager")
     set_scaled_grads(grad_scaler, params, None)
-    message = "run eagerly, for its step counts in numbers"
+    message = "run eagerly, because its step counts in numbers"
     with pytest.warns(UserWarning, match=message) as warned:
         step()
     assert [warning.filename for warning in warned] == [__file__]

@@ -311,7 +311,7 @@ def test_only_some_modules() -> None:
     assert {n.module.split(".")[1] for n in report.nodes} == {"1"}
     whole = amp_fx.accuracy(net)(*inputs)
     assert report.reference_loss == whole.reference_loss
-    with pytest.raises(AccuracyError, match="fits no module"):
+    with pytest.raises(AccuracyError, match="matches no module"):
         amp_fx.accuracy(net, modules="layers.*")(*inputs)
 
 
@@ -396,7 +396,7 @@ def test_a_policy_by_range() -> None:
     assert "more than 150; the limit of float16 is 65504" in str(policy)
     assert amp_fx.Policy.loads(str(policy)) == policy
     assert report.policy(max_abs=1e5) == amp_fx.Policy.default()
-    with pytest.raises(AccuracyError, match="no positive number"):
+    with pytest.raises(AccuracyError, match="not a positive number"):
         report.policy(max_abs=0)
 
 
@@ -439,7 +439,7 @@ def test_what_cannot_be_run_is_refused(step: Any, args: Any, message: str) -> No
     [
         ({"dtype": "float32"}, OptionError, "is not below the reference"),
         ({"reference": "float16"}, OptionError, "neither 'float32' nor 'float64'"),
-        ({"scale": 0}, OptionError, "no positive number"),
+        ({"scale": 0}, OptionError, "not a positive number"),
         ({"modules": 3}, OptionError, "give patterns"),
         ({"loss": lambda out: out}, AccuracyError, "not a floating-point scalar"),
         ({"policy": "torhc"}, amp_fx.errors.PolicyError, "did you mean 'torch'"),

@@ -283,7 +283,7 @@ def test_a_gradient_that_is_sparse() -> None:
     report = amp_fx.accuracy(net, loss=lambda out: out.square().mean())(torch.tensor([[1, 2]]))
     assert "1.weight" in {g.name for g in report.gradients}
     [missing] = report.not_examined
-    assert "no plain tensor" in missing.why
+    assert "not a plain tensor" in missing.why
 
 
 def test_a_meta_tensor_among_arguments_is_refused_and_a_dummy_is_not() -> None:

@@ -161,10 +161,10 @@ def raising(*_: Any) -> float:
     ("options", "error", "message"),
     [
         ({"metric": raising}, SearchError, "the metric raised KeyError: 'oops'"),
-        ({"metric": lambda *_: "good"}, SearchError, "gave 'good', which is no number"),
+        ({"metric": lambda *_: "good"}, SearchError, "returned 'good', which is not a number"),
         ({"tolerance": 0.0}, SearchError, r"out of reach: .* it is \d.*, the best was"),
-        ({"tolerance": -1}, OptionError, "tolerance=-1 is no number from 0 on"),
-        ({"budget": 0}, OptionError, "budget=0 is no number of runs"),
+        ({"tolerance": -1}, OptionError, "tolerance=-1 is not a number of at least 0"),
+        ({"budget": 0}, OptionError, "budget=0 is not a number of runs"),
         ({"compiler": "gcc"}, OptionError, "'gcc' is not one of"),
         ({"keep": 3}, OptionError, "give patterns"),
         ({"budget": 1, "tolerance": 1e-9}, SearchError, "give a larger budget"),

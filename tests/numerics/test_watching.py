@@ -160,7 +160,7 @@ def test_a_step_that_cannot_be_looked_at_goes_on(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"every": 0}, OptionError, "every=0 is no number of steps"),
+        ({"every": 0}, OptionError, "every=0 is not a number of steps"),
         ({"to": 3}, OptionError, "cannot be called"),
         ({"writer": 3}, OptionError, "has no add_scalar"),
     ],

@@ -289,7 +289,7 @@ def test_a_rule_that_raises_names_the_op(way: str, net: Decoder, x: torch.Tensor
 def test_a_rule_that_returns_nonsense(answer: Any, net: Decoder, x: torch.Tensor) -> None:
     policy = DEFAULT.with_rule(lambda *_: answer)
     with pytest.raises(
-        PolicyError, match=r"rule <lambda> at op aten::linear in module 'embed' gave"
+        PolicyError, match=r"rule <lambda> at op aten::linear in module 'embed' returned"
     ):
         run("eager", net, x, policy)
 
@@ -333,32 +333,32 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda p: p.with_ops({"softmx": "fp32"}), "no op 'softmx'; near names: aten::softmax"),
+        (lambda p: p.with_ops({"softmx": "fp32"}), "no op 'softmx'; similar names: aten::softmax"),
         (lambda p: p.with_ops({"softmax": "fp31"}), "did you mean 'fp32'"),
         (lambda p: p.with_ops({"mm": "fp32", "aten::mm": "keep"}), "aten::mm is fp32 by 'mm' and"),
         (lambda p: p.with_ops({"relu": "fp32_set_opt_dtype"}), "no optional dtype argument"),
         (lambda p: p.with_ops({"exp": "fp32_append_dtype"}), "no overload that takes a dtype"),
         (lambda p: p.with_ops({"add_": "fp32"}), "writes to its inputs"),
         (lambda p: p.with_ops({"reshape": "fp32"}), "gives a view"),
-        (lambda p: p.with_ops({"nothing_*": "fp32"}), "no op of torch .* fits 'nothing_.'"),
+        (lambda p: p.with_ops({"nothing_*": "fp32"}), "no op of torch .* matches 'nothing_.'"),
         (lambda p: p.with_modules({"a": "fp32_set_opt_dtype"}), "is not one of lower_precision_fp"),
         (lambda p: p.with_modules({3: "fp32"}), "module 3 is neither the path"),
-        (lambda p: p.with_modules({"a": {"matmull": "fp32"}}), "no op 'matmull'; near names"),
+        (lambda p: p.with_modules({"a": {"matmull": "fp32"}}), "no op 'matmull'; similar names"),
         (lambda p: p.with_modules({"a": {"mm": "fp31"}}), "module 'a', op 'mm': 'fp31' is not"),
         (lambda p: p.with_modules({"a": {"view": "fp32"}}), "for public ops that make new"),
         (lambda p: p.with_modules({int: "fp32"}), "not one of torch.nn.Module"),
-        (lambda p: p.with_modules({"re:(": "fp32"}), "is no regular expression"),
+        (lambda p: p.with_modules({"re:(": "fp32"}), "is not a regular expression"),
         (lambda p: p.with_rule("nowhere:f"), "cannot be imported"),
-        (lambda p: p.with_rule(3), "rule 3 is no function"),
+        (lambda p: p.with_rule(3), "rule 3 is not a function"),
         (
             lambda p: p.with_args("index_add", {"sorce": "fp32"}),
             "arguments are self, index, source",
         ),
-        (lambda p: p.with_args("index_add", {"source": "same_as:x"}), "names none of its other"),
+        (lambda p: p.with_args("index_add", {"source": "same_as:x"}), "not name another of its"),
         (lambda p: p.with_args("index_add", {"source": "promote"}), "or same_as:<another"),
         (lambda p: p.with_dtype(torch.float64), "not one to autocast to"),
         (lambda _: Policy.default("gpu"), "'gpu' has no table"),
-        (lambda _: as_policy(3), "neither an amp_fx.Policy, nor the name of a preset"),
+        (lambda _: as_policy(3), "not an amp_fx.Policy, the name of a preset"),
     ],
 )
 def test_mistakes_are_told(build: Callable[[Policy], object], message: str) -> None:
@@ -369,7 +369,7 @@ def test_mistakes_are_told(build: Callable[[Policy], object], message: str) -> N
 def test_a_pattern_that_fits_no_module_is_warned_of(net: Decoder, x: torch.Tensor) -> None:
     policy = DEFAULT.with_modules({"blocks.*.attention": "fp32", Block: "keep"})
     with pytest.warns(
-        PolicyWarning, match=r"no module of Decoder fits 'blocks.\*.attention'.*attn"
+        PolicyWarning, match=r"no module of Decoder matches 'blocks.\*.attention'.*attn"
     ):
         compiled(net, policy=policy)(x)
 

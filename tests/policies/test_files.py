@@ -163,7 +163,7 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("base = ", "is no TOML: .*line 1"),
+        ("base = ", "is not valid TOML: .*line 1"),
         ("\nbse = 'torch'", "line 2, key 'bse': unknown.*did you mean 'base'"),
         ("base = 'torh'", "line 1, key 'base': there is no preset 'torh'"),
         ("base = 3", "line 1, key 'base': 3 is not a string"),
@@ -175,7 +175,7 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
         ("[ops]\nmm = 'fp32'\n'aten::mm' = 'keep'", "key 'ops': aten::mm is fp32 by 'mm'"),
         ("[[ops]]\nmm='fp32'\n[[ops]]\nmm='no'", "line 4, key 'ops.mm'"),
         ("ops = 3", "line 1, key 'ops': 3 is not a table"),
-        ("[modules]\n're:(' = 'fp32'", "line 2, key 'modules.re:[(]': .*no regular expression"),
+        ("[modules]\n're:(' = 'fp32'", "line 2, key 'modules.re:[(]': .*not a regular expression"),
         ("[modules]\n'class:torch.nn.Nope' = 'fp32'", "line 2.*cannot be found"),
         ("[modules]\n'class:torch.nn.Module' = 'fp33'", "line 2.*'fp33' is not one of"),
         ("[args]\nindex_add = { x = 'fp32' }", "line 2, key 'args.index_add'"),
@@ -184,8 +184,8 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
             "line 1, key 'rules': 'nowhere:f' is a function .*trusted",
         ),
         ("rules = [3]", "line 1, key 'rules': 3 is not a string"),
-        (f"x = {'[' * 5000}{']' * 5000}", "is no TOML: maximum recursion"),
-        (f"format = {'1' * 5000}", "is no TOML: "),
+        (f"x = {'[' * 5000}{']' * 5000}", "is not valid TOML: maximum recursion"),
+        (f"format = {'1' * 5000}", "is not valid TOML: "),
         ("devices = ['gpu']", "line 1, key 'devices': 'gpu' has no table"),
         ("[tables.cpu]\nmm = 'fp32'", "line 1, key 'tables.cpu': 'mm' is not the qualified name"),
     ],
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(PolicyError, match=r"bytes.toml' cannot be read"):
         Policy.load(tmp_path / "bytes.toml")
-    with pytest.raises(OptionError, match="nor the path of a policy file"):
+    with pytest.raises(OptionError, match="or the path of a policy file"):
         Options.parse({"policy": 3})
 
 

@@ -57,7 +57,9 @@ def test_the_default_is_the_installed_torchs() -> None:
 
 
 def test_an_unknown_preset_lists_those_there_are() -> None:
-    with pytest.raises(PolicyError, match=r"no preset .ipx.; there are torch, ipex, lean, torch"):
+    with pytest.raises(
+        PolicyError, match=r"no preset .ipx.; the presets are torch, ipex, lean, torch"
+    ):
         preset("ipx")
     with pytest.raises(PolicyError, match="did you mean 'ipex'"):
         preset("ipx")
