@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     # A command's imports cost seconds: load only the one that is called, if it is known.
     called = tuple(arguments[:1])
-    parsed = _parser(called if set(called) & set(COMMANDS) else COMMANDS).parse_args(arguments)
+    parser, commands = _parser(called if set(called) & set(COMMANDS) else COMMANDS)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:  # the command's usage helps, not that of them all
+        commands[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
         return run(parsed)
@@ -41,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(
+    commands: Sequence[str],
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of some commands, and that of each."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx",
         description="Automatic mixed precision as a compiler pass for PyTorch.",
@@ -55,4 +61,4 @@ def _parser(commands: Sequence[str]) -> argparse.ArgumentParser:
         subparsers.choices[name].add_argument(
             "--traceback", action="store_true", help="show where an error comes from"
         )
-    return parser
+    return parser, subparsers.choices

@@ -116,9 +116,16 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
+    """Returns them as ``torch.export`` expects: it finds the range of each size itself.
+
+    Raises:
+        OptionError: No input has one of the dimensions.
+    """
     if not dims:
         return None
+    most = max((value.dim() for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    if missing := [dim for dim in dims if not 0 <= dim < most]:
+        raise OptionError(f"--dynamic {missing[0]}: inputs have dimensions 0 to {most - 1} at most")
     return tuple(
         {dim: torch.export.Dim.AUTO for dim in dims if dim < value.dim()}
         if isinstance(value, torch.Tensor)

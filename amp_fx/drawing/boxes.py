@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, TensorRecord
+
+MOVES = frozenset(
+    (
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous"),
+        *("transpose", "permute", "t", "mT", "T", "movedim", "swapaxes"),
+        *("unsqueeze", "squeeze", "expand", "expand_as"),
+        *("getitem", "select", "narrow", "split", "chunk", "unbind"),
+    )
+)
+"""Ops that only move or rename elements."""
 
 BoxGraph: TypeAlias = Any
 """A ``networkx.DiGraph``: nodes have ``box=Box``, edges ``labels=tuple`` and ``is_ghost``."""
@@ -33,8 +44,8 @@ class Box:
         module: Path of the module that it is drawn in.
         tooltip: What is shown when the mouse is over it.
         members: Names of the nodes that it stands for.
-        count: How many casts it stands for, where it stands for one layer's.
         signature: Equal for boxes that differ only in where they stand.
+        is_move: Whether it only moves or renames elements, which says nothing about dtypes.
     """
 
     kind: str
@@ -45,7 +56,7 @@ class Box:
     tooltip: str
     members: tuple[str, ...]
     signature: tuple[Any, ...] = ()
-    count: int = 1
+    is_move: bool = False
 
 
 def box_graph(
@@ -63,9 +74,14 @@ def box_graph(
     graph: BoxGraph = nx.DiGraph()
     homes = _homes(by_name)
     aliases = _aliases(by_name)
+    items: dict[str, list[NodeRecord]] = {}
+    for node in by_name.values():
+        if _is_item_of_tuple(node, by_name):
+            items.setdefault(node.inputs[0], []).append(node)
     for node in by_name.values():
         if node.name in homes:
-            graph.add_node(node.name, box=_box(node, homes[node.name], weights))
+            found = items.get(node.name, [])
+            graph.add_node(node.name, box=_box(node, homes[node.name], weights, found))
     for node in by_name.values():
         for name in node.inputs if node.name in homes else ():
             _connect(graph, by_name, aliases.get(name, name), name, node.name)
@@ -91,7 +107,6 @@ def _merge_kept(graph: BoxGraph) -> None:
             tooltip="\n".join(box.tooltip for box in boxes),
             members=tuple(name for box in boxes for name in box.members),
             signature=tuple(box.signature for box in boxes),
-            count=len(boxes),
         )
         for target in list(graph.successors(first)):
             labels = [label for name in names for label in graph.edges[name, target]["labels"]]
@@ -161,7 +176,7 @@ def tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
 _KINDS = {"kept_cast": "kept", "copy": "kept"}
 
 
-def _box(node: NodeRecord, home: str, weights: dict[str, str]) -> Box:
+def _box(node: NodeRecord, home: str, weights: dict[str, str], items: list[NodeRecord]) -> Box:
     kind = _KINDS.get(node.kind, node.kind)
     dtype = SHORT.get(node.dtype, node.dtype)
     title, lines = bare_op(node.op), (dtype,) if dtype else ()
@@ -178,11 +193,12 @@ def _box(node: NodeRecord, home: str, weights: dict[str, str]) -> Box:
         kind=kind,
         title=title,
         lines=lines,
-        shares=((node.dtype, 1),) if node.dtype else (),
+        shares=tuple(Counter(n.dtype for n in (node, *items) if n.dtype).items()),
         module=home,
         tooltip=tooltip(node),
-        members=(node.name,),
-        signature=(kind, title, lines, node.dtype, shapes),
+        members=(node.name, *(item.name for item in items)),
+        signature=(kind, title, lines, node.dtype, shapes, len(items)),
+        is_move=kind == "op" and title in MOVES,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -18,19 +19,26 @@ if TYPE_CHECKING:
 
 
 def collapse_modules(
-    graph: BoxGraph, types: dict[str, str], root: str = "", most: int = MOST_BOXES
+    graph: BoxGraph,
+    types: dict[str, str],
+    root: str = "",
+    most: int = MOST_BOXES,
+    repeats: dict[str, int] | None = None,
 ) -> BoxGraph:
     """Merges the boxes of modules into one each; a module that is called twice gets two.
 
-    Which stay closed is ``choose_closed``'s choice.
+    Which stay closed is ``choose_closed``'s choice. Ops that only move elements count, and are
+    left out where they stand alone.
 
     Args:
         graph: The boxes; it is not changed.
         types: Classes of modules by their paths.
         root: The module that the picture is of.
         most: How many boxes there may be before no more modules are opened.
+        repeats: By the paths of folded modules, how many each stands for.
     """
-    modules = [box.module for _, box in graph.nodes(data="box") if box.kind not in FEEDERS]
+    shown = without_moves(graph).nodes(data="box")
+    modules = [box.module for _, box in shown if box.kind not in FEEDERS]
     owner = _calls(graph, choose_closed(modules, types, root, most))
     groups: dict[tuple[str, int], list[str]] = {}
     for name, call in owner.items():
@@ -40,7 +48,8 @@ def collapse_modules(
     for call, members in groups.items():
         boxes = [graph.nodes[name]["box"] for name in members]
         is_module = call[1] > 0
-        box = _module_box(call[0], boxes, types.get(call[0], "")) if is_module else boxes[0]
+        times = math.prod(n for path, n in (repeats or {}).items() if is_inside(call[0], path))
+        box = _module_box(call[0], boxes, types.get(call[0], ""), times) if is_module else boxes[0]
         merged.add_node(names[call], box=box)
     for source, target, data in graph.edges(data=True):
         a, b = names[owner[source]], names[owner[target]]
@@ -48,30 +57,21 @@ def collapse_modules(
             labels = merged.edges[a, b]["labels"] if merged.has_edge(a, b) else ()
             labels = tuple(dict.fromkeys((*labels, *data["labels"])))
             merged.add_edge(a, b, labels=labels, is_ghost=data["is_ghost"])
-    return merged
-
-
-MOVES = frozenset(
-    (
-        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous"),
-        *("transpose", "permute", "t", "mT", "T", "movedim", "swapaxes"),
-        *("unsqueeze", "squeeze", "expand", "expand_as"),
-        *("getitem", "select", "narrow", "split", "chunk", "unbind"),
-    )
-)
-"""Ops that only move or rename elements: they say nothing about dtypes."""
+    return without_moves(merged)
 
 
 def without_moves(graph: BoxGraph) -> BoxGraph:
     """Leaves out ops that only move elements, where they stand between others."""
     graph = graph.copy()
     for name, box in list(graph.nodes(data="box")):
-        if box.kind != "op" or box.title not in MOVES:
+        if not box.is_move:
             continue
         sources, targets = list(graph.predecessors(name)), list(graph.successors(name))
-        if len(sources) != 1 or not targets or sources[0] in targets:
+        if len(sources) != 1 or not targets:
             continue
         for target in targets:
+            if target == sources[0]:
+                continue
             data = graph.edges[name, target]
             known = graph.get_edge_data(sources[0], target, {"labels": ()})["labels"]
             labels = tuple(dict.fromkeys((*known, *data["labels"])))
@@ -93,6 +93,9 @@ def _calls(graph: BoxGraph, closed: list[str]) -> dict[str, tuple[str, int]]:
         if box.kind in FEEDERS:
             continue
         path = _closed_around(box.module, closed)
+        if box.is_move:  # says nothing about calls
+            found[name] = (path, number.get(path, 1)) if path else (name, 0)
+            continue
         if path and path != current:
             number[path] = number.get(path, 0) + 1
         current = path
@@ -113,20 +116,25 @@ def _closed_around(module: str, closed: list[str]) -> str:
     return next((path for path in closed if is_inside(module, path)), "")
 
 
-def _module_box(path: str, boxes: list[Box], module_type: str) -> Box:
+def _module_box(path: str, boxes: list[Box], module_type: str, times: int) -> Box:
+    """The box of a closed module; its numbers are those of one of the modules it stands for."""
     ops = [box for box in boxes if box.kind in ("op", "island")]
-    counts = Counter(box.shares[0][0] for box in ops if box.shares)
+    counts: Counter[str] = Counter()
+    for box in ops:
+        counts.update(dict(box.shares))
+    counts = Counter({dtype: count // times for dtype, count in counts.items()})
     floats = {dtype: count for dtype, count in counts.items() if dtype in COLORS}
-    num_casts, num_kept = (
-        sum(box.count for box in boxes if box.kind == kind) for kind in ("cast", "kept")
+    num_ops, num_casts, num_kept = (
+        sum(len(box.members) for box in boxes if box.kind in kinds) // times
+        for kinds in (("op", "island"), ("cast",), ("kept",))
     )
     lines = [module_type] if module_type else []
-    if len(ops) == 1:
+    if num_ops == 1:
         dtype = "".join(f" {SHORT.get(d, d)}" for d in counts)
         lines.append(f"{ops[0].title}{dtype}")
     elif ops:
         dtypes = ", ".join(f"{count} {SHORT.get(d, d)}" for d, count in counts.most_common())
-        lines.append(f"{len(ops)} ops: {dtypes}")
+        lines.append(f"{num_ops} ops" + f": {dtypes}" * bool(dtypes))
     casts = [f"{num_casts} cast" + "s" * (num_casts > 1)] if num_casts else []
     casts += [f"{num_kept} kept"] if num_kept else []
     lines += [" + ".join(casts)] if casts else []
@@ -140,4 +148,5 @@ def _module_box(path: str, boxes: list[Box], module_type: str) -> Box:
         module=path.rpartition(".")[0],
         tooltip=f"{path}\n{listed}" if listed else path,
         members=tuple(name for box in boxes for name in box.members),
+        is_move=all(box.is_move for box in boxes),
     )

@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from amp_fx.drawing.boxes import boxes_of
-from amp_fx.drawing.collapse import collapse_modules, without_moves
+from amp_fx.drawing.collapse import collapse_modules
 from amp_fx.drawing.dot import Page, to_dot
 from amp_fx.drawing.folding import fold_repeats
 from amp_fx.drawing.opening import MOST_BOXES
@@ -305,7 +305,7 @@ def _picture(
         level = view.level or ("op" if len(folded) <= MOST_BOXES else "module")
         root = view.focus or ""
         graphs[title] = (
-            collapse_modules(without_moves(folded), types, root) if level == "module" else folded
+            collapse_modules(folded, types, root, repeats=found) if level == "module" else folded
         )
     stage = ", as captured" if view.before else ""
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.explanation.rows import number_ranges
@@ -91,8 +92,11 @@ def _fold(graph: BoxGraph, run: list[str]) -> str:
         for name in others:
             _rewire(graph, name, counterpart[name], inside)
             box = graph.nodes[counterpart[name]]["box"]
-            members = (*box.members, *graph.nodes[name]["box"].members)
-            graph.nodes[counterpart[name]]["box"] = dataclasses.replace(box, members=members)
+            other = graph.nodes[name]["box"]
+            shares = Counter(dict(box.shares)) + Counter(dict(other.shares))
+            graph.nodes[counterpart[name]]["box"] = dataclasses.replace(
+                box, members=(*box.members, *other.members), shares=tuple(shares.items())
+            )
     graph.remove_nodes_from(inside - set(kept))
     for name in kept:
         box = graph.nodes[name]["box"]

@@ -1,0 +1,151 @@
+"""The numbers in the boxes of closed modules are those of the explanation, at every level."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amp_fx.drawing.boxes import Box
+    from amp_fx.drawing.draw import Drawing
+    from amp_fx.explanation.explanation import Explanation
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+IMAGE = {
+    "image_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+def text(name: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{name}Config")(**settings)
+        config.use_cache = False
+        return transformers.AutoModel.from_config(config).eval(), torch.arange(8).view(1, 8)
+
+    return make
+
+
+def image(name: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return text(name, **settings)()[0], torch.randn(1, 3, 64, 64)
+
+    return make
+
+
+def encoder() -> Any:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(2, 4, 16)
+
+
+MODELS = {
+    "gpt2": text("GPT2", n_layer=12, n_embd=32, n_head=4, vocab_size=64, n_positions=64),
+    "llama": text("Llama", **SMALL, num_key_value_heads=2),
+    "bert": text("Bert", **SMALL),
+    "opt": text("OPT", **SMALL, ffn_dim=64, word_embed_proj_dim=32),
+    "gpt_neox": text("GPTNeoX", **SMALL),
+    "distilbert": text("DistilBert", dim=32, n_layers=3, n_heads=4, hidden_dim=64, vocab_size=64),
+    "resnet": image("ResNet", embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[2, 2, 3, 2]),
+    "vit": image("ViT", **IMAGE, num_hidden_layers=4),
+    "convnext": image("ConvNext", hidden_sizes=[8, 16, 16, 32], depths=[2, 2, 3, 2]),
+    "encoder": encoder,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def explained(request: pytest.FixtureRequest) -> Explanation:
+    model, x = MODELS[request.param]()
+    return amp_fx.explain(model, device_type="cpu", dtype=torch.bfloat16)(x)
+
+
+def closed(drawing: Drawing) -> list[Box]:
+    found = [box for graph in drawing.boxes.values() for _, box in graph.nodes(data="box")]
+    return [box for box in found if box.kind == "module"]
+
+
+def numbers(box: Box) -> tuple[int, int, int]:
+    """Ops, casts and kept casts that a box names."""
+    said = "\n".join(box.lines)
+
+    def first(pattern: str) -> int:
+        found = re.search(pattern, said)
+        return int(found[1]) if found else 0
+
+    return first(r"(\d+) ops") or 1, first(r"(\d+) casts?\b"), first(r"(\d+) kept")
+
+
+def unfolded(path: str) -> tuple[re.Pattern[str], int]:
+    """What matches the modules that a folded path stands for, and how many they are."""
+    parts, times = [], 1
+    for part in path.split("."):
+        match = re.fullmatch(r"(\d+)-(\d+)", part)
+        inside = range(int(match[1]), int(match[2]) + 1) if match else ()
+        times *= len(inside) or 1
+        parts.append("(" + "|".join(map(str, inside)) + ")" if inside else re.escape(part))
+    return re.compile(r"\.".join(parts) + r"(\..*)?"), times
+
+
+def wanted(explanation: Explanation, pattern: re.Pattern[str]) -> list[int]:
+    """Ops, casts and kept casts of the modules that match, by the explanation's records."""
+    sums = [0, 0, 0]
+    for record in explanation.forward:
+        modules = {node.name: node.module for node in record.nodes}
+        kinds = {node.name: node.kind for node in record.nodes}
+        sums[0] += sum(
+            node.kind in ("op", "island") and bool(pattern.fullmatch(node.module))
+            for node in record.nodes
+        )
+        for cast in record.casts:
+            users = [name for name in cast.consumers if kinds.get(name) != "output"]
+            if (
+                cast.state in ("inserted", "kept")
+                and users
+                and pattern.fullmatch(modules[users[0]])
+            ):
+                sums[1 if cast.state == "inserted" else 2] += 1
+    return sums
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_numbers_of_every_closed_box_are_those_of_the_explanation(
+    explained: Explanation, depth: int
+) -> None:
+    drawings = [amp_fx.draw(explained, level="module")]
+    for _ in range(depth):
+        paths = {f"{b.module}.{b.title}".lstrip(".") for d in drawings for b in closed(d)}
+        paths = {re.sub(r"(\d+)-\d+", r"\1", path) for path in paths}
+        drawings = [amp_fx.draw(explained, level="module", focus=path) for path in sorted(paths)]
+    said: dict[str, list[int]] = {}
+    for drawing in drawings:
+        here: dict[str, list[int]] = {}
+        for box in closed(drawing):  # one that is called twice has two boxes
+            path = f"{box.module}.{box.title}".lstrip(".")
+            here[path] = [a + b for a, b in zip(here.get(path, [0] * 3), numbers(box), strict=True)]
+        said |= here
+    for path, found in said.items():
+        pattern, times = unfolded(path)
+        total = wanted(explained, pattern)
+        assert [count * times for count in found] == total, path
+    assert said or depth
