@@ -77,7 +77,8 @@ class AmpPrecision:
 
         __tracebackhide__ = True
         self._calls += 1
-        report = accuracy(step, **options)(*inputs)
+        examine: Callable[..., AccuracyReport] = accuracy(step, **options)
+        report = examine(*inputs)
         new, path = snapshot.of(report), self.path()
         if self._update:
             path.parent.mkdir(exist_ok=True)

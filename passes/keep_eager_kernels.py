@@ -51,7 +51,8 @@ def _let_inductor_call(op: Any) -> None:
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
 
     if op not in lowerings:
-        make_fallback(op, constrain_to_fx_strides, warn=False, override_decomp=True)
+        make: Any = make_fallback
+        make(op, constrain_to_fx_strides, warn=False, override_decomp=True)
 
 
 def keeping_whole(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
@@ -102,7 +103,7 @@ def _norm_of_mixed_dtypes(op: Any) -> Any:
     return getattr(torch.ops.amp_fx, name).default
 
 
-_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _aten = torch.ops.aten
 NORMS = {
     op: _norm_of_mixed_dtypes(op)

@@ -146,6 +146,7 @@ def through_inductor(
     """The same, with collectives left as they are."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+
     # Inductor's own freezing would take kept copies for constant, and weights.
     with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False), _in_keys(options):
         return compile_fx(  # type: ignore[return-value]

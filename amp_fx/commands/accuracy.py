@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,8 @@ from amp_fx.numerics.search import search
 from amp_fx.numerics.search_result import SearchResult
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from amp_fx.numerics.report import AccuracyReport
 
 DTYPE_HELP = "bfloat16 or float16, default: autocast's; float16,bfloat16: a verdict on moving"
@@ -88,23 +90,27 @@ def run(args: argparse.Namespace) -> int:
     if inputs is None:
         raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
     dtype = tuple(args.dtype.split(",")) if "," in (args.dtype or "") else args.dtype
-    options = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
-    found: AccuracyReport | SearchResult | DtypeChoice
-    report: AccuracyReport
+    options: dict[str, Any] = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
+    run: Callable[..., AccuracyReport | SearchResult | DtypeChoice]
     if args.search is None:
-        found = accuracy(step, modules=args.modules, **options)(*inputs)
-        report = found.after if isinstance(found, DtypeChoice) else found
+        run = accuracy(step, modules=args.modules, **options)
     else:
-        found = search(step, tolerance=args.search, budget=args.budget, **options)(*inputs)
-        report = found.report
+        run = search(step, tolerance=args.search, budget=args.budget, **options)
+    found = run(*inputs)
     sys.stdout.write(f"{found.to_json() if args.json else found}\n")
     if args.draw:
-        draw(report, args.draw)
+        draw(_report(found), args.draw)
         sys.stderr.write(f"wrote {args.draw}\n")
     if isinstance(found, SearchResult):
         _save(found, args.save)
         return 0
-    return 1 if report.suspects else 0
+    return 1 if _report(found).suspects else 0
+
+
+def _report(found: AccuracyReport | SearchResult | DtypeChoice) -> AccuracyReport:
+    if isinstance(found, DtypeChoice):
+        return found.after
+    return found.report if isinstance(found, SearchResult) else found
 
 
 def _check(args: argparse.Namespace) -> None:

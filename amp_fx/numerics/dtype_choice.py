@@ -6,15 +6,22 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.text import Text
+
+from amp_fx.numerics.table import render
 from amp_fx.numerics.words import number
+from amp_fx.reports import Report
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from amp_fx.numerics.records import Suspect
     from amp_fx.numerics.report import AccuracyReport
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DtypeChoice:
+class DtypeChoice(Report):
     """The reports of one step in two low dtypes.
 
     Attributes:
@@ -82,15 +89,9 @@ class DtypeChoice:
         reports = [report.to_dict() for report in self.reports]
         return {"verdict": self.verdict, "is_safe": self.is_safe, "reports": reports}
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON text."""
-        import json
-
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
-
-    def __str__(self) -> str:
-        """The verdict, and both reports."""
-        return f"{self.verdict}\n\n{self.before}\n\n{self.after}"
+    def _render(self) -> RenderableType:
+        tables = (render(report) for report in self.reports)
+        return Group(Text(self.verdict), *(part for table in tables for part in ("", table)))
 
     def __repr__(self) -> str:
         """The verdict."""

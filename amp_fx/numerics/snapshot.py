@@ -6,14 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
-from rich.table import Table
 
 from amp_fx.errors import AccuracyError
-from amp_fx.explanation.table import printed
 from amp_fx.numerics.records import UNIT, as_plain
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.words import number
+from amp_fx.reports import new_table, printed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,9 +167,8 @@ def _float(value: Any) -> float:
 
 def table(rows: list[Change]) -> str:
     """The changes as text."""
-    found = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("where", "what", "snapshot", "now"):
-        found.add_column(name, overflow="fold")
+    names = ("where", "what", "snapshot", "now")
+    found = new_table(*names, folded=names)
     for row in rows:
         found.add_row(*row)
     return printed(found)

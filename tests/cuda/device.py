@@ -10,7 +10,7 @@ import torch
 
 from tests.cuda import memory
 from tests.cuda.cuda_only import attention
-from tests.traffic.pretend import pretend_cuda
+from tests.traffic import pretend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

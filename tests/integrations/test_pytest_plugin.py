@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch._dynamo  # before pytester takes what it imports out of sys.modules
+import torch._dynamo  # noqa: F401 (before pytester takes what it imports out of sys.modules)
 
 import amp_fx.numerics.entry
 import amp_fx.numerics.snapshot

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -447,7 +447,7 @@ def test_what_cannot_be_run_is_refused(step: Any, args: Any, message: str) -> No
 )
 def test_options_are_checked(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        amp_fx.accuracy(nn.Linear(4, 4), **options)(torch.randn(2, 4))
+        cast("Any", amp_fx.accuracy(nn.Linear(4, 4), **options))(torch.randn(2, 4))
 
 
 def test_only_modules_and_functions() -> None:

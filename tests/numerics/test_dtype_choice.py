@@ -20,7 +20,8 @@ class Rope(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         frequencies = 100.0 ** -(torch.arange(0, 16, 2) / 16)
         angles = torch.arange(self.length).float()[:, None] @ frequencies[None]
-        return (self.query(x) * torch.cat([angles, angles], -1).cos()).square().mean()
+        rotated: Tensor = self.query(x) * torch.cat([angles, angles], -1).cos()
+        return rotated.square().mean()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ class NotANumber(nn.Module):
         self.lin = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        cubes = (300 * self.lin(x)).pow(3)
+        cubes: Tensor = (300 * self.lin(x)).pow(3)
         return (cubes - cubes).sum()
 
 
