@@ -38,6 +38,7 @@ def test_every_field_can_be_given() -> None:
         "fold_batch_norm": True,
         "weight_grads": "float32",
         "products": "wide",
+        "numerics": "strict",
         "range_guard": False,
         "narrow_gathers": False,
         "raise_casts": True,
