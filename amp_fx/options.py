@@ -15,6 +15,7 @@ from amp_fx.devices.low_dtypes import (
     warn_of_emulation,
     without_bfloat16,
 )
+from amp_fx.devices.product_costs import Sizes, read
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset
@@ -63,7 +64,8 @@ class Options:
             under policies by which residual sums are low, such as the preset ``"lean"``.
         products: What low products are computed in on a CPU, under inductor: ``"wide"``, float32
             of the rounded inputs, rounded once at the end; ``"low"``; ``"auto"``: wide where that
-            was measured to be faster on this machine (``amp_fx.backend.product_costs``).
+            is faster on CPUs of this kind, by a fixed table (``amp_fx.devices.product_costs``);
+            or the path of a table that ``python -m amp_fx.bench.products`` measured.
         numerics: How generated code rounds, under inductor. ``"eager"``: every value has the bits
             of eager autocast, where torch can give them (``amp_fx.backend.inner.numerics_config``);
             what generated code would compute otherwise runs in ATen's kernels, products are low
@@ -99,7 +101,7 @@ class Options:
     freezing: bool | None = None
     fold_batch_norm: bool = False
     weight_grads: str | None = None
-    products: str = "auto"
+    products: str | Sizes = "auto"
     numerics: str | None = None
     range_guard: bool = True
     narrow_gathers: bool = True
@@ -198,6 +200,11 @@ def _to_choice(name: str, value: Any) -> str:
     return value
 
 
+def _to_products(name: str, value: Any) -> str | Sizes:
+    is_path = isinstance(value, (str, os.PathLike)) and value not in PRODUCTS
+    return read(value) if is_path else _to_choice(name, value)
+
+
 def as_output_dtype(value: Any) -> str:
     """The option ``output_dtype``, checked.
 
@@ -282,7 +289,7 @@ _CONVERT = {
     "freezing": _to_bool,
     "fold_batch_norm": _to_bool,
     "weight_grads": _to_choice,
-    "products": _to_choice,
+    "products": _to_products,
     "numerics": _to_choice,
     "range_guard": _to_bool,
     "narrow_gathers": _to_bool,

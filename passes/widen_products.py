@@ -18,6 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.devices.product_costs import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    BATCHED,
+    CONVOLUTION,
+    CONVOLUTION_BACKWARD,
+    PRODUCT,
+)
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.narrowing import evaluate, is_whole_view
@@ -40,9 +48,6 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
-PRODUCT, BATCHED = "product", "batched"
-CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
-ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 KINDS: Mapping[Any, str] = {
     aten.mm.default: PRODUCT,
     aten.addmm.default: PRODUCT,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from amp_fx.backend.product_costs import pays
-from amp_fx.devices.processor import kernels_in_use
+from amp_fx.devices.product_costs import Sizes, pays
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import narrowing
 from amp_fx.graphs.casts import CONVERT
@@ -27,6 +26,7 @@ from amp_fx.passes import widen_products as widening
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
+from amp_fx.stats import record
 from amp_fx.tables import generated
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class AfterAutograd(CustomGraphPass):
     Args:
         has_wide_grads: Whether gradients that leave a backward in float32 are products with
             float32 results.
-        products: ``Options.products``.
+        products: Which are wide (``amp_fx.backend.product_costs.sizes``).
         raises_casts: ``Options.raise_casts``.
         keeps_kernels: Whether ops run by ATen's kernels where generated code has other bits.
         following: A pass of the user's own, which runs after this one.
@@ -86,7 +86,7 @@ class AfterAutograd(CustomGraphPass):
         self,
         *,
         has_wide_grads: bool = False,
-        products: str = "low",
+        products: Sizes = (),
         raises_casts: bool = False,
         keeps_kernels: bool = False,
         following: Any = None,
@@ -111,29 +111,23 @@ class AfterAutograd(CustomGraphPass):
 
     def widen_products(self, graph: fx.Graph) -> int:
         """Widens the products that are to be wide, and counts them."""
-        if self.products == "low":
-            return 0
-        return widen_products(graph, pays if self.products == "auto" else _always)
+        found = widen_products(graph, functools.partial(pays, self.products))
+        record({"wide_products": found})
+        return found
 
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches; None if there is none.
 
-        With ``products="auto"`` it says which kernels the measured table is of: caches that
-        machines share, or one with other settings, would give low products to one without units.
+        It says which products are wide: caches that machines share, or one with other settings,
+        would give low products to one without units.
         """
         files = (__file__, *_PASSES)
-        measured_on = kernels_in_use() if self.products == "auto" else ()
         chosen = (self.has_wide_grads, self.products, self.raises_casts, self.keeps_kernels)
-        settings = (*chosen, measured_on)
-        own = (get_hash_for_files(files), *settings)
+        own = (get_hash_for_files(files), *chosen)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
         return None if theirs is None else (own, theirs)
-
-
-def _always(kind: str, dtype: torch.dtype, least_size: int) -> bool:  # noqa: ARG001
-    return True
 
 
 def is_backward(graph: fx.Graph) -> bool:

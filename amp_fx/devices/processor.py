@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from pathlib import Path
 
@@ -31,11 +30,16 @@ def bfloat16_units() -> list[str]:
     return [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
 
 
-def kernels_in_use() -> tuple[str | None, ...]:
-    """Returns a key of the kernels of ATen and oneDNN that run here: equal if the same ones do.
+@functools.cache
+def has_product_kernels(dtype: torch.dtype) -> bool | None:
+    """Whether oneDNN has more than a reference kernel for products in a low dtype on this CPU.
 
-    ``ONEDNN_MAX_CPU_ISA`` (and the name that it had before) holds oneDNN to older instructions.
+    None on processors other than x86, of which nothing was measured. oneDNN counts the kernels for
+    AVX512 that emulate bfloat16; ``ONEDNN_MAX_CPU_ISA`` holds it to older instructions. Relies on
+    ``torch.ops.mkldnn._is_mkldnn_bf16_supported`` and ``_is_mkldnn_fp16_supported``.
     """
-    held = [os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")]
-    capability = torch.backends.cpu.get_cpu_capability()
-    return (processor_name(), capability, *bfloat16_units(), *held)
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return None if asked is None else bool(asked())

@@ -19,16 +19,19 @@ from torch._subclasses.fake_tensor import (
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from amp_fx.backend.inner import is_strict
+from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.exported import explain_program
 from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.optimizer_step import explain_step
+from amp_fx.explanation.rows import bare_op
 from amp_fx.explanation.running import Capture, run_stand_in
 from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
 from amp_fx.front.settings import RegionSettings, as_dtype
-from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.state import AutocastState
@@ -215,6 +218,8 @@ def _explain(
         shared=shared_weights(stand_in.program, capture.outputs),
     )
     capture.release()
+    if not stand_in.imagined and stand_in.device_type == "cpu":
+        explanation = dataclasses.replace(explanation, products=_products(explanation, request))
     if request.optimizer is None:
         return explanation
     step = explain_step(
@@ -225,6 +230,12 @@ def _explain(
         is_imagined=stand_in.imagined,
     )
     return dataclasses.replace(explanation, step=step)
+
+
+def _products(explanation: Explanation, request: Request) -> str:
+    low = {bare_op(node.op) for node in explanation.nodes if node.dtype == explanation.dtype}
+    options = Options.parse(request.options)
+    return "" if is_strict(options) else described(options.products, explanation.dtype, low)
 
 
 def label(policy: Policy) -> str:

@@ -38,6 +38,7 @@ class Explanation(Report):
         shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
             ones, views of each other, and those that the model hands out.
         step: What a step of the optimizer moves, if one was given.
+        products: What is otherwise about sums in low products on this CPU; else empty.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Explanation(Report):
     is_whole: bool = True
     shared: tuple[str, ...] = ()
     step: StepRecord | None = None
+    products: str = ""
 
     @property
     def forward(self) -> tuple[GraphRecord, ...]:
@@ -120,7 +122,7 @@ class Explanation(Report):
         ``dtype``, ``device_type``, ``is_imagined``, ``is_whole``, ``shared``, ``totals`` and
         ``backward_totals`` (the fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the
         fields of ``records.GraphRecord``, and so on inside) and ``step`` (those of
-        ``records.StepRecord``, or None). Equal models and options give equal
+        ``records.StepRecord``, or None) and ``products``. Equal models and options give equal
         dictionaries. New keys may come without a new schema.
         """
         return {
@@ -138,6 +140,7 @@ class Explanation(Report):
             "breaks": list(self.breaks),
             "graphs": [_lists(dataclasses.asdict(graph)) for graph in self.graphs],
             "step": dataclasses.asdict(self.step) if self.step is not None else None,
+            "products": self.products,
         }
 
     def diff(self, other: Explanation) -> Diff:

@@ -169,6 +169,7 @@ def _notes(explanation: Explanation) -> list[Text]:
         for island in graph.islands
     ]
     lines += [f"fallback: graph {g.index}: {g.fallback}" for g in explanation.forward if g.fallback]
+    lines += [explanation.products] if explanation.products else []
     return [Text(line) for line in lines]
 
 

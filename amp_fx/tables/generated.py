@@ -1,7 +1,7 @@
 """Which ops inductor's generated C++ computes with the bits of ATen's kernels on the CPU.
 
 Measured op by op over every pointwise op of ATen, with ``numerics="strict"`` on torch 2.15 and
-``emulate_precision_casts`` on 2.13 (``tests/backend/test_eager_numerics.py`` measures the ops that
+``emulate_precision_casts`` on 2.13 (``tests/test_eager_numerics.py`` measures the ops that
 are said to be exact again). What is neither pointwise nor among ``MOVES`` adds up in an order of
 its own, and counts as inexact.
 """

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +18,20 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx import weight_cache
-from amp_fx.backend import product_costs
+import amp_fx
+from amp_fx import stats, weight_cache
 from amp_fx.backend.after_autograd import AfterAutograd
 from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.bench import products
+from amp_fx.devices.product_costs import read, sizes
+from amp_fx.errors import OptionError
+from amp_fx.options import Options
 from amp_fx.passes.widen_products import KINDS
 from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import fx
 
@@ -193,61 +204,122 @@ def behind(targets: frozenset[Any], node: fx.Node) -> fx.Node:
 @pytest.mark.parametrize(
     ("positions", "seen"), [(64, torch.float32), (256, FLOAT16)], ids=["few", "many"]
 )
-def test_backward_of_attention_goes_by_its_own_measure(
+def test_backward_of_attention_goes_by_its_own_sizes(
     positions: int,
     seen: torch.dtype,
     targets: list[tuple[Any, torch.dtype]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    table = {"attention backward 64": 3.0, "attention backward 256": 1.2}
-    monkeypatch.setattr(product_costs, "table", lambda *_: table)
-    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
+    table = written(tmp_path, {"float16": {"attention backward": [0, 255]}})
+    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False, "products": table}
     compiled = torch.compile(Attention(), backend="amp_fx", options=options)
     compiled(torch.randn(2, positions, 32)).sum().backward()
     kinds = [(KINDS[target], dtype) for target, dtype in targets if "attention" in KINDS[target]]
     assert kinds == [("attention", FLOAT16), ("attention backward", seen)]
 
 
-def test_auto_goes_by_what_was_measured(
-    targets: list[tuple[Any, torch.dtype]], monkeypatch: pytest.MonkeyPatch
+def written(folder: Path, wide: Any) -> Path:
+    path = folder / "costs.json"
+    path.write_text(json.dumps({"wide": wide}))
+    return path
+
+
+def test_a_file_says_which_products_are_wide(
+    targets: list[tuple[Any, torch.dtype]], tmp_path: Path
 ) -> None:
-    table = {"product 1": 0.5, "product 4": 0.5, "product 16": 4.0, "product 64": 4.0}
-    monkeypatch.setattr(product_costs, "table", lambda *_: table)
-    train("auto", rows=64)
+    table = str(written(tmp_path, {"float16": {"product": [16, None]}}))
+    train(table, rows=64)
     assert {seen for _, seen in targets} == {torch.float32}
     targets.clear()
     torch._dynamo.reset()
-    train("auto", rows=4)
-    assert {seen for _, seen in targets} == {FLOAT16}, "small ones read fewer bytes"
+    train(table, rows=4)
+    assert {seen for _, seen in targets} == {FLOAT16}
 
 
-SIZES = (1, 3, 4, 17, 64, 100, 256, 1000, 1024, 5000)
-"""Least sizes of products of all classes."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        '{"wide": {"float16": {"prodcut": [1, 2]}}}',
+        '{"wide": {"float16": {"product": 1}}}',
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    for given in (path, tmp_path / "missing.json"):
+        with pytest.raises(OptionError, match=given.name):
+            Options.parse({"products": given})
 
 
-def test_a_table_is_measured_once_and_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(product_costs, "_is_settled", lambda _: True)
-    measured = product_costs._measured
-    calls: list[torch.dtype] = []
+def run_here(code: str, **environment: str) -> Any:
+    """Runs Python code in another process, and returns the JSON of its last line."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return run.stdout.splitlines()
 
-    def counted(dtype: torch.dtype) -> dict[str, float | None]:
-        calls.append(dtype)
-        return measured(dtype)
 
-    monkeypatch.setattr(product_costs, "_measured", counted)
-    for _ in range(2):
-        product_costs.table.cache_clear()
-        found = product_costs.table(BFLOAT16, 1)
-        asked = {product_costs._key(kind, size) for kind in KINDS.values() for size in SIZES}
-        assert found.keys() == asked
-        assert all(ratio > 0 for ratio in found.values())
-    assert calls == [BFLOAT16]
-    [path] = (tmp_path / "amp_fx").iterdir()
-    path.write_text("{")  # as a process leaves it that was killed
-    product_costs.table.cache_clear()
-    assert product_costs.table(BFLOAT16, 1).keys() == found.keys()
-    product_costs.table.cache_clear()
+ISAS = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="oneDNN is told by the names of x86's instructions"
+)
+
+
+@ISAS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("isa", ["DEFAULT", "AVX2"])
+def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None:
+    """The oracle is what it logs of a product and of a convolution."""
+    lines = run_here(
+        f"""
+        import torch
+        from amp_fx.devices.processor import has_product_kernels
+        ones = torch.ones(64, 64, dtype=torch.{dtype})
+        ones @ ones
+        torch.conv2d(ones.view(1, 64, 8, 8), torch.ones(64, 64, 3, 3, dtype=torch.{dtype}))
+        print(has_product_kernels(torch.{dtype}))
+        """,
+        ONEDNN_MAX_CPU_ISA=isa,
+        OMP_NUM_THREADS="1",
+        ONEDNN_VERBOSE="1",
+    )
+    calls = [line.split(",") for line in lines if ",exec,cpu," in line]
+    kernels = [fields[6] for fields in calls if fields[5] in ("matmul", "convolution")]
+    has_kernels = bool(kernels) and not any("ref" in kernel for kernel in kernels)
+    assert lines[-1] == str(has_kernels), lines
+
+
+@ISAS
+def test_bits_do_not_depend_on_a_timing() -> None:
+    """Two processes decide alike; one whose oneDNN is held to AVX2 decides as its kernels want."""
+    code = """
+        import json
+        from amp_fx.devices.product_costs import sizes
+        print(json.dumps(sizes("auto")))
+        """
+    first, second = (run_here(code)[-1] for _ in range(2))
+    assert first == second
+    held = json.loads(run_here(code, ONEDNN_MAX_CPU_ISA="AVX2")[-1])
+    assert {"product", "convolution"} <= {kind for dtype, kind, *_ in held if dtype == "bfloat16"}
+
+
+def test_caches_tell_products_apart() -> None:
+    keys = [AfterAutograd(products=sizes(products)).uuid() for products in ("low", "wide")]
+    assert keys[0] != keys[1]
+
+
+def test_explain_and_stats_say_that_bits_differ(tmp_path: Path) -> None:
+    table = written(tmp_path, {"float16": {"product": [0, None]}})
+    options: dict[str, Any] = {"products": table}
+    explanation = amp_fx.explain(Linears(), dtype=FLOAT16, options=options)(torch.randn(8, 32))
+    assert "products in float16 are sums of float32" in str(explanation)
+    low = amp_fx.explain(Linears(), dtype=FLOAT16, options={"products": "low"})
+    assert "sums of float32" not in str(low(torch.randn(8, 32)))
+    before = stats.snapshot()["wide_products"]
+    train(str(table))
+    assert stats.snapshot()["wide_products"] == before + 8
 
 
 @pytest.mark.parametrize(
@@ -269,37 +341,37 @@ def test_times_are_those_of_calls_that_nothing_stopped(
         now[0] += next(left) / 1e3
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert product_costs._least_times(call) == [expected and pytest.approx(expected / 1e3)]
+    assert products._least_times(call) == [expected and pytest.approx(expected / 1e3)]
 
 
-def test_what_does_not_settle_is_low_and_kept_for_nobody(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_measured_table_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_is_settled", lambda _: True)
+    path = tmp_path / "costs.json"
+    assert products.main([str(path)]) == 0
+    assert Options.parse({"products": path}).products == read(path)
+    monkeypatch.setattr(products, "_is_settled", lambda _: False)
+    monkeypatch.setattr(products, "_MAX_ROUNDS", 1)
+    assert products.main([str(tmp_path / "other.json")]) == 1
+    assert not (tmp_path / "other.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ((0.5, 0.9, 4.0, 9.0), (16, None)),
+        ((8.0, 3.0, 1.0, 0.6), (0, 15)),
+        ((1.0, 3.0, 1.0, 0.6), (4, 15)),
+        ((3.0, 1.0, 2.0, 4.0), (16, None)),
+        ((1.0, 1.2, 1.4, 1.5), None),
+    ],
+)
+def test_the_table_has_the_sizes_at_which_wide_products_are_faster(
+    ratios: tuple[float, ...], expected: tuple[int, int | None] | None
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(product_costs, "_is_settled", lambda _: False)
-    monkeypatch.setattr(product_costs, "_MAX_ROUNDS", 1)
-    product_costs.table.cache_clear()
-    assert not any(product_costs.pays(kind, BFLOAT16, 64) for kind in set(KINDS.values()))
-    product_costs.table.cache_clear()
-    assert not list(tmp_path.glob("amp_fx/products*"))
-
-
-def test_what_holds_for_one_processor_is_not_taken_for_another(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held to AVX2, oneDNN uses no bfloat16 units: another machine, as far as it goes."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    kinds = ("product 1", "batched 1", "convolution", "attention")
-    monkeypatch.setattr(product_costs, "_measured", lambda _: dict.fromkeys(kinds, 1.0))
-    keys = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
-    product_costs.table(BFLOAT16, 1)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    product_costs.table.cache_clear()
-    product_costs.table(BFLOAT16, 1)
-    product_costs.table.cache_clear()
-    assert len(list((tmp_path / "amp_fx").iterdir())) == 2
-    others = [AfterAutograd(products=products).uuid() for products in ("auto", "low", "wide")]
-    assert [left == right for left, right in zip(keys, others, strict=True)] == [False, True, True]
+    measured = {
+        ("product", size): ratio for size, ratio in zip((1, 4, 16, 64), ratios, strict=True)
+    }
+    assert products.spans(measured).get("product") == expected
 
 
 @needs.FROZEN_GRAPHS
