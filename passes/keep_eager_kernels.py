@@ -36,6 +36,7 @@ def keep_eager_kernels(graph: fx.Graph) -> int:
     num_marked = 0
     for node in graph.nodes:
         if _is_whole(node) and needs_kernel(node.target, _arguments(node)):
+            node.target = _OWN.get(node.target, node.target)
             node.meta[FALLBACK] = True
             _let_inductor_call(node.target)
             num_marked += 1
@@ -86,17 +87,23 @@ def _norm_of_mixed_dtypes(op: Any) -> Any:
     ATen's CPU kernels give them so if weights are in float32; torch's fake kernels do not know.
     The same holds for gradients of weights.
     """
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        first, *others = op(*args, **kwargs)
+        first = None if first is None else first.to(args[0].dtype)
+        return first, *(None if each is None else each.float() for each in others)
+
+    return _own_op(op, fake)
+
+
+def _own_op(op: Any, fake: Callable[..., Any]) -> Any:
+    """An op of ours that calls one of ATen's."""
     schema = str(op._schema).removeprefix("aten::").replace(f".{op._overloadname}(", "(")
     name = schema.partition("(")[0]
     _library.define(schema)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        first, *others = op(*args, **kwargs)
-        first = None if first is None else first.to(args[0].dtype)
-        return first, *(None if each is None else each.float() for each in others)
 
     _library.impl(name, call, "CPU")
     torch.library.register_fake(f"amp_fx::{name}", fake, lib=_library)
@@ -117,6 +124,10 @@ NORMS = {
     )
 }
 """What stands for ATen's normalisations of a low input with weights in float32."""
+
+_index_put = _own_op(_aten.index_put.default, _aten.index_put.default)
+_OWN = dict.fromkeys((_aten.index_put.default, _aten._unsafe_index_put.default), _index_put)
+"""What stands for ops that inductor would make to write in place, and forget that they do."""
 
 
 def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:

@@ -95,7 +95,7 @@ def _is_widened(node: fx.Node, pays: Callable[[str, torch.dtype, int], bool]) ->
     kind = KINDS.get(node.target)
     if kind is None:
         return False
-    values = [source.meta.get("val") for source in node.all_input_nodes]
+    values = [arg.meta.get("val") for arg in node.args if isinstance(arg, torch.fx.Node)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     low = {value.dtype for value in tensors if is_low(value.dtype)}
     is_here = all(value.device.type == "cpu" for value in tensors)

@@ -146,6 +146,21 @@ def test_frozen_graphs_round_as_strict_native_ones() -> None:
     assert amp_fx.weight_cache.stats().bytes > 0  # and it is frozen
 
 
+def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
+    """Inductor reuses the memory of what an op that it calls wrote in place."""
+
+    def forward(x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> Any:
+        y = x @ weight
+        out = x.new_zeros(8, 16)
+        out.index_put_((index,), (y.float() * 2)[index], accumulate=True)
+        return out, y.gather(1, index[:, None]), torch.where(y > 0, y, x), y.sort(-1).values
+
+    x, y, index = torch.randn(8, 16), torch.randn(16, 16), torch.arange(8).flip(0)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        actual, expected = compiled(forward)(x, y, index), forward(x, y, index)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "given", [{"products": "wide"}, {"range_guard": True}, {"fold_batch_norm": True}]
 )

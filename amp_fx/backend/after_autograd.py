@@ -111,6 +111,8 @@ class AfterAutograd(CustomGraphPass):
 
     def widen_products(self, graph: fx.Graph) -> int:
         """Widens the products that are to be wide, and counts them."""
+        if not self.products:
+            return 0
         found = widen_products(graph, functools.partial(pays, self.products))
         record({"wide_products": found})
         return found

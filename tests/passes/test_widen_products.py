@@ -392,3 +392,13 @@ def test_inference_keeps_weights_wide_and_fresh() -> None:
     kept = [value for value in weight_cache.stats().values if value.weights[0].endswith("weight")]
     assert {value.weights for value in kept} == {(f"layers.{i}.weight",) for i in range(3)}
     assert all(value.bytes >= 32 * 32 * 4 for value in kept)
+
+
+def test_a_product_of_a_tensor_with_itself(targets: list[tuple[Any, torch.dtype]]) -> None:
+    options: dict[str, Any] = {"products": "wide", "dtype": FLOAT16, "fallback": False}
+    x = torch.randn(8, 8)
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: torch.mm(x, x), backend="amp_fx", options=options)
+        expected = x.half().float() @ x.half().float()
+        assert distance(compiled(x), expected) < 1e-3  # type: ignore[no-untyped-call]
+    assert targets == [(aten.mm.default, torch.float32)]
