@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.backend.inner import numerics_config
+from amp_fx.options import Options
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -66,7 +69,7 @@ class Contender:
         is_stored_low: Whether its weights and inputs are stored in the low dtype.
         is_frozen: Whether inductor takes its weights for constants (inference only).
         is_amp_fx: Whether amp_fx compiles it.
-        options: What amp_fx is told besides, by name.
+        options: What is told to amp_fx besides; of native, to inductor.
         is_for_inference: Whether there is no backward of it.
         is_for_training: Whether only that is of interest.
     """
@@ -132,6 +135,27 @@ CONTENDERS = (
         is_amp_fx=True,
         options=(("policy", "lean"),),
         is_for_training=True,
+    ),
+    Contender(
+        "native-strict",
+        "native, with generated code that rounds as eager code does",
+        is_compiled=True,
+        is_autocast=True,
+        options=(("numerics", "strict"),),
+    ),
+    Contender(
+        "amp_fx-strict",
+        "amp_fx, with the same",
+        is_compiled=True,
+        is_amp_fx=True,
+        options=(("numerics", "strict"),),
+    ),
+    Contender(
+        "amp_fx-eager",
+        "amp_fx with the bits of eager autocast",
+        is_compiled=True,
+        is_amp_fx=True,
+        options=(("numerics", "eager"),),
     ),
     Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
     Contender(
@@ -207,7 +231,8 @@ def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Call
     if not contender.is_compiled:
         return model
     if not contender.is_amp_fx:
-        return torch.compile(model, backend=settings.compiler)
+        given = numerics_config(Options.parse(dict(contender.options))) or None
+        return torch.compile(model, backend=settings.compiler, options=given)
     options: dict[str, Any] = {
         "dtype": settings.dtype,
         "compiler": settings.compiler,
