@@ -150,6 +150,11 @@ class Options:
             return any(has_low_sums(table) for table in self.policy.tables.values())
         return self.weight_grads == "float32"
 
+    @property
+    def shares_region(self) -> bool:
+        """Whether casts of weights are those of the region, as they are in eager code."""
+        return "eager" in (self.compiler, self.numerics)
+
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """A copy with more options for inductor; without effect on other compilers."""
         return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))

@@ -33,14 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler"),
 ]
 
-_TWO_GRAPHS = "two graphs read one weight: gradients of its casts add up in float32, not low"
 TRAINING = {
-    "aliases_stay_aliases": _TWO_GRAPHS,
-    "disabled_function": _TWO_GRAPHS,
-    "graph_break_in_a_loop": _TWO_GRAPHS,
-    "graph_break_in_the_middle": _TWO_GRAPHS,
-    "graph_break_inside_a_region": _TWO_GRAPHS,
-    "two_calls_in_one_region": _TWO_GRAPHS,
     "dynamic_decoder": "inductor adds up the gradient of an embedding in another order",
     "gradient_penalty": "AOTAutograd does not differentiate twice",
     "vmap": "the batched product of a weight's gradient is another one in AOTAutograd's graph",

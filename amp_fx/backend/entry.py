@@ -103,7 +103,7 @@ def amp_fx(
         compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
-    return called_in(one_region, compiled) if parsed.compiler == "eager" else compiled
+    return called_in(one_region, compiled) if parsed.shares_region else compiled
 
 
 watch_transforms(amp_fx)
@@ -157,7 +157,7 @@ def _compile_kept(found: Rewritten, example_inputs: Sequence[Any], options: Opti
     Where gradients go to weights, on the CPU, the variant that casts those comes first.
     """
     trained = trained_weights(found.cast, found.weights)
-    if not trained or options.compiler == "eager":
+    if not trained or options.shares_region:
         return _keeping(found, options, example_inputs)
     names = {node.name: i for i, node in enumerate(found.placeholders)}
     smallest = min((names[n] for n in trained), key=lambda i: example_inputs[i].numel())

@@ -22,6 +22,7 @@ from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
 from amp_fx.weights.managed import is_distributed
+from amp_fx.weights.region_cast import taken_outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,23 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     """Compiles a rewritten graph; call it with autocast off."""
     if options.compiler == "eager":
         return gm.forward
+    if options.shares_region:
+        return _with_casts_of_region(gm, example_inputs, options)
+    return _compile_traced(gm, example_inputs, options)
+
+
+def _with_casts_of_region(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Compiled:
+    """Compiles a graph that is called with the casts that its region has."""
+    examples, make = taken_outside(gm)
+    compiled = _compile_traced(gm, [*example_inputs, *examples], options)
+    return (lambda *args: compiled(*args, *make(args))) if examples else compiled
+
+
+def _compile_traced(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Compiled:
     if not uses_inductor(example_inputs, options):
         return _aot_eager(gm, example_inputs, options)
     return _inductor(gm, example_inputs, options)

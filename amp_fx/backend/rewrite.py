@@ -157,7 +157,7 @@ def rewrite(
         Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
         kept_weights=keepable_weights(gm, example_inputs) if keeps else (),
-        shares_region=options.compiler == "eager",
+        shares_region=options.shares_region,
         frame=frame,
         guards_range=options.range_guard,
         aliases_reads=options.compiler != "eager" and not is_whole,

@@ -2,8 +2,8 @@
 
 Eager autocast casts a leaf once per region, whatever runs in it: graphs, what Dynamo could
 not compile, islands. Its uses then add their gradients in the low dtype, which sets bits.
-A compiled graph has a cast of its own; with the inner compiler ``"eager"``, whose bits are
-eager autocast's, it takes the region's.
+A compiled graph has a cast of its own. With the inner compiler ``"eager"`` and with
+``numerics="eager"``, whose bits are eager autocast's, it takes the region's.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.metadata import provenance
+from amp_fx.graphs.values import set_value, value_of
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
 
 
 def region_cast(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -38,6 +43,46 @@ def region_cast(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def one_region() -> contextlib.AbstractContextManager[Any]:
     """A region for a call that stands in none: what is cast inside is cast once."""
     return torch.autocast("cpu", enabled=False)
+
+
+def taken_outside(
+    gm: fx.GraphModule,
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
+    """Makes a graph take its casts of the region as inputs, for a compiler that traces the graph.
+
+    Args:
+        gm: The graph, which is changed: inputs are added behind the others.
+
+    Returns:
+        Example values of the added inputs, and what makes them from the other inputs of a call.
+    """
+    positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    last, examples, found = [*positions][-1:], [], []
+    for node in gm.graph.find_nodes(op="call_function", target=region_cast):
+        weight, low = node.args
+        is_own = inserted_cast(low) is not None and low.args[0] is weight
+        if weight not in positions or not (low in positions or is_own):
+            node.target = kept_cast
+            continue
+        with gm.graph.inserting_after(last[0]):
+            last = [gm.graph.placeholder(f"{node.name}_of_region")]
+        last[0].meta, last[0]._dynamo_source = provenance(node), None
+        set_value(last[0], value_of(node))
+        node.replace_all_uses_with(last[0])
+        gm.graph.erase_node(node)
+        examples.append(value_of(node))
+        found.append((positions[weight], positions.get(low), value_of(node).dtype))
+        if low not in positions and not low.users:
+            gm.graph.erase_node(low)
+    gm.recompile()
+
+    def make(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            region_cast(inputs[i], inputs[i].detach().to(dtype) if j is None else inputs[j])
+            for i, j, dtype in found
+        ]
+
+    return examples, make
 
 
 _CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {
