@@ -58,6 +58,7 @@ class View:
         has_legend: Whether colours and shapes are explained.
         color: What boxes are coloured by: ``"dtype"``, or a measure of a report.
         dpi: Dots per inch of what is made of dots.
+        most: How many boxes a picture of modules may have before no more are opened.
     """
 
     level: str | None = None
@@ -68,6 +69,7 @@ class View:
     has_legend: bool = True
     color: str = "dtype"
     dpi: int = 192
+    most: int = MOST_BOXES
 
 
 class Drawing:
@@ -111,7 +113,8 @@ class Drawing:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the picture; the ending says in which format.
 
-        Where the ``dot`` program is missing, the ``.dot`` file is still written beside.
+        If the ``dot`` program is missing, the browser lays out an ``.html`` page. For the other
+        formats, the ``.dot`` file is written beside.
 
         Raises:
             DrawError: There is no such format or folder, the folder cannot be written to, or
@@ -121,13 +124,13 @@ class Drawing:
         ending = check_path(target)
         if ending == "dot":
             return _write(target, self.source.encode("utf-8"))
-        if not shutil.which("dot"):
-            beside = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
-            raise DrawError(f"{INSTALL_DOT}; wrote {beside} instead")
         if ending == "html":
             from amp_fx.drawing.page import page_of
 
             return _write(target, page_of(self).encode("utf-8"))
+        if not shutil.which("dot"):
+            beside = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
+            raise DrawError(f"{INSTALL_DOT}; wrote {beside} instead")
         return _write(target, self._render(ending))
 
     def _render(self, form: str) -> bytes:
@@ -181,7 +184,8 @@ def draw(
         explanation_or_graph: What ``amp_fx.explain`` gave, one of its graphs, what
             ``amp_fx.accuracy`` gave, an exported program (``amp_fx.export``), or an FX graph.
         path: Where to write it: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a
-            page that needs no network, to pan, zoom and search in. None writes nothing.
+            page that needs neither a network nor the ``dot`` program, to open modules, pan, zoom
+            and search in. None writes nothing.
         level: ``"op"`` draws every op, ``"module"`` closes modules so that the picture
             stays small. None takes ``"op"`` where that is small too.
         focus: Path of the module to show, with what it takes and gives: ``"layers.3.attn"``.
@@ -305,7 +309,7 @@ def _picture(
         level = view.level or ("op" if len(folded) <= MOST_BOXES else "module")
         root = view.focus or ""
         graphs[title] = (
-            collapse_modules(folded, types, root, repeats=found) if level == "module" else folded
+            collapse_modules(folded, types, root, view.most, found) if level == "module" else folded
         )
     stage = ", as captured" if view.before else ""
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,11 @@ def _numbered(graph: BoxGraph) -> dict[str, set[int]]:
 
 def _join(parent: str, number: int) -> str:
     return f"{parent}.{number}" if parent else str(number)
+
+
+def first_of_folded(path: str) -> str:
+    """Returns the path of the first of the modules that folded paths stand for."""
+    return re.sub(r"(?<![^.])(\d+)[-,][\d,-]+", r"\1", path)
 
 
 def is_inside(module: str, path: str) -> bool:

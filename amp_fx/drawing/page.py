@@ -6,9 +6,12 @@ import dataclasses
 import html
 import json
 import re
+import shutil
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.drawing.folding import first_of_folded
+from amp_fx.errors import DrawError
 from amp_fx.explanation.rows import bare_op, treatment
 from amp_fx.explanation.table import human
 from amp_fx.graphs.places import short_path
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
 
+MOST_MODULES = 24
+"""How many modules of a page can be opened: each adds pictures."""
+
+MOST_OUTER = 10
+"""How many boxes the picture of a whole model may have before its modules stay closed."""
+
 MOST_OPS = 250
 """How many boxes a picture of all ops may have to go into the page: larger ones take long."""
 
@@ -33,20 +42,25 @@ def page_of(drawing: Drawing) -> str:
     rewrite; the user chooses. Where there are too many ops, only modules are shown.
     """
     views = _views(drawing)
+    has_dot = shutil.which("dot") is not None
     templates = "\n".join(
-        f'<template data-view="{name}">{_inline(view.svg)}</template>'
+        f'<template data-view="{html.escape("|".join(name))}">'
+        f"{_inline(view.svg) if has_dot else html.escape(view.source)}</template>"
         for name, view in views.items()
     )
     data = {
-        "boxes": {name.rpartition("-")[0]: _members(view) for name, view in views.items()},
+        "boxes": {"|".join(name[:3]): _members(view) for name, view in views.items()},
+        "opens": {"|".join(name[:3]): _opens(view) for name, view in views.items()},
         "first": next(iter(views)),
+        "hasDot": has_dot,
         "paints": _paints(drawing),
         "column": "treatment" if drawing.report is None else "measured",
         "before": _nodes(drawing, before=True),
         "after": _nodes(drawing, before=False),
         "casts": _casts(drawing),
     }
-    template = files("amp_fx.drawing").joinpath("page.html").read_text(encoding="utf-8")
+    folder = files("amp_fx.drawing")
+    template = folder.joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
     contents = {
         "@TITLE@": html.escape(
@@ -55,6 +69,9 @@ def page_of(drawing: Drawing) -> str:
         "@SUMMARY@": _summary(drawing),
         "@NOTES@": _notes(drawing),
         "@VIEWS@": templates,
+        "@VIZ@": ""
+        if has_dot
+        else f"<script>{folder.joinpath('viz.js').read_text('utf-8')}</script>",
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
     # All at once: a module may have the name of a mark.
@@ -67,28 +84,71 @@ def _paints(drawing: Drawing) -> list[str]:
     return sorted(names, key=lambda name: name != drawing.view.color)
 
 
-def _views(drawing: Drawing) -> dict[str, Drawing]:
-    """By name, the pictures that the page switches between; the one asked for comes first.
+def _views(drawing: Drawing) -> dict[tuple[str, str, str, str], Drawing]:
+    """Returns the pictures that the page switches between; the one that was asked for is first.
 
-    Where boxes lie does not depend on what they are coloured by.
+    Keys are the module that is open, before or after, the level, and what colours the boxes. Each
+    module that a picture shows closed has a picture of its own.
     """
-    found: dict[str, Drawing] = {}
+    found: dict[tuple[str, str, str, str], Drawing] = {}
     asked = drawing.view.level or _guess_level(drawing)
-    levels = (asked, "op" if asked == "module" else "module")
-    sides = (False, True) if any(record.before for record in drawing.records) else (False,)
-    for level in levels:
-        for before in sides:
-            view = dataclasses.replace(drawing.view, level=level, before=before)
-            made = drawing.with_view(view)
-            num_boxes = sum(len(graph) for graph in made.boxes.values())
-            if level != asked and num_boxes > MOST_OPS:
-                continue
-            for paint in _paints(drawing):
-                painted = dataclasses.replace(view, color=paint)
-                found[f"{'before' if before else 'after'}-{level}-{paint}"] = (
-                    made if paint == view.color else made.with_view(painted)
-                )
+    start = drawing.view.focus or ""
+    for level in (asked, "op" if asked == "module" else "module", "model"):
+        _add(found, drawing, drawing.view.focus, level, None if level == asked else MOST_OPS)
+    waiting = _opened_by(found)
+    while waiting and len({name[0] for name in found}) <= MOST_MODULES:
+        path = waiting.pop(0)
+        if path != start and path not in {name[0] for name in found}:
+            focused = drawing.with_view(
+                dataclasses.replace(drawing.view, focus=path, level=None, before=False)
+            )
+            level = "model" if _guess_level(focused) == "module" else "op"
+            _add(found, drawing, path, level, None)
+            waiting = _opened_by(found)
     return found
+
+
+def _add(
+    found: dict[tuple[str, str, str, str], Drawing],
+    drawing: Drawing,
+    focus: str | None,
+    level: str,
+    most: int | None,
+) -> None:
+    """Adds the pictures of a module at a level, unless they have too many boxes."""
+    for before in (False, True) if any(record.before for record in drawing.records) else (False,):
+        view = dataclasses.replace(drawing.view, focus=focus, level=level, before=before)
+        if level == "model":
+            view = dataclasses.replace(view, level="module", most=MOST_OUTER)
+        try:
+            made = drawing.with_view(view)
+        except DrawError:  # nothing of the module is there
+            continue
+        if most is not None and sum(len(graph) for graph in made.boxes.values()) > most:
+            continue
+        for paint in _paints(drawing):
+            painted = dataclasses.replace(view, color=paint)
+            side = "before" if before else "after"
+            found[focus or "", side, level, paint] = (
+                made if paint == view.color else made.with_view(painted)
+            )
+
+
+def _opened_by(found: dict[tuple[str, str, str, str], Drawing]) -> list[str]:
+    """Returns the modules that pictures show closed and that have none yet, outer ones first."""
+    has = {name[0] for name in found}
+    paths = {path for made in found.values() for path in _opens(made).values()}
+    return sorted(paths - has, key=lambda path: (path.count("."), path))
+
+
+def _opens(drawing: Drawing) -> dict[str, str]:
+    """Returns the module that each closed box opens, by the box's id."""
+    return {
+        f"box-g{index}.{number}": first_of_folded(f"{box.module}.{box.title}".lstrip("."))
+        for index, graph in enumerate(drawing.boxes.values())
+        for number, (_, box) in enumerate(graph.nodes(data="box"))
+        if box.kind == "module" and sum(count for _, count in box.shares) > 1
+    }
 
 
 def _guess_level(drawing: Drawing) -> str:
@@ -141,7 +201,7 @@ def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> di
         "code": node.code,
         "dtype": node.dtype,
         "treatment": treatment(node),
-        "text": measured.get(node.name) or treatment(node) or node.kind,
+        "text": measured.get(node.name) or treatment(node) or node.kind.removeprefix("op"),
         "origin": node.origin,
         "reason": node.reason,
         "inputs": [_key(record, name) for name in node.inputs],
