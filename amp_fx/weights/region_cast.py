@@ -50,6 +50,9 @@ def taken_outside(
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Makes a graph take its casts of the region as inputs, for a compiler that traces the graph.
 
+    Where a graph reads a leaf in other ways too, the cast stays inside: gradients of all reads
+    then add up in the order in which they do in eager code.
+
     Args:
         gm: The graph, which is changed: inputs are added behind the others.
 
@@ -61,7 +64,8 @@ def taken_outside(
     for node in gm.graph.find_nodes(op="call_function", target=region_cast):
         weight, low = node.args
         is_own = inserted_cast(low) is not None and low.args[0] is weight
-        if weight not in positions or not (low in positions or is_own):
+        is_known = weight in positions and (low in positions or is_own)
+        if not is_known or any(user not in (node, low) for user in weight.users):
             node.target = kept_cast
             continue
         with gm.graph.inserting_after(last[0]):
