@@ -245,12 +245,12 @@ def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[s
             return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
         remedies = [({**more}, cause) for more, cause in INDUCTOR if is_equal(more)]
         return remedies[0][::-1] if remedies else ("inductor", {"compiler": "eager"})
+    if is_equal({"compiler": "eager", "weight_cache": False}):
+        return "a kept copy of a weight that differs from its cast", {"weight_cache": False}
     for name in _passes(options):
         more = {"disable_passes": (*options.get("disable_passes", ()), name)}
         if is_equal({"compiler": "eager", **more}):
             return f"the pass {name}", more
-    if is_equal({"compiler": "eager", "weight_cache": False}):
-        return "a kept copy of a weight that differs from its cast", {"weight_cache": False}
     return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
 
@@ -277,8 +277,7 @@ def _place(
     trial: _Trial, options: dict[str, Any], remedy: dict[str, Any], found: tuple[Difference, ...]
 ) -> Place | None:
     """The first node that differs; None where it cannot be told."""
-    has_frozen = "freezing" in remedy
-    given = Options.parse({**options, "freezing": has_frozen and options.get("freezing")})
+    given = Options.parse({**options, "freezing": False})
 
     def captured(more: Mapping[str, Any]) -> list[Captured]:
         plain = {"weight_cache": False, "compiler": "eager", **more}

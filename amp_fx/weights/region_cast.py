@@ -74,7 +74,7 @@ def taken_outside(
         set_value(last[0], value_of(node))
         node.replace_all_uses_with(last[0])
         gm.graph.erase_node(node)
-        examples.append(value_of(node))
+        examples.append(value_of(node).detach().requires_grad_())
         found.append((positions[weight], positions.get(low), value_of(node).dtype))
         if low not in positions and not low.users:
             gm.graph.erase_node(low)
