@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import amp_fx
+from amp_fx.backend import inner
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import OptionError
 from amp_fx.passes.keep_eager_kernels import needs_kernel
@@ -166,6 +167,16 @@ def test_what_changes_numbers_is_refused(given: dict[str, Any]) -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(OptionError, match="'exact' is not one of"):
         amp_fx.compile(nn.Linear(2, 2), numerics="exact")
+
+
+def test_what_cannot_be_had_on_another_device_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    inner._warn_strict.cache_clear()
+    for _ in range(2):
+        inner._warn_of_devices({"cpu", "cuda"})
+    [record] = caplog.records
+    assert record.getMessage().startswith("on cuda, numerics='eager' means inductor's 'strict'")
 
 
 def pointwise_ops() -> Iterator[Any]:

@@ -40,6 +40,8 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     """Compiles a rewritten graph; call it with autocast off."""
     if options.compiler == "eager":
         return gm.forward
+    if options.numerics == "eager":
+        _warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     if options.shares_region:
         return _with_casts_of_region(gm, example_inputs, options)
     return _compile_traced(gm, example_inputs, options)
@@ -370,6 +372,20 @@ def has_cpp_compiler() -> bool:
     except (exc.InvalidCxxCompiler, RuntimeError, OSError):
         return False
     return True
+
+
+def _warn_of_devices(device_types: set[str]) -> None:
+    for name in sorted(device_types - {"cpu", "meta"}):
+        _warn_strict(name)
+
+
+@functools.cache
+def _warn_strict(device_type: str) -> None:
+    log.warning(
+        "on %s, numerics='eager' means inductor's 'strict': which generated code has the bits of "
+        "eager autocast is known for the CPU only",
+        device_type,
+    )
 
 
 @functools.cache
