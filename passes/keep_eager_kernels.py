@@ -158,12 +158,16 @@ def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype)
     numbers = [each for each in arguments if isinstance(each, (int, float))]
     if name == "pow":
         return not numbers or numbers[-1] not in EXACT_POWERS
-    if name in ("add", "sub", "rsub"):  # the last of three numbers or tensors is ``alpha``
-        return len(arguments) > 2 and arguments[2] not in (1, -1)
-    if name not in SCALING or dtype.itemsize > 2:
+    if any(isinstance(each, str) for each in arguments) or (name == "round" and numbers):
+        return True  # a mode of rounding
+    if name in ("add", "sub", "rsub") and len(arguments) > 2 and arguments[2] not in (1, -1):
+        return True  # the last of three numbers or tensors is ``alpha``
+    if dtype.itemsize > 2:
         return False
-    is_scaled = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
-    return is_scaled or any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
+    is_number = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
+    if is_number and name in SCALING:
+        return True
+    return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
 
 
 def _is_float(value: Any) -> bool:

@@ -132,6 +132,7 @@ def _first_of_two(ours: Captured, theirs: Captured) -> Place | None:
     expected, actual = _Values(theirs.gm), _Values(ours.gm)
     with torch.no_grad(), no_autocast():
         expected.run(*_copied(theirs.inputs))
+        torch.manual_seed(0)
         actual.run(*_copied(ours.inputs))
     new = [node for node in ours.gm.graph.nodes if node.name in actual.found]
     for node in new:
@@ -148,6 +149,7 @@ class _Values(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
+        torch.manual_seed(0)
         self.found: dict[str, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -301,11 +303,13 @@ def _copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def _called(call: Callable[..., Any], captured: Captured) -> list[Any]:
+    torch.manual_seed(0)
     with torch.set_grad_enabled(captured.has_grad):
         return [value.detach() for value in call(*_copied(captured.inputs))]
 
 
 def _gradients(call: Callable[..., Any], inputs: Sequence[Any]) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
     leaves = _leaves(inputs)
     with torch.enable_grad():
         outputs = [v for v in call(*leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
