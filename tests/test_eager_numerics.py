@@ -168,6 +168,28 @@ def test_an_unknown_mode_is_refused() -> None:
         amp_fx.compile(nn.Linear(2, 2), numerics="exact")
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ELU(), nn.Hardsigmoid(), nn.Hardswish(), nn.Hardtanh(), nn.Softplus(), torch.logit],
+    ids=lambda activation: type(activation).__name__,
+)
+def test_gradients_of_other_strides_than_their_inputs(activation: Callable[..., Any]) -> None:
+    """Of which torch's fake kernels do not know how they lie."""
+
+    def forward(x: torch.Tensor) -> Any:
+        return (activation(x * 1.0) * 1.0).mT.contiguous()
+
+    def gradient(program: Callable[..., Any]) -> torch.Tensor:
+        x = torch.linspace(0.1, 0.9, 512).view(4, 8, 16).requires_grad_()
+        y = program(x)
+        torch.manual_seed(0)
+        y.backward(torch.randn(y.shape))
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(compiled(forward)), gradient(forward))
+
+
 def test_what_cannot_be_had_on_another_device_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
