@@ -57,10 +57,10 @@ def test_samples_are_taken_and_read() -> None:
 def test_more_elements_pin_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many elements are compared is drawn anew after each write; after one, of one weight."""
     weight_cache.clear()
-    monkeypatch.setattr(
-        sample, "_random", chance := Mock(random=lambda: 0.0, randrange=lambda _: 0)
-    )
-    net = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 10)).cuda()
+    chance = Mock(random=lambda: 0.0, randrange=lambda _: 0)
+    monkeypatch.setattr(sample, "_random", chance)
+    first = nn.Linear(60, 50)
+    net = nn.Sequential(first, nn.Linear(50, 10)).cuda()
     options: Any = {"dtype": "bfloat16", "compiler": "eager", "fallback": False}
     compiled = torch.compile(net, backend="amp_fx", options=options)
     x = torch.ones(2, 60, device="cuda")
