@@ -24,7 +24,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as module
 
-from tests.cuda.memory import on_host
+from tests.cuda.memory import CAPTURES, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,7 +268,7 @@ def repair_arguments() -> None:
 
 
 def repair_threads() -> None:
-    """Lets one thread at a time run a kernel.
+    """Lets one thread at a time run a kernel, and captures note it.
 
     Relies on ``GridExecutor.__call__``.
     """
@@ -278,6 +278,8 @@ def repair_threads() -> None:
     def run_alone(self: Any, *args: Any, **kwargs: Any) -> None:
         with lock:
             run(self, *args, **kwargs)
+        for graph in CAPTURES:
+            graph.note(run, (self, *args), kwargs, None)
 
     module.GridExecutor.__call__ = run_alone
 

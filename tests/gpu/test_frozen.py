@@ -167,7 +167,7 @@ def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> 
     del noise
 
 
-@ON_A_GPU
+@ON_CUDA
 def test_what_the_user_captures_makes_its_values_anew() -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net), batch()

@@ -84,7 +84,6 @@ def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
             assert_same(compiled(batch()), autocast(twin, batch()))
 
 
-@ON_A_GPU
 @torch.no_grad()
 def test_a_graph_that_the_user_captures_casts_anew() -> None:
     net, twin = net_and_twin()
