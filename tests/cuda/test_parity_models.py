@@ -1,8 +1,8 @@
 """Whole models by CUDA's tables: amp_fx against eager ``torch.autocast("cuda")``, bit for bit.
 
 The cases of ``tests/parity/models`` with CUDA where the CPU stood. The inner compiler is
-``"eager"``: what is compared are the casts, forward and backward, and the kept copies of weights. Each case runs
-with gradients, and without.
+``"eager"``: what is compared are the casts, forward and backward, and the kept copies of weights.
+Each case runs with gradients, and without.
 """
 
 from __future__ import annotations
