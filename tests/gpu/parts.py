@@ -97,7 +97,7 @@ PARTS = (
     ),
     Part(
         "captures",
-        "training in CUDA graphs: inductor's, graphed callables, another thread's",
+        "CUDA graphs: inductor's, graphed callables, those of another thread",
         "pytest",
         ("tests/gpu/test_captures.py",),
         40,
@@ -136,7 +136,7 @@ PARTS = (
         "expandable segments",
         "kept casts in memory that grows in place",
         "expandable_segments:True",
-        "tests/gpu/test_captures.py::test_training_is_recorded_once_and_casts_once_per_update",
+        "tests/gpu/test_captures.py::test_graphs_are_recorded_once_and_casts_made_once_per_write",
     ),
     _allocator(
         "cudaMallocAsync", "kept casts in memory of CUDA's allocator", "backend:cudaMallocAsync"
