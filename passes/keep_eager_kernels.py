@@ -201,16 +201,20 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 def _is_whole(node: fx.Node) -> bool:
     """Whether a node is an op of the program, and no part of one that was found exact.
 
-    Metadata is copied, ops with it, and an op that takes the place of another one, as of a product
-    with 1, takes over its metadata: the other one must be one that is taken apart.
+    Metadata is copied, ops with it, hence the names. An op that takes the place of another one, as
+    of a sum with 0, takes over its metadata: the other one must be one that is taken apart.
     """
-    from torch._inductor.decomposition import decompositions
-
     if node.op != "call_function":
         return False
-    made_of = node.meta.get("original_aten", node.target)
-    is_part = made_of in decompositions and str(made_of) != str(node.target)
-    return not is_part or node.target in decompositions
+    made_of = str(node.meta.get("original_aten", node.target))
+    return made_of == str(node.target) or made_of not in _taken_apart()
+
+
+@functools.cache
+def _taken_apart() -> frozenset[str]:
+    from torch._inductor.decomposition import decompositions
+
+    return frozenset(map(str, decompositions)) - {"aten.add.Tensor"}  # of complex numbers
 
 
 def _arguments(node: fx.Node) -> list[Any]:

@@ -21,14 +21,14 @@ MOVES = frozenset(f"{_MAKE} {_MOVE} {_COMPARE}".split())
 
 _INEXACT = """
     acosh addcmul asinh atanh celu cosh elu fmax fmin fmod gelu gelu_backward igammac ldexp lerp
-    logaddexp2 logit logit_backward mvlgamma nextafter polygamma relu6 remainder rsqrt selu sinh
-    sigmoid_backward silu_backward sinc softshrink xlogy
+    logaddexp2 logit logit_backward mish mvlgamma nextafter polygamma relu6 remainder rsqrt selu
+    sigmoid_backward silu_backward sinc sinh softshrink xlogy
 """
 INEXACT = frozenset(_INEXACT.split())
 """Pointwise ops whose generated code differs in a low dtype; so do all ``special_*``."""
 
 _FLOAT32 = """
-    acos asin atan cos erf erfc erfinv exp i0 igamma log log10 log2 logaddexp mish silu sin sqrt
+    acos asin atan cos erf erfc erfinv exp i0 igamma log log10 log2 logaddexp silu sin sqrt
     tan tanh tanh_backward
 """
 INEXACT_IN_FLOAT32 = frozenset(_FLOAT32.split())
