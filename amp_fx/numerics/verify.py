@@ -282,8 +282,8 @@ def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[s
     if is_equal({"compiler": "eager"}):
         if not is_equal({"compiler": "aot_eager"}):
             return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
-        remedies = [({**more}, cause) for more, cause in INDUCTOR if is_equal(more)]
-        return remedies[0][::-1] if remedies else ("inductor", {"compiler": "eager"})
+        remedies = ((cause, {**more}) for more, cause in INDUCTOR if is_equal(more))
+        return next(remedies, ("inductor", {"compiler": "eager"}))
     if is_equal({"compiler": "eager", "weight_cache": False}):
         return "a kept copy of a weight that differs from its cast", {"weight_cache": False}
     for name in _passes(options):
