@@ -142,6 +142,7 @@ def _first_of_two(ours: Captured, theirs: Captured) -> Place | None:
     """The first node that has another value than the node of the same name in another graph."""
     expected, actual = _Values(theirs.gm), _Values(ours.gm)
     for values, captured in ((expected, theirs), (actual, ours)):
+        torch.manual_seed(0)
         with torch.no_grad(), captured.region():
             values.run(*_copied(captured.inputs))
     new = [node for node in ours.gm.graph.nodes if node.name in actual.found]
@@ -168,6 +169,7 @@ class _Values(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
+        torch.manual_seed(0)
         self.found: dict[str, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -321,11 +323,13 @@ def _copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def _called(call: Callable[..., Any], captured: Captured) -> list[Any]:
+    torch.manual_seed(0)
     with torch.set_grad_enabled(captured.has_grad):
         return [value.detach() for value in call(*_copied(captured.inputs))]
 
 
 def _gradients(call: Callable[..., Any], inputs: Sequence[Any]) -> list[torch.Tensor | None]:
+    torch.manual_seed(0)
     leaves = _leaves(inputs)
     with torch.enable_grad():
         outputs = [v for v in call(*leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
