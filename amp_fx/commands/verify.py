@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from amp_fx.commands.accuracy import add_target, load_step
+from amp_fx.commands.explain import make_optimizer
 from amp_fx.errors import OptionError
 from amp_fx.numerics.verify import verify
 
@@ -15,6 +16,7 @@ EXAMPLES = """\
 examples:
   python -m amp_fx verify mypackage.models:make_net
   python -m amp_fx verify torch.nn:Tanh --input-shape 8,64 --option numerics=eager
+  python -m amp_fx verify mypackage.models:make_net --optimizer AdamW --steps 2
 
 The target is as for accuracy.
 """
@@ -38,6 +40,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME=VALUE",
         help="an option of the backend, such as numerics=eager or freezing=false",
     )
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="compare its steps too: a class of torch.optim, with its defaults",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="of the optimizer; default: 3")
     parser.set_defaults(run=run)
 
 
@@ -52,7 +60,14 @@ def run(args: argparse.Namespace) -> int:
     """
     step, inputs = load_step(args)
     options = dict(map(_option, args.option))
-    report = verify(step, dtype=args.dtype, policy=args.policy, options=options)(*inputs)
+    report = verify(
+        step,
+        dtype=args.dtype,
+        policy=args.policy,
+        options=options,
+        optimizer=None if args.optimizer is None else make_optimizer(args.optimizer, step),
+        steps=args.steps,
+    )(*inputs)
     sys.stdout.write(f"{report.to_json() if args.json else report}\n")
     return 0 if report.is_equal else 1
 

@@ -9,6 +9,7 @@ where a difference begins, if not the one where the program's does.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,21 @@ from torch.utils import _pytree as pytree
 from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.explanation.running import optimized
 from amp_fx.graphs.attributes import with_attributes_as_inputs
+from amp_fx.graphs.casts import inserted_cast
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
+
+    Region = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,37 +77,42 @@ class Captured:
         inputs: Its inputs, copied before the call.
         frame: Where it was captured.
         has_grad: Whether gradients were recorded.
+        region: What it runs in: autocast, if it is as Dynamo captured it.
     """
 
     gm: fx.GraphModule
     inputs: tuple[Any, ...]
     frame: CompileFrame
     has_grad: bool
+    region: Region = no_autocast
 
 
 def capture(
-    program: Callable[..., Any], args: Any, kwargs: Any, options: Options
+    program: Callable[..., Any], args: Any, kwargs: Any, options: Options, region: Region
 ) -> list[Captured]:
     """The graphs of one call, in the order of calls; a graph that is called twice is there twice.
 
-    To be called in the region that the program is to be rewritten for.
+    To be called in the region that the program is to be rewritten for. In another region than
+    ``no_autocast`` the graphs are not rewritten.
     """
     found: list[Captured] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm, attributes = with_attributes_as_inputs(gm)
         ours = dataclasses.replace(options, compiler="inductor", numerics=None)
+        before = copy.deepcopy(gm.graph)
         rewritten = rewrite(gm, [*example_inputs, *attributes], ours, Reporting())
+        made = rewritten.gm if region is no_autocast else fx.GraphModule(gm, before)
 
         def call(*given: Any) -> Any:
             inputs = (*given, *attributes)
             has_grad = torch.is_grad_enabled()
-            found.append(Captured(rewritten.gm, _copied(inputs), rewritten.frame, has_grad))
-            return rewritten.gm(*inputs)
+            found.append(Captured(made, _copied(inputs), rewritten.frame, has_grad, region))
+            return made(*inputs)
 
-        return called_in(no_autocast, call)
+        return called_in(region, call)
 
-    torch._dynamo.optimize(backend)(program)(*args, **kwargs)
+    optimized(backend)(program)(*args, **kwargs)
     return found
 
 
@@ -130,18 +141,27 @@ def first_difference(
 def _first_of_two(ours: Captured, theirs: Captured) -> Place | None:
     """The first node that has another value than the node of the same name in another graph."""
     expected, actual = _Values(theirs.gm), _Values(ours.gm)
-    with torch.no_grad(), no_autocast():
-        expected.run(*_copied(theirs.inputs))
+    for values, captured in ((expected, theirs), (actual, ours)):
         torch.manual_seed(0)
-        actual.run(*_copied(ours.inputs))
+        with torch.no_grad(), captured.region():
+            values.run(*_copied(captured.inputs))
     new = [node for node in ours.gm.graph.nodes if node.name in actual.found]
     for node in new:
         if node.name in expected.found:
             other = compare(node.name, expected.found[node.name], actual.found[node.name])
             if other is not None:
-                made = (n for n in node.all_input_nodes if n.name not in expected.found)
-                return _place("pass", next(made, node), ours.frame, other)
+                added = _added(node, expected.found)
+                return _place("pass", next(added, node), ours.frame, other)
     return None
+
+
+def _added(node: fx.Node, known: Mapping[str, Any]) -> Iterator[fx.Node]:
+    """The nodes before a node that another graph lacks; casts to its dtype are none of them."""
+    for before in node.all_input_nodes:
+        if before.name not in known:
+            yield from _added(before, known)
+            if inserted_cast(before) is None:
+                yield before
 
 
 class _Values(fx.Interpreter):

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import OptionError
-from amp_fx.explanation.running import isolated
+from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of, policy_for, unwrap
 from amp_fx.numerics.equality import Difference, differences
 from amp_fx.numerics.locate import Captured, capture, first_difference
 from amp_fx.numerics.repeat import tensors_in
-from amp_fx.numerics.state import modules_of
+from amp_fx.numerics.running import undisturbed
+from amp_fx.numerics.state import guard_of, leaves_of, modules_of
+from amp_fx.numerics.torch_private import compiled_with
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
 from amp_fx.policies.policy import preset
 from amp_fx.regions.region import autocast
+from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import fx
 
     from amp_fx.numerics.locate import Place
     from amp_fx.policies.policy import Policy
@@ -42,6 +48,10 @@ INDUCTOR = (
     ({"compiler": "aot_eager"}, "inductor"),
 )
 """Options that may make bits equal, cheapest first, and what it says of the cause if one does."""
+
+
+NEEDED = "a pass that cannot be disabled, such as insert_casts"
+"""The cause where what Dynamo captures has the bits of eager code."""
 
 
 def verify(
@@ -61,11 +71,12 @@ def verify(
     an optimizer, the parameters after each step are compared. Everything is put back afterwards.
 
     Args:
-        step: A module or a function; what was compiled is looked into.
+        step: A module or a function. If amp_fx compiled it, the options are those that it was
+            compiled with.
         dtype: What low-precision ops run in; by default as ``amp_fx.compile`` has it.
         policy: Which op is cast how; by default PyTorch's.
         options: Options of the backend (``amp_fx.options.Options``), such as
-            ``{"numerics": "eager"}``.
+            ``{"numerics": "eager"}``; they come on top of those of the compiled step.
         loss: Gives a scalar of what the step gives. Without it, outputs that require gradients are
             differentiated with random cotangents.
         optimizer: Of parameters of the step; it steps after every backward.
@@ -79,6 +90,8 @@ def verify(
         OptionError: An option is unknown or has a value that is not allowed.
     """
     target, given = unwrap(step, "amp_fx.verify")
+    own, dynamic = compiled_with(step)
+    options = {**own, **(options or {})}
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"optimizer={optimizer!r}: not an optimizer like those of torch.optim")
     if optimizer is not None and steps < 1:
@@ -92,9 +105,9 @@ def verify(
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def verify_call(*args: Any, **kwargs: Any) -> VerifyReport:
-        trial = _Trial(target, args, kwargs, asked, loss, optimizer, steps)
+        trial = _Trial(target, args, kwargs, asked, loss, optimizer, steps, dynamic)
         with trial.undisturbed(), isolated():
-            return _report(trial, dict(options or {}))
+            return _report(trial, options)
 
     return verify_call
 
@@ -111,46 +124,38 @@ class _Trial:
         loss: Callable[[Any], Any] | None,
         optimizer: torch.optim.Optimizer | None,
         steps: int,
+        dynamic: bool | None,
     ) -> None:
         self.step, self.args, self.kwargs = step, args, kwargs
-        self.loss, self.optimizer = loss, optimizer
+        self.loss, self.optimizer, self.dynamic = loss, optimizer, dynamic
         self.num_steps = steps if optimizer is not None else 1
+        self.num_graphs = 0
         self.device = device_type_of(step, (args, kwargs), asked)
         self.dtype, self.policy = low_dtype_of(asked, self.device), asked.policy
         modules = modules_of(step)
-        self.parameters = {n: p for m in modules for n, p in m.named_parameters()}
-        self.buffers = {n: b for m in modules for n, b in m.named_buffers()}
-        self._state = {t: t.detach().clone() for t in self._tensors()}
-        self._grads = {p: p.grad for p in self.parameters.values()}
-        self._optimizer_state = copy.deepcopy(optimizer.state_dict()) if optimizer else None
-        self._devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self.parameters.values()
-        yield from self.buffers.values()
+        self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
+        self.buffers = _named([m.named_buffers() for m in modules])
+        groups = optimizer.param_groups if optimizer else ()
+        more = (("parameter of the optimizer", p) for group in groups for p in group["params"])
+        self.parameters |= _named([self.parameters.items(), more])
+        self._guard = guard_of(step, *([optimizer] if optimizer else []))
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Puts everything back in the end."""
-        with torch.random.fork_rng(self._devices):
-            self._random = torch.get_rng_state()
-            try:
-                yield
-            finally:
-                self.restore()
-                for parameter, grad in self._grads.items():
-                    parameter.grad = grad
+        with undisturbed(self._guard, is_eager=False) as self._rewind:
+            yield
 
     def restore(self) -> None:
         """Sets state and random numbers to those of before; there are no gradients."""
-        with torch.no_grad():
-            for tensor, value in self._state.items():
-                tensor.copy_(value)
+        self._guard.restore()
+        self._rewind()
+        tensors = [*self.parameters.values(), *self.buffers.values()]
+        state = self.optimizer.state if self.optimizer is not None else {}
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self._guard.save_all([*tensors, *grads, *tensors_in([*map(dict, state.values())])])
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self.optimizer is not None and self._optimizer_state is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(self._optimizer_state))
-        torch.set_rng_state(self._random)
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
         """A region of autocast, PyTorch's own where the policy is PyTorch's."""
@@ -160,7 +165,18 @@ class _Trial:
 
     def compiled(self, options: Mapping[str, Any]) -> Callable[..., Any]:
         """The program compiled by amp_fx."""
-        return torch.compile(self.step, backend="amp_fx", options=dict(options))
+
+        def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.num_graphs += 1
+            return amp_fx(gm, example_inputs, options=options)
+
+        found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.step)
+        return found
+
+    def run_eagerly(self) -> Outcome:
+        """Runs the program, and what is compiled in it, op by op."""
+        with torch.compiler.set_stance("force_eager"):
+            return self.run(self.step)
 
     def run(self, call: Callable[..., Any]) -> Outcome:
         """Runs the program from the start; names of what it leaves, and its values."""
@@ -188,6 +204,27 @@ class _Trial:
         return found
 
 
+def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """Each tensor once; a name that another tensor has is followed by a number."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in itertools.chain.from_iterable(groups):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            numbered = (f"{name} ({number})" for number in itertools.count(2))
+            free = itertools.chain([name], numbered)
+            found[next(n for n in free if n not in found)] = tensor
+    return found
+
+
+def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return (("tensor", leaf) for leaf in leaves_of(step) if not _is_parameter(leaf))
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
 def _fresh(tree: Any) -> Any:
     """A copy of inputs, leaves again."""
     return pytree.tree_map_only(
@@ -209,16 +246,17 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None) -> None:
 
 
 def _report(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
-    expected = trial.run(trial.step)
-    again = differences(expected, trial.run(trial.step))
+    expected = trial.run_eagerly()
+    again = differences(expected, trial.run_eagerly())
     found = () if again else differences(expected, trial.run(trial.compiled(options)))
+    num_graphs = trial.num_graphs
     cause, place = "", None
     remedy: dict[str, Any] = {}
     if again:
         cause = "eager code gives other bits in every run: nothing can be compared"
     elif found:
         cause, remedy = _cause(trial, options, expected)
-        place = _place(trial, options, remedy, found)
+        place = _place(trial, options, cause, remedy, found)
     return VerifyReport(
         model=name_of(trial.step),
         dtype=dtype_name(trial.dtype),
@@ -228,6 +266,7 @@ def _report(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
         first=place,
         cause=cause,
         remedy=remedy,
+        num_graphs=num_graphs,
     )
 
 
@@ -243,14 +282,16 @@ def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[s
     if is_equal({"compiler": "eager"}):
         if not is_equal({"compiler": "aot_eager"}):
             return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
-        remedies = [({**more}, cause) for more, cause in INDUCTOR if is_equal(more)]
-        return remedies[0][::-1] if remedies else ("inductor", {"compiler": "eager"})
+        remedies = ((cause, {**more}) for more, cause in INDUCTOR if is_equal(more))
+        return next(remedies, ("inductor", {"compiler": "eager"}))
     if is_equal({"compiler": "eager", "weight_cache": False}):
         return "a kept copy of a weight that differs from its cast", {"weight_cache": False}
     for name in _passes(options):
         more = {"disable_passes": (*options.get("disable_passes", ()), name)}
         if is_equal({"compiler": "eager", **more}):
             return f"the pass {name}", more
+    if not differences(expected, trial.run(optimized(lambda gm, _: gm)(trial.step))):
+        return NEEDED, {}
     return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
 
@@ -274,22 +315,30 @@ def _passes(options: Mapping[str, Any]) -> list[str]:
 
 
 def _place(
-    trial: _Trial, options: dict[str, Any], remedy: dict[str, Any], found: tuple[Difference, ...]
+    trial: _Trial,
+    options: dict[str, Any],
+    cause: str,
+    remedy: dict[str, Any],
+    found: tuple[Difference, ...],
 ) -> Place | None:
     """The first node that differs; None where it cannot be told."""
     given = Options.parse({**options, "freezing": False})
 
-    def captured(more: Mapping[str, Any]) -> list[Captured]:
+    def captured(more: Mapping[str, Any], *, is_rewritten: bool = True) -> list[Captured]:
         plain = {"weight_cache": False, "compiler": "eager", **more}
         trial.restore()
         args, kwargs = _fresh((trial.args, trial.kwargs))
         with trial.region():
-            return capture(trial.step, args, kwargs, Options.parse(_merged(options, plain)))
+            parsed = Options.parse(_merged(options, plain))
+            region = no_autocast if is_rewritten else trial.region
+            return capture(trial.step, args, kwargs, parsed, region)
 
     disabled = {name: remedy[name] for name in ("disable_passes",) if name in remedy}
     try:
         ours = captured({})
         theirs = captured(disabled) if disabled else ours
+        if cause == NEEDED:
+            theirs = captured({}, is_rewritten=False)
         return first_difference(ours, theirs, given, in_backward=_is_backward(found))
     except Exception:  # noqa: BLE001 - the comparison stands without the place
         return None

@@ -33,6 +33,7 @@ class VerifyReport(Report):
         first: The first node whose value, or whose gradient, differs; None if that is not known.
         cause: What it stems from; empty without a difference.
         remedy: Options of the backend with which bits are equal; empty if none are known.
+        num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
     """
 
     model: str
@@ -43,11 +44,12 @@ class VerifyReport(Report):
     first: Place | None = None
     cause: str = ""
     remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_graphs: int = 1
 
     @property
     def is_equal(self) -> bool:
-        """Whether every bit is."""
-        return not self.differences
+        """Whether every bit is, of a program that was compiled."""
+        return not self.differences and self.num_graphs > 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, and ``is_equal``."""
@@ -56,6 +58,8 @@ class VerifyReport(Report):
 
     def _render(self) -> RenderableType:
         head = f"{self.model} on {self.device_type} in {self.dtype}: "
+        if not self.differences and not self.num_graphs:
+            return Text(f"{head}nothing was compiled, so nothing is verified")
         if self.is_equal:
             return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
         count = len(self.differences)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,12 +15,14 @@ from torch import fx, nn
 from torch.nn import functional
 
 import amp_fx
+from amp_fx.backend import inner
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.errors import CompileTargetError, OptionError
 from amp_fx.graphs.values import set_value, value_of
 from amp_fx.numerics.equality import compare
 from amp_fx.passes.base import PassResult
+from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.weights.store import Store
 
 if TYPE_CHECKING:
@@ -219,15 +222,55 @@ def test_random_numbers_of_inductor_are_found() -> None:
     assert report.remedy == {"numerics": "eager"}
 
 
-def test_what_autograd_does_otherwise_is_named() -> None:
-    layer = nn.Linear(16, 16)
+def _with_sin(gm: fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "tanh":
+            node.target = torch.sin
+    gm.recompile()
 
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.vmap(lambda row: layer(row.view(2, 8).repeat(1, 2)))(x)
-        return y
 
-    report = amp_fx.verify(rows, options={"compiler": "aot_eager"})(x())
-    assert report.is_equal or "AOTAutograd" in report.cause or report.cause
+def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_it = inner._aot_eager
+
+    def wrong(gm: fx.GraphModule, *args: Any) -> Any:
+        _with_sin(gm)
+        return compile_it(gm, *args)
+
+    monkeypatch.setattr(inner, "_aot_eager", wrong)
+    report = amp_fx.verify(net(), options={"compiler": "aot_eager"})(x())
+    assert "AOTAutograd" in report.cause
+    assert report.remedy == {"compiler": "eager"}
+    assert report.first is not None
+    assert (report.first.stage, report.first.module) == ("forward", "4")
+
+
+@pytest.mark.parametrize(
+    ("target", "how", "module"), [("gelu", "rounded", "1"), ("tanh", "other", "4")]
+)
+def test_a_needed_pass_is_told_from_dynamo(
+    monkeypatch: pytest.MonkeyPatch, target: str, how: str, module: str
+) -> None:
+    call = InsertCasts.call
+
+    def wrong(self: InsertCasts, gm: fx.GraphModule) -> PassResult:
+        Planted(target, how).call(gm)
+        return call(self, gm)
+
+    monkeypatch.setattr(InsertCasts, "call", wrong)
+    model = net()
+    report = amp_fx.verify(model, options=EAGER)(x())
+    assert "insert_casts" in report.cause
+    assert not report.remedy
+    assert report.first is not None
+    assert report.first.module == module
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm
+
+    torch.compile(model, backend=backend)(x())
+    assert graphs  # all the compilations of verify leave those that Dynamo allows
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
@@ -273,6 +316,77 @@ def test_steps_of_an_optimizer_are_compared_and_undone() -> None:
     )
     assert all(p.grad is grad for p, grad in zip(model.parameters(), grads, strict=True))
     assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
+def test_what_a_step_knows_by_itself_is_compared_and_put_back() -> None:
+    torch.manual_seed(0)
+    up, down, shift = nn.Linear(16, 8), nn.Linear(8, 16), torch.randn(16, requires_grad=True)
+
+    def draw() -> float:
+        return random.random()
+
+    chance: Any = torch.compiler.disable(draw)  # type: ignore[no-untyped-call]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = down(up(x)) * chance() + shift
+        return y
+
+    leaves = [*up.parameters(), *down.parameters(), shift]
+    before = [leaf.detach().clone() for leaf in leaves]
+    optimizer = torch.optim.SGD(leaves, lr=0.1)
+    group = optimizer.param_groups[0]
+    report = amp_fx.verify(step, options=EAGER, optimizer=optimizer, steps=2)(x())
+    assert report.is_equal, report
+    assert report.num_compared == 2 * (1 + 5 + 1 + 5)  # output, gradients, input, leaves
+    assert all(map(torch.equal, before, leaves))
+    assert all(leaf.grad is None for leaf in leaves)
+    assert optimizer.param_groups[0] is group
+
+
+def test_attributes_of_modules_are_put_back() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.calls = nn.Linear(16, 16), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            y: torch.Tensor = self.lin(x) * self.calls
+            return y
+
+    model = Counting()
+    assert amp_fx.verify(model, options=EAGER)(x()).is_equal
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+@pytest.mark.parametrize("way", ["torch", "amp_fx"])
+def test_options_are_those_of_what_is_given(way: str, is_function: bool) -> None:
+    model = net()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(x)
+        return y
+
+    step: Any = function if is_function else model
+    options = {**EAGER, "passes": (Planted("tanh", "other"),)}
+    if way == "torch":
+        compiled: Any = torch.compile(step, backend="amp_fx", options=options)
+    else:
+        compiled = amp_fx.compile(step, options=options, dtype="float16")
+    report = amp_fx.verify(compiled)(x())
+    assert report.cause == "the pass planted"
+    assert report.dtype == ("bfloat16" if way == "torch" else "float16")
+    assert amp_fx.verify(compiled, options={"passes": ()})(x()).is_equal
+
+
+def test_what_is_not_compiled_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    report = amp_fx.verify(net(), options=EAGER)(x())
+    assert not report.is_equal
+    assert "nothing is verified" in str(report)
+    assert report.to_dict()["num_graphs"] == 0
 
 
 def test_a_write_that_no_call_sees_is_found_in_the_second_step(
@@ -360,3 +474,7 @@ def test_the_command_says_it_by_its_exit_code(capsys: pytest.CaptureFixture[str]
     assert main(arguments) == 0
     assert "are equal" in capsys.readouterr().out
     assert main([*arguments, "--option", "nothing"]) == 2
+    arguments = ["verify", "tests.numerics.test_verify:net", "--option", "compiler=eager"]
+    arguments += ["--input-shape", "4,16", "--optimizer", "SGD", "--steps", "2"]
+    assert main(arguments) == 0
+    assert "all 36 tensors" in capsys.readouterr().out
