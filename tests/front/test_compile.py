@@ -324,7 +324,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
     "device type": ({"device_type": "nowhere"}, RegionError, "cannot autocast"),
     "device with index": ({"device_type": "cuda:1"}, RegionError, "without an index"),
     "dtype": ({"dtype": "float99"}, OptionError, "is not a dtype"),
-    "policy": ({"policy": 3}, PolicyError, "neither an amp_fx.Policy"),
+    "policy": ({"policy": 3}, PolicyError, "policy=3 is not an amp_fx.Policy"),
     "preset": ({"policy": "nothing"}, PolicyError, "no preset"),
     "backend": ({"backend": "inductor"}, OptionError, "torch.compile with backend='amp_fx'"),
     "option": ({"options": {"dtpye": 1}}, OptionError, "unknown option 'dtpye'"),
