@@ -84,13 +84,13 @@ test-cuda-code:
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest tests/cuda $(ARGS)
 
-# The tests for a GPU, on the same emulated device, but for those of streams, CUDA graphs and the
-# allocator.
+# The tests for a GPU, on the same emulated device, but for those of streams, inductor's CUDA graphs and
+# the allocator.
 test-gpu-emulated:
 	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
 	AMP_FX_GPU_TRIAL=emulated TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest -o filterwarnings=default \
-		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,compiled_step frozen grad_scaler parity_models weight_cache writes)))
+		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures compiled_step frozen grad_scaler parity_models weight_cache writes)))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
+    from amp_fx.numerics.verify import verify
+    from amp_fx.numerics.verify_report import VerifyReport
     from amp_fx.numerics.watching import watch
     from amp_fx.stored.entry import store_low
     from amp_fx.stored.report import StorageReport
@@ -47,6 +49,7 @@ __all__ = [
     "Policy",
     "SearchResult",
     "StorageReport",
+    "VerifyReport",
     "__version__",
     "accuracy",
     "autocast",
@@ -68,6 +71,7 @@ __all__ = [
     "search",
     "store_low",
     "to_networkx",
+    "verify",
     "watch",
     "weight_cache",
 ]
@@ -77,6 +81,7 @@ _LAZY = {
     "Keep": "amp_fx.weights.keep",
     "SearchResult": "amp_fx.numerics.search_result",
     "StorageReport": "amp_fx.stored.report",
+    "VerifyReport": "amp_fx.numerics.verify_report",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "draw": "amp_fx.drawing.draw",
@@ -90,6 +95,7 @@ _LAZY = {
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
+    "verify": "amp_fx.numerics.verify",
     "watch": "amp_fx.numerics.watching",
 }
 """What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""

@@ -76,7 +76,8 @@ def _unless_needed(op: Any, decompose: Callable[..., Any]) -> Callable[..., Any]
         if not needs_kernel(op, leaves):
             return decompose(*args, **kwargs)
         is_mixed = len({x.dtype for x in leaves if _is_float(x)}) > 1
-        return NORMS[op](*args, **kwargs) if is_mixed and op in NORMS else NotImplemented
+        own = NORMS.get(op) if is_mixed else GRADIENTS.get(op)
+        return NotImplemented if own is None else own(*args, **kwargs)
 
     return decompose_or_not
 
@@ -94,6 +95,12 @@ def _norm_of_mixed_dtypes(op: Any) -> Any:
         return first, *(None if each is None else each.float() for each in others)
 
     return _own_op(op, fake)
+
+
+def _laid_out_as_product(*args: Any) -> torch.Tensor:
+    """An elementwise result of a gradient and a tensor, laid out as elementwise kernels do it."""
+    grad, other = (each for each in args if isinstance(each, torch.Tensor))
+    return grad * other
 
 
 def _own_op(op: Any, fake: Callable[..., Any]) -> Any:
@@ -124,6 +131,19 @@ NORMS = {
     )
 }
 """What stands for ATen's normalisations of a low input with weights in float32."""
+
+GRADIENTS = {
+    op: _own_op(op, _laid_out_as_product)
+    for op in (
+        _aten.elu_backward.default,
+        _aten.hardsigmoid_backward.default,
+        _aten.hardswish_backward.default,
+        _aten.hardtanh_backward.default,
+        _aten.logit_backward.default,
+        _aten.softplus_backward.default,
+    )
+}
+"""What stands for ops of which torch's fake kernels say other strides than their kernels give."""
 
 _index_put = _own_op(_aten.index_put.default, _aten.index_put.default)
 _OWN = dict.fromkeys((_aten.index_put.default, _aten._unsafe_index_put.default), _index_put)
@@ -158,12 +178,16 @@ def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype)
     numbers = [each for each in arguments if isinstance(each, (int, float))]
     if name == "pow":
         return not numbers or numbers[-1] not in EXACT_POWERS
-    if name in ("add", "sub", "rsub"):  # the last of three numbers or tensors is ``alpha``
-        return len(arguments) > 2 and arguments[2] not in (1, -1)
-    if name not in SCALING or dtype.itemsize > 2:
+    if any(isinstance(each, str) for each in arguments) or (name == "round" and numbers):
+        return True  # a mode of rounding
+    if name in ("add", "sub", "rsub") and len(arguments) > 2 and arguments[2] not in (1, -1):
+        return True  # the last of three numbers or tensors is ``alpha``
+    if dtype.itemsize > 2:
         return False
-    is_scaled = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
-    return is_scaled or any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
+    is_number = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
+    if is_number and name in SCALING:
+        return True
+    return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
 
 
 def _is_float(value: Any) -> bool:
@@ -175,9 +199,22 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a node is an op of the program, and no part of one that was found exact."""
-    made_of = node.meta.get("original_aten", node.target)  # metadata is copied, ops with it
-    return node.op == "call_function" and str(made_of) == str(node.target)
+    """Whether a node is an op of the program, and no part of one that was found exact.
+
+    Metadata is copied, ops with it, hence the names. An op that takes the place of another one, as
+    of a sum with 0, takes over its metadata: the other one must be one that is taken apart.
+    """
+    if node.op != "call_function":
+        return False
+    made_of = str(node.meta.get("original_aten", node.target))
+    return made_of == str(node.target) or made_of not in _taken_apart()
+
+
+@functools.cache
+def _taken_apart() -> frozenset[str]:
+    from torch._inductor.decomposition import decompositions
+
+    return frozenset(map(str, decompositions)) - {"aten.add.Tensor"}  # of complex numbers
 
 
 def _arguments(node: fx.Node) -> list[Any]:

@@ -71,15 +71,18 @@ def run_pages(folder: Path, pages: list[Path], *options: str) -> None:
             assert text in printed, page
 
 
-def test_each_snippet_of_the_readme_runs_alone(tmp_path: Path) -> None:
-    run_pages(tmp_path, [ROOT / "README.md"], "--inductor")
+WITH_INDUCTOR = [ROOT / "README.md", ROOT / "docs" / "guide" / "numerics.md"]
+
+
+def test_each_snippet_that_is_about_inductor_runs_alone(tmp_path: Path) -> None:
+    run_pages(tmp_path, WITH_INDUCTOR, "--inductor")
 
 
 def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     tmp_path: Path,
 ) -> None:
     """Through AOTAutograd: inductor takes longer."""
-    pages = [page for page in PAGES if page.name != "README.md"]
+    pages = [page for page in PAGES if page not in WITH_INDUCTOR]
     assert sum(len(fenced(page, "python")) for page in pages) > 15
     run_pages(tmp_path, pages)
 

@@ -62,7 +62,8 @@ def _files_in_tree() -> set[str]:
     """Every file of the package by its path in a wheel; the link to the passes is followed."""
     folders = os.walk(ROOT / "amp_fx", followlinks=True)
     paths = {Path(folder, name) for folder, _, names in folders for name in names}
-    return {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
+    found = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
+    return found | {"pytest_amp_fx.py"}
 
 
 def test_wheel_holds_every_file(wheel: Path) -> None:

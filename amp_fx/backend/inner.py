@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 
+from amp_fx.backend.cuda_graphs import apart, settled
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
 from amp_fx.devices.product_costs import sizes
@@ -25,7 +25,7 @@ from amp_fx.weights.managed import is_distributed
 from amp_fx.weights.region_cast import taken_outside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from amp_fx.backend.after_autograd import AfterAutograd
     from amp_fx.devices.product_costs import Sizes
@@ -40,6 +40,8 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     """Compiles a rewritten graph; call it with autocast off."""
     if options.compiler == "eager":
         return gm.forward
+    if options.numerics == "eager":
+        _warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     if options.shares_region:
         return _with_casts_of_region(gm, example_inputs, options)
     return _compile_traced(gm, example_inputs, options)
@@ -171,13 +173,18 @@ def through_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    # Inductor's own freezing would take kept copies for constant, and weights.
-    with _region_markers_cacheable(gm), repaired(), config.patch(freezing=False), _in_keys(options):
+    settings = inductor_config(options)
+    with contextlib.ExitStack() as stack:
+        # Inductor's own freezing would take kept copies for constant, and weights.
+        stack.enter_context(config.patch(freezing=False))
+        for manager in (_region_markers_cacheable(gm), repaired(), _in_keys(options)):
+            stack.enter_context(manager)
+        stack.enter_context(settled(settings))
         return compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
             inner_compile=compile_inside,
-            config_patches=inductor_config(options),
+            config_patches=settings,
             decompositions=_whole_ops(options),
         )
 
@@ -210,47 +217,12 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    unused = _unused_inputs(gm)
+    parts = apart(gm, kwargs.get("static_input_idxs") or ())
     with repaired():
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
-    if unused and hasattr(compiled, "current_callable"):
-        with unset_fake_temporarily():
-            dummies = {i: torch.empty(1, device=device) for i, device in unused.items()}
-        compiled.current_callable = with_dummies(compiled.current_callable, dummies)
+    if hasattr(compiled, "current_callable"):
+        compiled.current_callable = parts.wrap(compiled.current_callable)
     return compiled
-
-
-def _unused_inputs(gm: fx.GraphModule) -> dict[int, torch.device]:
-    """The inputs of a graph that nothing reads, where CUDA graphs would ask for their addresses.
-
-    To those who watch a weight that looks like a write. Relies on ``cudagraph_trees`` comparing
-    the addresses of all static inputs in each replay, but where ``graph_partition`` is on.
-    """
-    from torch._inductor import config
-
-    if not config.triton.cudagraphs:
-        return {}
-    values = {
-        i: node.meta.get("val")
-        for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if not node.users
-    }
-    return {
-        i: value.device
-        for i, value in values.items()
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    }
-
-
-def with_dummies(compiled: Compiled, dummies: Mapping[int, torch.Tensor]) -> Compiled:
-    """A boxed callable with some of its inputs replaced in each call."""
-
-    def call(inputs: list[Any]) -> Any:
-        for i, dummy in dummies.items():
-            inputs[i] = dummy
-        return compiled(inputs)
-
-    return call
 
 
 def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -370,6 +342,20 @@ def has_cpp_compiler() -> bool:
     except (exc.InvalidCxxCompiler, RuntimeError, OSError):
         return False
     return True
+
+
+def _warn_of_devices(device_types: set[str]) -> None:
+    for name in sorted(device_types - {"cpu", "meta"}):
+        _warn_strict(name)
+
+
+@functools.cache
+def _warn_strict(device_type: str) -> None:
+    log.warning(
+        "on %s, numerics='eager' means inductor's 'strict': which generated code has the bits of "
+        "eager autocast is known for the CPU only",
+        device_type,
+    )
 
 
 @functools.cache

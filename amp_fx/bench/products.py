@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "torch": torch.__version__,
     }
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"wrote {path}\n")
     return 0
 
 

@@ -45,20 +45,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="package.module:name of a step or of what makes it")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
-    )
+    add_target(parser)
     parser.add_argument("--dtype", help=DTYPE_HELP)
-    parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
     parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
     parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
     )
@@ -73,6 +63,36 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Adds what a step and its inputs are told by (``load_step``)."""
+    parser.add_argument("target", help="package.module:name of a step or of what makes it")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
+    )
+    parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def load_step(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Loads the step that a command was given, and its inputs.
+
+    Raises:
+        AmpFxError: The target cannot be loaded, or takes inputs that were not given.
+    """
+    torch.manual_seed(args.seed)
+    step, inputs = load(args.target)
+    if args.input_shape:
+        inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    return step, inputs
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command.
 
@@ -83,12 +103,7 @@ def run(args: argparse.Namespace) -> int:
         AmpFxError: The target cannot be loaded or run, or an argument is wrong.
     """
     _check(args)
-    torch.manual_seed(args.seed)
-    step, inputs = load(args.target)
-    if args.input_shape:
-        inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
-    if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    step, inputs = load_step(args)
     dtype = tuple(args.dtype.split(",")) if "," in (args.dtype or "") else args.dtype
     options: dict[str, Any] = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
     run: Callable[..., AccuracyReport | SearchResult | DtypeChoice]

@@ -28,17 +28,18 @@ class HostCopy:
         """Whether a copy was started of which nobody has taken the result."""
         return self._under_way is not None
 
-    def start(self, source: torch.Tensor) -> None:
+    def start(self, source: torch.Tensor, *, room: int = 0) -> None:
         """Queues a copy on the current stream, which must not be capturing; none may be under way.
 
         Args:
             source: A dense tensor of truth values, or of float32 without the NaN of all ones.
+            room: How many elements a later one may have.
         """
         words, count = _WORDS[source.element_size()], source.numel()
         if self._room is None or self._room.numel() < count:
             with torch.inference_mode(mode=False):
                 self._room = torch.empty(
-                    count, dtype=words, device="cpu", pin_memory=not source.is_cpu
+                    max(room, count), dtype=words, device="cpu", pin_memory=not source.is_cpu
                 )
         target = self._room[:count].fill_(-1).view(source.dtype)
         queue(target, source.reshape(-1))

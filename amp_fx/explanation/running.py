@@ -102,7 +102,7 @@ def run_stand_in(
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
         stack.enter_context(region())
-        outputs = _optimize(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
+        outputs = optimized(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
     new = Counter(counters["graph_break"]) - before
     counters["graph_break"] = before
     reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
@@ -165,23 +165,23 @@ def _sizes_forgotten() -> Iterator[None]:
 
 
 def _without_limit() -> contextlib.AbstractContextManager[None]:
-    """Lets a program be explained however often it was compiled (see ``_optimize``)."""
+    """Lets a program be explained however often it was compiled (see ``optimized``)."""
     without: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
         recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize
     )
     return without
 
 
-def _optimize(backend: Any) -> Any:
-    """``torch.compile`` with entries of its own in Dynamo's cache, where torch has that.
+def optimized(backend: Any, **kwargs: Any) -> Any:
+    """``torch._dynamo.optimize`` with entries of its own in Dynamo's cache, where torch has that.
 
     Relies on ``isolate_recompiles``, which torch 2.11 lacks: there, explaining a function uses
     up one of the recompilations (``torch._dynamo.config.recompile_limit``) that it may have.
     """
     try:
-        return torch._dynamo.optimize(backend, isolate_recompiles=True)
+        return torch._dynamo.optimize(backend, isolate_recompiles=True, **kwargs)
     except TypeError:
-        return torch._dynamo.optimize(backend)
+        return torch._dynamo.optimize(backend, **kwargs)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,9 @@ def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> A
     with _LOOKUP:
         compiled = torch.compile(target, **kwargs)
     if not isinstance(target, torch.nn.Module):
-        return settings.wrap(compiled, None)
+        wrapped: Any = settings.wrap(compiled, None)
+        wrapped._amp_fx_settings = settings
+        return wrapped
     from amp_fx.front.compiled_module import wrap_module  # torch._dynamo takes seconds to import
 
     return wrap_module(target, compiled, settings)

@@ -45,16 +45,23 @@ class DtypeChoice(Report):
     @property
     def is_safe(self) -> bool:
         """Whether the second dtype has no suspects, and a finite loss."""
-        problem = self.after.reference_problem is not None
         loss = self.after.loss
-        return not (self.suspects or problem or (loss is not None and not math.isfinite(loss)))
+        is_finite = loss is None or math.isfinite(loss)
+        return self._has_reference and is_finite and not self.suspects
+
+    @property
+    def _has_reference(self) -> bool:
+        """Whether the reference is finite; no op is to blame where weights or inputs are not."""
+        loss = self.after.reference_loss
+        is_finite = loss is None or math.isfinite(loss)
+        return is_finite and self.after.reference_problem is None
 
     @property
     def verdict(self) -> str:
         """A sentence on moving from the first dtype to the second."""
         first, second = self.before.dtype, self.after.dtype
         move = f"from {first} to {second}"
-        if self.after.reference_problem is not None:
+        if not self._has_reference:
             return (
                 f"Nothing is known of moving {move}: {self.after.reference} itself is not finite."
             )

@@ -175,6 +175,8 @@ def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
     if isinstance(step, type) or not callable(step):
         raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
     settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
+    if settings is not None and not isinstance(step, torch.nn.Module):
+        step = step.__wrapped__
     inner = getattr(step, "_orig_mod", None)
     if inner is None and not getattr(step, "_torchdynamo_disable", False):
         inner = getattr(step, "_torchdynamo_orig_callable", None)

@@ -207,9 +207,20 @@ def modules_of(step: Any) -> list[torch.nn.Module]:
     return list(dict.fromkeys(v for v in _known_to(step) if isinstance(v, torch.nn.Module)))
 
 
-def guard_of(step: Any) -> StateGuard:
-    """What puts back what a step does to its modules and optimizers, and to tensors."""
+def leaves_of(step: Any) -> list[torch.Tensor]:
+    """The tensors that a step knows by itself, outside of modules."""
+    return [v for v in _known_to(step) if isinstance(v, torch.Tensor) and v.is_leaf]
+
+
+def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
+    """What puts back what a step does to its modules and optimizers, and to tensors.
+
+    Args:
+        step: The step.
+        others: Optimizers that it does not know.
+    """
     optimizers = [v for v in _known_to(step) if isinstance(v, torch.optim.Optimizer)]
+    optimizers += others
     return StateGuard(modules_of(step), dict.fromkeys(optimizers))
 
 

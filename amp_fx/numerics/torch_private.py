@@ -63,3 +63,29 @@ def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
     return context
+
+
+def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
+    """The options and ``dynamic`` that amp_fx compiled a program with; none if it did not.
+
+    Relies on compiled modules and the closures of compiled functions holding a context, and on
+    ``_torchdynamo_orig_backend`` leading from its ``callback`` to what ``torch.compile`` was given.
+    """
+    compiled = step
+    while (contexts := _contexts(compiled)) == [] and hasattr(compiled, "__wrapped__"):
+        compiled = compiled.__wrapped__
+    for context in contexts:
+        backend = context.callback
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        if getattr(backend, "compiler_name", None) == "amp_fx":
+            given = {name: value for name, value in backend.kwargs.items() if value is not None}
+            return {**given.pop("options", {}), **given}, backend.dynamic
+    return {}, None
+
+
+def _contexts(compiled: Any) -> list[Any]:
+    cells = getattr(compiled, "__closure__", None) or ()
+    known = [vars(compiled).get("dynamo_ctx")] if isinstance(compiled, torch.nn.Module) else []
+    known += [cell.cell_contents for cell in cells]
+    return [each for each in known if hasattr(each, "callback")]

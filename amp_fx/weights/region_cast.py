@@ -50,6 +50,9 @@ def taken_outside(
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Makes a graph take its casts of the region as inputs, for a compiler that traces the graph.
 
+    Where a graph reads a leaf in other ways too, the cast stays inside: gradients of all reads
+    then add up in the order in which they do in eager code.
+
     Args:
         gm: The graph, which is changed: inputs are added behind the others.
 
@@ -61,7 +64,8 @@ def taken_outside(
     for node in gm.graph.find_nodes(op="call_function", target=region_cast):
         weight, low = node.args
         is_own = inserted_cast(low) is not None and low.args[0] is weight
-        if weight not in positions or not (low in positions or is_own):
+        is_known = weight in positions and (low in positions or is_own)
+        if not is_known or any(user not in (node, low) for user in weight.users):
             node.target = kept_cast
             continue
         with gm.graph.inserting_after(last[0]):
@@ -70,7 +74,7 @@ def taken_outside(
         set_value(last[0], value_of(node))
         node.replace_all_uses_with(last[0])
         gm.graph.erase_node(node)
-        examples.append(value_of(node))
+        examples.append(value_of(node).detach().requires_grad_())
         found.append((positions[weight], positions.get(low), value_of(node).dtype))
         if low not in positions and not low.users:
             gm.graph.erase_node(low)

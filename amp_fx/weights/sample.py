@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LEAST_SAMPLED = 64
 """Elements that are remembered of each weight at least; all of one with fewer than 128."""
 
+MOST_SAMPLED = 4 * LEAST_SAMPLED
+"""No more are remembered: distances are whole numbers, of up to twice as many elements."""
+
 CALLS_BETWEEN = 16
 """Calls from one comparison to the next, once the first few calls compared."""
 
@@ -50,6 +53,12 @@ class Place(tuple["Entry", ...]):
 
     def __init__(self, _: Iterable[Entry]) -> None:
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
+
+    def room(self, device: torch.device, dtype: torch.dtype) -> int:
+        """How many elements comparisons may have: a later call must not pin more memory."""
+        weights = [weight for entry in self for weight in entry.weights() or ()]
+        alike = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
+        return sum(min(weight.numel(), MOST_SAMPLED) for weight in alike)
 
     def is_due(self) -> bool:
         """Counts a call; returns whether it is to compare."""
@@ -136,7 +145,8 @@ class DeviceSample:
                         weight = weights[some.position]
                         groups[weight.device, weight.dtype].append((entry, some, weights))
             for key, sampled in groups.items():
-                self._under_way.append(_Comparison(place.answers[key], sampled))
+                comparison = _Comparison(place.answers[key], sampled, place.room(*key))
+                self._under_way.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
         """The weights that comparisons found changed, by name, as far as these are done."""
@@ -159,9 +169,12 @@ class _Comparison:
     Args:
         answer: Takes the answer to the host.
         sampled: The elements, each with its entry and the weights of that.
+        room: How many elements a later comparison may have.
     """
 
-    def __init__(self, answer: HostCopy, sampled: Sequence[tuple[Entry, _Some, Weights]]) -> None:
+    def __init__(
+        self, answer: HostCopy, sampled: Sequence[tuple[Entry, _Some, Weights]], room: int
+    ) -> None:
         self.answer = answer
         self._of = [(weakref.ref(e), e.kept.made, some.position) for e, some, _ in sampled]
         self._lengths = [some.then.numel() for _, some, _ in sampled]
@@ -169,7 +182,7 @@ class _Comparison:
         STORE.streams.hold([*(weights[some.position] for _, some, weights in sampled), *then])
         bits = _BITS[then[0].dtype]
         now = torch.cat([some.now(weights) for _, some, weights in sampled])
-        self.answer.start(now.view(bits) != torch.cat(then).view(bits))
+        self.answer.start(now.view(bits) != torch.cat(then).view(bits), room=room)
 
     def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """The weights with an element that differs and that no signal told of, by name."""

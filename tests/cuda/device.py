@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.cuda import memory
+from tests.cuda import memory, user_graphs
 from tests.cuda.cuda_only import attention
 from tests.traffic import pretend
 
@@ -25,6 +25,7 @@ def start() -> None:
     """
     pretend.pretend_cuda()
     memory.install()
+    user_graphs.install()
     _seed_the_device()
     _attend()
     torch.backends.cudnn.is_acceptable = _not_acceptable

@@ -6,7 +6,8 @@ than a GPU is put right here, each by one function that ``tests/cuda/test_interp
 - float32 becomes bfloat16 or float16 by rounding to the nearest, ties to even;
 - a reduction or scan with a combine function of its own takes whole arrays;
 - ``libdevice`` has functions, of NumPy's or torch's in float64;
-- kernels get the tensors' own memory, where it gives them copies and writes all of them back.
+- kernels get the tensors' own memory, where it gives them copies and writes all of them back;
+- threads run kernels one after another, as the interpreter replaces functions while it runs one.
 
 Sums are added in NumPy's order, and numbers are the host's: a last bit may be another on a GPU.
 """
@@ -14,6 +15,7 @@ Sums are added in NumPy's order, and numbers are the host's: a last bit may be a
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as module
 
-from tests.cuda.memory import on_host
+from tests.cuda.memory import CAPTURES, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +50,7 @@ def repair() -> None:
     repair_reductions()
     repair_libdevice()
     repair_arguments()
+    repair_threads()
 
 
 def convert(data: Array, source: Any, target: Any) -> Array:
@@ -262,6 +265,23 @@ def repair_arguments() -> None:
 
     module.GridExecutor._init_args_hst = init
     module.GridExecutor._restore_args_dev = restore
+
+
+def repair_threads() -> None:
+    """Lets one thread at a time run a kernel, and captures note it.
+
+    Relies on ``GridExecutor.__call__``.
+    """
+    run, lock = module.GridExecutor.__call__, threading.RLock()
+
+    @functools.wraps(run)
+    def run_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        with lock:
+            run(self, *args, **kwargs)
+        for graph in CAPTURES:
+            graph.note(run, (self, *args), kwargs, None)
+
+    module.GridExecutor.__call__ = run_alone
 
 
 def _seen(arg: Any) -> Any:

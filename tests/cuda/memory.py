@@ -102,6 +102,22 @@ def _tell_of_waiting() -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
 
+CAPTURES: list[Any] = []
+"""The graph that is captured (``user_graphs.py``); none or one."""
+
+_replays: list[None] = []
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """Has kernels note no writes."""
+    _replays.append(None)
+    try:
+        yield
+    finally:
+        _replays.pop()
+
+
 class Kernel:
     """In the place of one of CUDA's kernels: computes an op of CUDA tensors on the host.
 
@@ -124,9 +140,17 @@ class Kernel:
         """Computes the op."""
         if self._waits(args, kwargs):
             _tell_of_waiting()
+        for graph in CAPTURES:
+            graph.save(self._written(args, kwargs))
+        found = self._run(args, kwargs)
+        for graph in CAPTURES:
+            graph.note(self._run, (args, kwargs), {}, found)
+        return found
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
         with unwatched():
             call = _Call(args, kwargs)
-            if self.notes_writes:
+            if self.notes_writes and not _replays:
                 call.note_writes(self._written(args, kwargs))
             with RANDOM.drawing() if self.is_seeded else contextlib.nullcontext():
                 found = self._found(call)

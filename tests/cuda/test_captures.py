@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ needs.start()
 
 import amp_fx  # noqa: E402
 from amp_fx import weight_cache  # noqa: E402
+from amp_fx.weights import sample  # noqa: E402
 from amp_fx.weights.sample import CALLS_BETWEEN  # noqa: E402
 from tests.cuda.device import capture_elsewhere  # noqa: E402
 from tests.weights.alarms import alarms  # noqa: E402
@@ -50,6 +52,27 @@ def test_samples_are_taken_and_read() -> None:
             for _ in range(CALLS_BETWEEN + 1):
                 compiled(x)
     assert len(messages) == 1
+
+
+def test_more_elements_pin_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many elements are compared is drawn anew after each write; after one, of one weight."""
+    weight_cache.clear()
+    chance = Mock(random=lambda: 0.0, randrange=lambda _: 0)
+    monkeypatch.setattr(sample, "_random", chance)
+    first = nn.Linear(60, 50)
+    net = nn.Sequential(first, nn.Linear(50, 10)).cuda()
+    options: Any = {"dtype": "bfloat16", "compiler": "eager", "fallback": False}
+    compiled = torch.compile(net, backend="amp_fx", options=options)
+    x = torch.ones(2, 60, device="cuda")
+    with torch.no_grad():
+        for _ in range(2 * CALLS_BETWEEN):
+            first.weight.mul_(0.5)
+            compiled(x)
+        chance.random = lambda: 1 - 1e-9
+        with capture_elsewhere():
+            torch._foreach_mul_(list(net.parameters()), 0.5)
+            for _ in range(2 * CALLS_BETWEEN):
+                compiled(x)
 
 
 def test_the_scale_is_seen() -> None:

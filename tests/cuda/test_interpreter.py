@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -119,3 +120,16 @@ def test_kernels_get_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch.zeros(SIZE, device="cuda")
     kernels.double[(1,)](numbers().cuda(), found)
     torch.testing.assert_close(found.cpu(), 2 * numbers())
+
+
+def test_threads_run_kernels_at_once() -> None:
+    x = numbers().cuda()
+
+    def run(_: int) -> torch.Tensor:
+        found = torch.empty(SIZE, dtype=torch.bfloat16, device="cuda")
+        kernels.cast[(1,)](x, found)
+        return found.cpu()
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(200)):
+            torch.testing.assert_close(found, numbers().bfloat16(), rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 The cases of ``tests/parity/models`` with CUDA where the CPU stood. The inner compiler is
 ``"eager"``: what is compared are the casts, forward and backward, and the kept copies of weights.
+Each case runs with gradients, and without.
 """
 
 from __future__ import annotations
@@ -32,10 +33,18 @@ def params() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize(("name", "way", "dtype"), params())
-def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None:
+def test_bits_of_eager_autocast(
+    name: str, way: Way, dtype: torch.dtype, has_gradients: bool
+) -> None:
     options = cuda_cases()[name].compile_options
-    with torch.device("cuda"):
-        oracle.run_eager(build(name), build(name), way, dtype)
+    with torch.device("cuda"), torch.set_grad_enabled(has_gradients):
+        try:
+            oracle.run_eager(build(name), build(name), way, dtype)
+        except RuntimeError as error:
+            if has_gradients or "does not require grad" not in str(error):
+                raise
+            pytest.skip("the program runs a backward itself")
         found = oracle.check(lambda: build(name), way, dtype, **options)
     assert found is None, found

@@ -323,8 +323,8 @@ def test_neither_module_nor_function(target: Any) -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
     "device type": ({"device_type": "nowhere"}, RegionError, "cannot autocast"),
     "device with index": ({"device_type": "cuda:1"}, RegionError, "without an index"),
-    "dtype": ({"dtype": "float99"}, OptionError, "no dtype"),
-    "policy": ({"policy": 3}, PolicyError, "neither an amp_fx.Policy"),
+    "dtype": ({"dtype": "float99"}, OptionError, "is not a dtype"),
+    "policy": ({"policy": 3}, PolicyError, "policy=3 is not an amp_fx.Policy"),
     "preset": ({"policy": "nothing"}, PolicyError, "no preset"),
     "backend": ({"backend": "inductor"}, OptionError, "torch.compile with backend='amp_fx'"),
     "option": ({"options": {"dtpye": 1}}, OptionError, "unknown option 'dtpye'"),

@@ -6,6 +6,10 @@ import dataclasses
 import importlib.util
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 KINDS = ("pytest", "bench", "bytes", "program")
 MOST_WORKERS = 8
@@ -25,6 +29,7 @@ class Part:
         needs_cuda: Whether it is left out where there is no CUDA.
         modules: It is left out where one of these cannot be imported.
         is_parallel: Whether several workers may share its tests.
+        environment: Variables of its process, by name.
     """
 
     name: str
@@ -35,6 +40,7 @@ class Part:
     needs_cuda: bool = True
     modules: tuple[str, ...] = ()
     is_parallel: bool = False
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def missing(self, *, has_cuda: bool) -> str | None:
         """What it lacks here; None if it can run."""
@@ -65,34 +71,57 @@ class Part:
 _BENCH = ("-m", "amp_fx.bench")
 _STRESS = ("-X", "faulthandler", "-m", "tests.weights.stress_program")
 
+
+def _allocator(name: str, about: str, setting: str, *more: str) -> Part:
+    """Some tests in a process whose memory comes from another allocator.
+
+    Torch renamed the variable in 2.9 and still reads the old name.
+    """
+    tests = (
+        "tests/gpu/test_allocator.py",
+        "tests/gpu/test_writes.py::test_a_weight_is_held_for_the_stream_that_reads_it",
+        "tests/gpu/test_weight_cache.py::test_a_graph_that_the_user_captures_casts_anew",
+        "tests/gpu/test_weight_cache.py::test_a_refresh_on_one_stream_is_waited_for_on_another",
+        *more,
+    )
+    return Part(name, about, "pytest", tests, 15, environment={"PYTORCH_CUDA_ALLOC_CONF": setting})
+
+
 PARTS = (
     Part(
         "writes",
         "kept casts: every kind of write, every optimizer, streams, CUDA graphs",
         "pytest",
         ("tests/gpu/test_weight_cache.py", "tests/gpu/test_writes.py"),
-        100,
+        90,
+    ),
+    Part(
+        "captures",
+        "CUDA graphs: inductor's, graphed callables, those of another thread",
+        "pytest",
+        ("tests/gpu/test_captures.py",),
+        40,
     ),
     Part(
         "frozen",
         "frozen graphs: writes, streams, captures, samples, threads",
         "pytest",
         ("tests/gpu/test_frozen.py",),
-        45,
+        40,
     ),
     Part(
         "scaler",
         "float16: the scaler beside torch's, and no waiting for the device",
         "pytest",
         ("tests/gpu/test_grad_scaler.py", "tests/gpu/test_compiled_step.py"),
-        70,
+        60,
     ),
     Part(
         "models",
         "whole models against eager autocast: outputs, gradients, dtypes",
         "pytest",
         ("tests/gpu/test_parity_models.py",),
-        65,
+        55,
         is_parallel=True,
     ),
     Part(
@@ -100,36 +129,52 @@ PARTS = (
         "op_db against eager autocast: outputs, gradients, dtypes",
         "pytest",
         ("tests/gpu/test_parity_ops.py",),
-        70,
+        55,
         is_parallel=True,
+    ),
+    _allocator(
+        "expandable segments",
+        "kept casts in memory that grows in place",
+        "expandable_segments:True",
+        "tests/gpu/test_captures.py::test_graphs_are_recorded_once_and_casts_made_once_per_write",
+    ),
+    _allocator(
+        "cudaMallocAsync", "kept casts in memory of CUDA's allocator", "backend:cudaMallocAsync"
+    ),
+    Part(
+        "fsdp2",
+        "FSDP2 with one rank against eager autocast, bit for bit",
+        "pytest",
+        ("tests/gpu/test_fsdp.py",),
+        20,
     ),
     Part(
         "stress",
         "threads that call and write one model",
         "program",
         (*_STRESS, "data", "--seconds", "6", "--device", "cuda"),
-        30,
+        25,
     ),
     Part(
         "speed",
         "native, amp_fx and the limit, timed in turns",
         "bench",
         (*_BENCH, "mlp", "gpt-decode", "gpt-train", "--device", "cuda", "--repeats", "5"),
-        80,
+        65,
     ),
     Part(
         "scaler speed",
         "what loss scaling adds to a step",
         "bench",
         (*_BENCH, "scaler", "--device", "cuda", "--repeats", "5"),
-        25,
+        20,
     ),
     Part(
         "bytes",
         "what the generated kernels move, counted",
         "bytes",
         ("-m", "tests.traffic", "bytes", "gpt2", "--mode", "training"),
-        45,
+        30,
         needs_cuda=False,
     ),
 )

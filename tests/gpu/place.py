@@ -29,8 +29,9 @@ def _device() -> str:
 DEVICE = _device()
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs CUDA")]
 ON_CUDA = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
+IS_EMULATED = DEVICE == "cuda" and "pretended" in torch.cuda.get_device_name()
 ON_A_GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or "pretended" in torch.cuda.get_device_name(),
+    DEVICE != "cuda" or IS_EMULATED,
     reason="needs a GPU: streams, CUDA graphs or its allocator",
 )
 

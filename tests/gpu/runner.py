@@ -85,7 +85,8 @@ def run_parts(
             outcomes.append(Outcome(part.name, part.about, NOT_RUN, detail=missing))
         else:
             told(f"[{number}/{len(parts)}] {part.name}: {part.about}")
-            outcomes.append(_run(part, min(part.seconds, left), environment, told))
+            variables = {**environment, **part.environment}
+            outcomes.append(_run(part, min(part.seconds, left), variables, told))
         last = outcomes[-1]
         what = f"{last.name}: {last.status}, {last.detail} ({last.seconds:.0f} s)"
         told(f"[{number}/{len(parts)}] {what}")

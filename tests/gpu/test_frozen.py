@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -167,7 +167,7 @@ def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> 
     del noise
 
 
-@ON_A_GPU
+@ON_CUDA
 def test_what_the_user_captures_makes_its_values_anew() -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net), batch()
@@ -240,12 +240,11 @@ def test_threads_that_call_while_weights_are_written() -> None:
             if not bool((out == out[0, 0]).all()) or float(out[0, 0]) % 64:
                 wrong.append(out)
 
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for value in range(2, 30):
-        model.weight.data = torch.full((64, 64), float(value), device=DEVICE)
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call) for _ in range(2)]
+        for value in range(2, 30):
+            model.weight.data = torch.full((64, 64), float(value), device=DEVICE)
+    for each in calls:
+        each.result()
     assert not wrong
     assert bool((compiled(x) == 29.0 * 64).all())

@@ -5,6 +5,7 @@ Its parts for a device are tried on one alone; here are stub parts, and one that
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -180,6 +181,20 @@ def test_a_result_that_is_cut_off_costs_nothing_else(tmp_path: Path) -> None:
     assert found["next"]["status"] == PASSED
 
 
+def test_a_part_has_variables_of_its_own(tmp_path: Path) -> None:
+    text = "import os; print(os.environ['AMP_FX_STUB']); raise SystemExit(1)"
+    part = dataclasses.replace(program("own", text), environment={"AMP_FX_STUB": "of its own"})
+    found, _ = report(tmp_path, part, code=1)
+    assert found["own"]["tail"] == ["of its own"]
+
+
+def test_tests_that_parts_name_are_there() -> None:
+    named = sorted({a for part in PARTS for a in part.arguments if "::" in a})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0", *named]
+    done = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_part_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = (program("one", ""), program("two", ""))
     found, _ = report(tmp_path, *parts, arguments=("two",))
@@ -194,7 +209,8 @@ def test_the_parts_fit_into_nine_minutes_and_name_what_is_there() -> None:
     for part in PARTS:
         assert part.kind in KINDS
         if part.kind == "pytest":
-            assert all((run.ROOT / path).exists() for path in part.arguments), part.arguments
+            paths = [run.ROOT / argument.partition("::")[0] for argument in part.arguments]
+            assert all(path.exists() for path in paths), part.arguments
 
 
 def test_the_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,3 +106,12 @@ def test_a_loss_that_is_not_a_number_has_no_error_of_the_gradients() -> None:
     assert math.isnan(report.loss)
     assert "error of the gradients" not in str(report)
     assert "the loss is nan" in str(report)
+
+
+def test_nothing_is_known_if_the_weights_are_not_finite() -> None:
+    model = Squares(1.0)
+    nn.init.constant_(model.inp.weight, math.nan)
+    examine = amp_fx.accuracy(model, dtype=("float16", "bfloat16"))
+    choice = examine(torch.randn(8, 64), torch.randint(10, (8,)))
+    assert choice.verdict.startswith("Nothing is known of moving from float16 to bfloat16")
+    assert not choice.is_safe

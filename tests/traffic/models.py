@@ -49,6 +49,7 @@ def _two(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 CASES = {
     "mlp": Case("MLP 4096, 8k rows", lambda: MLP(4096), (8192, 4096)),
+    "decode": Case("MLP 4096, 16 rows", lambda: MLP(4096), (16, 4096)),
     "gpt2": Case(
         "GPT-2 d768, 8x1024", _two(lambda: Block(768, 12, is_causal=True)), (8, 1024, 768)
     ),
@@ -100,6 +101,7 @@ CASES = {
 
 TINY = {
     "mlp": Case("MLP 64, 32 rows", lambda: MLP(64), (32, 64)),
+    "decode": Case("MLP 64, 4 rows", lambda: MLP(64), (4, 64)),
     "gpt2": Case("GPT-2 d32, 2x16", _two(lambda: Block(32, 2, is_causal=True)), (2, 16, 32)),
     "llama": Case("Llama d32, 2x16", _two(lambda: LlamaBlock(32, 2, 64)), (2, 16, 32)),
     "vit": Case("ViT d32, 2x17", _two(lambda: Block(32, 2, is_causal=False)), (2, 17, 32)),

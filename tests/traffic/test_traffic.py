@@ -221,8 +221,8 @@ class AddsItsNorm(nn.Linear):
 def totals_on_cuda(case: str, *, trains: bool) -> list[Totals]:
     """Of a case of this module, natively and with amp_fx, there in the first and further calls."""
     program = (
-        "import json, sys; from tests.bench.test_traffic import *;"
-        "from amp_fx.bench.traffic.pretend import pretend_cuda; pretend_cuda();"
+        "import json, sys; from tests.traffic.test_traffic import *;"
+        "from tests.traffic.pretend import pretend_cuda; pretend_cuda();"
         f"case = Case('', lambda: {case}, (256, 256));"
         f"given = {{'device': 'cuda', 'dtype': torch.bfloat16, 'trains': {trains}}};"
         "print(json.dumps([count(case, name, **given) for name in (NATIVE, AMP_FX)]))"

@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
-from amp_fx.backend import inner
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
@@ -169,39 +166,6 @@ def test_threads_may_watch_and_write_at_once() -> None:
     assert watch.watch(p)
     p.data.fill_(2)
     assert not watch.watched(p)
-
-
-def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_weight() -> None:
-    """CUDA graphs ask all static inputs for their addresses on every replay."""
-    p, x = weight(), torch.ones(2)
-    given: list[int] = []
-
-    def replay(inputs: list[torch.Tensor]) -> None:
-        given.extend(each.data_ptr() for each in inputs)
-
-    call = inner.with_dummies(replay, {0: torch.empty(1)})
-    for _ in range(2):
-        call([p, x])
-        assert watch.watched(p)
-    assert given[1] == given[3] == x.data_ptr()
-    assert given[0] == given[2], "a dummy keeps its address"
-
-
-def test_only_inputs_that_nothing_reads_get_dummies_and_only_for_cuda_graphs() -> None:
-    graph = torch.fx.Graph()
-    places = [("cuda", True), ("cuda", False), ("cpu", False)]
-    with FakeTensorMode():
-        for i, (device, is_read) in enumerate(places):
-            node = graph.placeholder(f"x{i}")
-            node.meta["val"] = torch.empty(4, device=device)
-            if is_read:
-                graph.call_function(torch.ops.aten.relu.default, (node,))
-    graph.output(())
-    gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-    with inductor_config.patch("triton.cudagraphs", True):
-        found = inner._unused_inputs(gm)
-    assert {i: device.type for i, device in found.items()} == {1: "cuda"}
-    assert inner._unused_inputs(gm) == {}
 
 
 def kept_copy() -> Any:

@@ -1,0 +1,89 @@
+"""Which tensors differ in bits, and by how much."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A tensor that is not equal in every bit.
+
+    Attributes:
+        what: Which tensor: ``"output 0"``, ``"gradient of lin.weight"``.
+        elements: How many elements differ, of ``size``.
+        size: How many there are.
+        max_abs: The largest absolute difference; infinite where one side alone is not finite.
+        ulps: The same in units of the last place; None for other dtypes than real ones.
+        note: What else differs: dtype or shape; else empty.
+    """
+
+    what: str
+    elements: int
+    size: int
+    max_abs: float
+    ulps: int | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        """A line."""
+        if self.note:
+            return f"{self.what}: {self.note}"
+        ulps = "" if self.ulps is None else f" ({self.ulps} ulps)"
+        return (
+            f"{self.what}: {self.elements} of {self.size} elements differ, by at most "
+            f"{self.max_abs:.3g}{ulps}"
+        )
+
+
+def differences(
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
+) -> tuple[Difference, ...]:
+    """The tensors that differ, in order; NaN equals NaN."""
+    found = []
+    for what in dict.fromkeys((*expected, *actual)):
+        if what not in expected or what not in actual:
+            side = "eager code" if what in expected else "the compiled program"
+            found.append(Difference(what, 0, 0, math.inf, None, f"only {side} has it"))
+            continue
+        difference = compare(what, expected[what], actual[what])
+        found += [difference] if difference else []
+    return tuple(found)
+
+
+def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference | None:
+    """The difference of two tensors; None if they are equal in dtype, shape and bits."""
+    size = expected.numel()
+    if expected.dtype != actual.dtype:
+        note = f"{actual.dtype} instead of {expected.dtype}"
+        return Difference(what, size, size, math.inf, None, note)
+    if expected.shape != actual.shape:
+        note = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        return Difference(what, size, size, math.inf, None, note)
+    is_other = (expected != actual) & ~(expected.isnan() & actual.isnan())
+    elements = int(is_other.sum())
+    if not elements:
+        return None
+    ours, theirs = (side[is_other].detach() for side in (actual, expected))
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    max_abs = float((ours.to(wide) - theirs.to(wide)).abs().nan_to_num(math.inf).max())
+    ulps = None
+    if ours.is_floating_point() and ours.dtype.itemsize in _INTEGERS:
+        ulps = int((_ordered(ours) - _ordered(theirs)).abs().max())
+    return Difference(what, elements, size, max_abs, ulps)
+
+
+def _ordered(value: torch.Tensor) -> torch.Tensor:
+    """Integers that are next to each other where floats are."""
+    bits = value.contiguous().view(_INTEGERS[value.dtype.itemsize]).to(torch.int64)
+    least = -(1 << (8 * value.dtype.itemsize - 1))
+    return torch.where(bits < 0, least - bits, bits)

@@ -1,0 +1,76 @@
+"""What ``amp_fx.verify`` found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.text import Text
+
+from amp_fx.numerics.records import as_plain
+from amp_fx.reports import Report
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from amp_fx.numerics.equality import Difference
+    from amp_fx.numerics.locate import Place
+
+_MOST = 12
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class VerifyReport(Report):
+    """Says whether a compiled program is equal to eager autocast in every bit.
+
+    Attributes:
+        model: The model's class, or the function's name.
+        dtype: What low-precision ops run in.
+        device_type: Where.
+        num_compared: How many tensors were compared.
+        differences: Those that differ, in the order in which the program makes them.
+        first: The first node whose value, or whose gradient, differs; None if that is not known.
+        cause: What it stems from; empty without a difference.
+        remedy: Options of the backend with which bits are equal; empty if none are known.
+        num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
+    """
+
+    model: str
+    dtype: str
+    device_type: str
+    num_compared: int
+    differences: tuple[Difference, ...]
+    first: Place | None = None
+    cause: str = ""
+    remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_graphs: int = 1
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every bit is, of a program that was compiled."""
+        return not self.differences and self.num_graphs > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, and ``is_equal``."""
+        plain: dict[str, Any] = as_plain({**dataclasses.asdict(self), "is_equal": self.is_equal})
+        return plain
+
+    def _render(self) -> RenderableType:
+        head = f"{self.model} on {self.device_type} in {self.dtype}: "
+        if not self.differences and not self.num_graphs:
+            return Text(f"{head}nothing was compiled, so nothing is verified")
+        if self.is_equal:
+            return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
+        count = len(self.differences)
+        lines = [f"{head}{count} of {self.num_compared} tensors differ from eager autocast's"]
+        lines += [f"  {each}" for each in self.differences[:_MOST]]
+        lines += [f"  and {count - _MOST} more"] if count > _MOST else []
+        lines += [f"first: {self.first}"] if self.first else []
+        lines += [f"cause: {self.cause}"] if self.cause else []
+        lines += [f"equal with options={self.remedy}"] if self.remedy else []
+        return Group(*(Text(line) for line in lines))
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<VerifyReport of {self.model}: {len(self.differences)} differences>"

@@ -1,0 +1,106 @@
+"""What recordings of inductor's CUDA graphs neither ask nor hold; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_fx import csrc
+from amp_fx.backend import entry
+from amp_fx.backend.cuda_graphs import apart
+from tests import needs
+
+if TYPE_CHECKING:
+    import pytest
+
+ON = {"triton.cudagraphs": True}
+
+
+def graph_of(*places: tuple[str, bool]) -> fx.GraphModule:
+    """A graph with an input for each device; what is read is returned, too."""
+    graph, outputs = fx.Graph(), []
+    with FakeTensorMode():
+        for i, (device, is_read) in enumerate(places):
+            node = graph.placeholder(f"x{i}")
+            node.meta["val"] = torch.empty(4, device=device)
+            if is_read:
+                outputs += [graph.call_function(torch.ops.aten.relu.default, (node,)), node]
+    graph.output(tuple(outputs))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_only_inputs_that_nothing_reads_get_dummies_and_only_for_cuda_graphs() -> None:
+    gm = graph_of(("meta", True), ("meta", False), ("cpu", False), ("meta", True))
+    with config.patch(ON):
+        dummies = apart(gm, ()).dummies
+    assert {i: dummy.device.type for i, dummy in dummies.items()} == {1: "meta"}
+    assert not apart(gm, ()).dummies
+
+
+@needs.WATCH
+def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_weight() -> None:
+    """CUDA graphs ask all static inputs for their addresses on every replay."""
+    watch: Any = csrc.load()
+    weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(2)
+    assert watch.watch(weight)
+    given: list[int] = []
+
+    def replay(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given.extend(each.data_ptr() for each in inputs)
+        return []
+
+    parts = dataclasses.replace(apart(graph_of(), ()), dummies={0: torch.empty(1)})
+    for _ in range(2):
+        parts.wrap(replay)([weight, x])
+        assert watch.watched(weight)
+    assert given[1] == given[3] == x.data_ptr()
+    assert given[0] == given[2], "a dummy keeps its address"
+
+
+def test_outputs_that_are_static_inputs_are_given_back_around_the_graph() -> None:
+    gm, inputs = graph_of(("cpu", True), ("cpu", True)), [torch.ones(4), -torch.ones(4)]
+    with config.patch(ON):
+        parts = apart(gm, [0])
+
+    def recorded(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        found = list(gm(*given))
+        assert [out is None for out in found] == [False, True, False, False]
+        return found
+
+    outputs = parts.wrap(recorded)(inputs)
+    assert outputs[1] is inputs[0]
+    assert outputs[3] is inputs[1]
+
+
+def train(model: nn.Module) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"dtype": "bfloat16", "fallback": False, **ON}
+    compiled = torch.compile(model, backend="amp_fx", options=options)
+    out = compiled(torch.linspace(-1, 1, 32).view(4, 8))
+    model.zero_grad()
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_no_cache_gives_a_graph_without_what_was_put_around_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AOTAutograd's cache would give a second process the graph alone, which lacks outputs."""
+    # As on a GPU: the first call's graph keeps casts.
+    monkeypatch.setattr(entry, "trained_weights", lambda *_: frozenset())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    with fresh_cache(), functorch_config.patch(enable_autograd_cache=True):
+        expected = train(model)
+        counters.clear()
+        found = train(model)
+        assert counters["inductor"]["fxgraph_cache_hit"] > 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
