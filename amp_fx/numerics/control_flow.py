@@ -34,6 +34,18 @@ def _while_loop(
     return tuple(carried)
 
 
+def _map(function: Callable[..., Any], rows: Any, others: Any) -> Any:
+    from torch._higher_order_ops.map import map_dense
+
+    return map_dense(function, rows, others)
+
+
+def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(function, carried, rows, additional_inputs=others)
+
+
 def _flex_attention(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> Any:
     """The one with matrix products; relies on the name of that function, and casts as autocast."""
     from torch._higher_order_ops.flex_attention import sdpa_dense
@@ -54,5 +66,7 @@ def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 _FORMS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
+    "map_impl": _map,
+    "scan": _scan,
     "flex_attention": _flex_attention,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,12 +40,12 @@ def titles(browser: Any) -> str:
 def test_clicks_unfold_a_model_down_to_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_dot: bool
 ) -> None:
-    if has_dot and test_page.shutil.which("dot") is None:
+    if has_dot and shutil.which("dot") is None:
         pytest.skip("needs the dot program")
-    sizes = {"n_layer": 12, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    ).eval()
+    sizes: dict[str, Any] = {"n_layer": 12, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    model.eval()
     explanation = amp_fx.explain(model)(torch.arange(8)[None])
     with monkeypatch.context() as patched:
         if not has_dot:
