@@ -60,7 +60,6 @@ def page_of(drawing: Drawing) -> str:
         "casts": _casts(drawing),
     }
     folder = files("amp_fx.drawing")
-    viz = folder.joinpath("viz.js")
     template = folder.joinpath("page.html").read_text(encoding="utf-8")
     explanation = drawing.explanation
     contents = {

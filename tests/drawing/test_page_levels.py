@@ -42,8 +42,8 @@ def test_clicks_unfold_a_model_down_to_ops(
 ) -> None:
     if has_dot and shutil.which("dot") is None:
         pytest.skip("needs the dot program")
-    sizes: dict[str, Any] = {"n_layer": 12, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    sizes: dict[str, Any] = {"n_layer": 12, "n_head": 2, "n_embd": 16, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, vocab_size=32, bos_token_id=0, eos_token_id=0)
     model: Any = transformers.GPT2LMHeadModel(config)
     model.eval()
     explanation = amp_fx.explain(model)(torch.arange(8)[None])
