@@ -58,12 +58,21 @@ def of(report: Any) -> dict[str, Any]:
         "loss_error_by_chance": _ratio(chance, known["loss"]),
         "output_error": report.output_error,
         "gradient_error": report.gradient_error,
+        "reference_problem": _problem(report),
         "suspects": sorted({f"{s.module}: {s.op} ({s.stage}, {s.kind})" for s in report.suspects}),
         "parameters": {g.name: list(g.shape) for g in report.gradients},
         "modules": _modules(report.nodes),
     }
     plain: dict[str, Any] = as_plain(found)
     return plain
+
+
+def _problem(report: AccuracyReport) -> str | None:
+    """Where the reference program becomes infinite or NaN; older snapshots do not have it."""
+    at = report.reference_problem
+    return (
+        None if at is None else f"infinite or NaN, first {at.label} in {at.module or report.model}"
+    )
 
 
 def _ratio(value: float | None, whole: float) -> float | None:
@@ -105,6 +114,9 @@ def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Cha
         for name, value in new["options"].items()
         if old["options"][name] != value
     ]
+    problems = [s.get("reference_problem") or "-" for s in (old, new)]
+    if problems[0] != problems[1]:
+        rows.append(("", f"reference ({new['options']['reference']})", *problems))
     rows += [("", "suspect", s, "-") for s in old["suspects"] if s not in new["suspects"]]
     rows += [("", "suspect", "-", s) for s in new["suspects"] if s not in old["suspects"]]
     for name in {**old["parameters"], **new["parameters"]}:
