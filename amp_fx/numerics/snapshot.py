@@ -114,9 +114,9 @@ def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Cha
         for name, value in new["options"].items()
         if old["options"][name] != value
     ]
-    problems = [s.get("reference_problem") or "-" for s in (old, new)]
-    if problems[0] != problems[1]:
-        rows.append(("", f"reference ({new['options']['reference']})", *problems))
+    before, after = (str(s.get("reference_problem") or "-") for s in (old, new))
+    if before != after:
+        rows.append(("", f"reference ({new['options']['reference']})", before, after))
     rows += [("", "suspect", s, "-") for s in old["suspects"] if s not in new["suspects"]]
     rows += [("", "suspect", "-", s) for s in new["suspects"] if s not in old["suspects"]]
     for name in {**old["parameters"], **new["parameters"]}:
@@ -125,8 +125,8 @@ def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Cha
             rows.append((name, "shape", str(shapes[0]), str(shapes[1])))
     is_same_torch = _version(old) == _version(new)
     for name in {**old["modules"], **new["modules"]}:
-        before, after = (s["modules"].get(name, {"ops": {}, "error": None}) for s in (old, new))
-        rows += _op_changes(name, before["ops"], after["ops"], is_same_torch=is_same_torch)
+        first, then = (s["modules"].get(name, {"ops": {}})["ops"] for s in (old, new))
+        rows += _op_changes(name, first, then, is_same_torch=is_same_torch)
     return rows + list(_error_changes(old, new, factor))
 
 
