@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 
-def region_cast(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def region_cast(weight: torch.Tensor, low: torch.Tensor | torch.dtype) -> torch.Tensor:
     """The region's cast of a leaf, or ``low`` differentiated as that cast.
 
     The latter where the region has none to give, or one that is out of date: eager autocast
@@ -32,11 +32,14 @@ def region_cast(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
     Args:
         weight: The leaf; float32.
-        low: Its value in the region's dtype, on the same device.
+        low: Its value in the region's dtype, on the same device; or that dtype.
     """
-    shared = _cached_cast(weight, low.dtype)
-    if shared is None or not torch.equal(shared, low):
-        return kept_cast(weight, low)  # type: ignore[no-any-return]
+    shared, is_new = _cached_cast(weight, low if isinstance(low, torch.dtype) else low.dtype)
+    if shared is not None and is_new:
+        return shared
+    value = weight.detach().to(low) if isinstance(low, torch.dtype) else low
+    if shared is None or not torch.equal(shared, value):
+        return kept_cast(weight, value)  # type: ignore[no-any-return]
     return shared
 
 
@@ -82,8 +85,7 @@ def taken_outside(
 
     def make(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            region_cast(inputs[i], inputs[i].detach().to(dtype) if j is None else inputs[j])
-            for i, j, dtype in found
+            region_cast(inputs[i], dtype if j is None else inputs[j]) for i, j, dtype in found
         ]
 
     return examples, make
@@ -96,17 +98,18 @@ _CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {
 }
 
 
-def _cached_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Returns autocast's cached cast of a leaf; None if the cache cannot be asked for it.
+def _cached_cast(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+    """Returns autocast's cached cast of a leaf, and whether it was made just now.
 
-    The cache has no reader. Relies on an op of the low list casting the leaf through it, on
-    autograd saving that very tensor for the backward, and on such an op taking a first
-    argument of no rows, which makes it cost nothing.
+    None if the cache cannot be asked for it. The cache has no reader. Relies on an op of the low
+    list casting the leaf through it, on autograd saving that very tensor for the backward, on
+    such an op taking a first argument of no rows, which makes it cost nothing, and on autograd
+    numbering what it records, so that a new cast stands between ``rows`` and the result.
     """
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not weight.is_leaf:
-        return None
+        return None, False
     if not weight.numel():  # convolutions take none, and nobody can tell such casts apart
-        return None
+        return None, False
     num_dims = weight.dim()
     if num_dims in (1, 2):
         op, sizes, saved = torch.matmul, weight.shape[:1], ("_saved_vec", "_saved_mat2")
@@ -114,12 +117,21 @@ def _cached_cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
     elif num_dims in _CONVOLUTIONS:
         op, sizes, name = _CONVOLUTIONS[num_dims], weight.shape[1:], "_saved_weight"
     else:
-        return None
-    rows = weight.new_empty((0, *sizes)).requires_grad_()
+        return None, False
     with torch.enable_grad(), torch.autocast(weight.device.type, dtype=dtype):
+        rows = weight.new_empty((0, *sizes)).requires_grad_().expand(0, *sizes)
         try:
             result = op(rows, weight)
         except RuntimeError:  # the cache holds the leaf in another dtype, and would give that
-            return None
+            return None, False
     found: torch.Tensor | None = getattr(result.grad_fn, name, None)
-    return found if found is not None and found.dtype == dtype else None
+    if found is None or found.dtype != dtype:
+        return None, False
+    before, after = _number(rows), _number(result)
+    return found, found.grad_fn is not None and before < _number(found) < after
+
+
+def _number(result: torch.Tensor) -> int:
+    """The number that autograd gave to the op of a result, in order on one thread."""
+    node: Any = result.grad_fn
+    return int(node._sequence_nr())
