@@ -158,7 +158,8 @@ def _compile_kept(found: Rewritten, example_inputs: Sequence[Any], options: Opti
     """
     trained = trained_weights(found.cast, found.weights)
     if not trained or options.shares_region:
-        return _keeping(found, options, example_inputs)
+        leaves = trained if uses_inductor(example_inputs, options) else ()  # the region casts them
+        return _keeping(found, options, example_inputs, leaves=leaves)
     names = {node.name: i for i, node in enumerate(found.placeholders)}
     smallest = min((names[n] for n in trained), key=lambda i: example_inputs[i].numel())
     others = tuple(name for name in found.weights if name not in trained)
@@ -172,10 +173,12 @@ def _keeping(
     options: Options,
     example_inputs: Sequence[Any],
     *,
+    leaves: Collection[str] = (),
     may_give_up: bool = False,
 ) -> Compiled:
-    """The variant of a graph that keeps the casts of all its weights."""
-    gm = found.variant(found.weights, aliases=True)
+    """The variant of a graph that keeps the casts of its weights, but for those that it leaves."""
+    keeps = [name for name in found.weights if name not in leaves]
+    gm = found.variant(keeps, aliases=not leaves)
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))

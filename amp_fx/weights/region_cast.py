@@ -32,10 +32,11 @@ def region_cast(weight: torch.Tensor, low: torch.Tensor | torch.dtype) -> torch.
 
     Args:
         weight: The leaf; float32.
-        low: Its value in the region's dtype, on the same device; or that dtype.
+        low: Its value in the region's dtype, on the same device; or that dtype, for a value that
+            is made if the region's is not new.
     """
     shared, is_new = _cached_cast(weight, low if isinstance(low, torch.dtype) else low.dtype)
-    if shared is not None and is_new:
+    if isinstance(low, torch.dtype) and shared is not None and is_new:
         return shared
     value = weight.detach().to(low) if isinstance(low, torch.dtype) else low
     if shared is None or not torch.equal(shared, value):
@@ -84,9 +85,7 @@ def taken_outside(
     gm.recompile()
 
     def make(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            region_cast(inputs[i], dtype if j is None else inputs[j]) for i, j, dtype in found
-        ]
+        return [region_cast(inputs[i], dtype if j is None else inputs[j]) for i, j, dtype in found]
 
     return examples, make
 
