@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from amp_fx.bench.contenders import Workload
 from amp_fx.demo.models import Loss, ResNet
@@ -30,11 +29,7 @@ def workloads(settings: Settings) -> Iterator[Workload]:
     yield Workload(f"inference, 1 image of {side}", build, (images[:1].clone(),))
     yield Workload(
         f"training, {batch} images of {side}",
-        lambda: _loss(build),
+        lambda: Loss(build()),
         (images, classes),
         micro_batches=1,
     )
-
-
-def _loss(build: functools.partial[ResNet]) -> nn.Module:
-    return Loss(build())

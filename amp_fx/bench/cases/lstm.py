@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from amp_fx.bench.contenders import Workload
 from amp_fx.demo.models import LoopedCell, Loss
@@ -27,8 +26,4 @@ def workloads(settings: Settings) -> Iterator[Workload]:
     name = f"{steps} steps of {width}, batch {batch}"
     build = functools.partial(LoopedCell, width)
     yield Workload(f"inference, {name}", build, (x,))
-    yield Workload(f"training, {name}", lambda: _loss(build), (x, targets), micro_batches=1)
-
-
-def _loss(build: functools.partial[LoopedCell]) -> nn.Module:
-    return Loss(build())
+    yield Workload(f"training, {name}", lambda: Loss(build()), (x, targets), micro_batches=1)

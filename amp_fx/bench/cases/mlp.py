@@ -13,8 +13,6 @@ from amp_fx.demo.models import MLP, Loss
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
-
     from amp_fx.bench.settings import Settings
 
 
@@ -38,11 +36,7 @@ def train_workloads(settings: Settings) -> Iterator[Workload]:
     for micro_batches in MICRO_BATCHES:
         yield Workload(
             f"Linear({width}) x{depth}, fused AdamW, {micro_batches} micro-batches of {batch}",
-            functools.partial(_loss, width, depth),
+            lambda: Loss(MLP(width, depth)),
             (x, classes),
             micro_batches=micro_batches,
         )
-
-
-def _loss(width: int, depth: int) -> nn.Module:
-    return Loss(MLP(width, depth))

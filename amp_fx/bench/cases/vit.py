@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from amp_fx.bench.contenders import Workload
 from amp_fx.demo.models import Loss, Size, ViT
@@ -35,8 +34,4 @@ def workloads(settings: Settings) -> Iterator[Workload]:
     name = f"{size.depth} layers of {size.width}, {batch} images of {side}"
     build = functools.partial(ViT, size, patch, NUM_CLASSES)
     yield Workload(f"inference, {name}", build, (images,))
-    yield Workload(f"training, {name}", lambda: _loss(build), (images, classes), micro_batches=1)
-
-
-def _loss(build: functools.partial[ViT]) -> nn.Module:
-    return Loss(build())
+    yield Workload(f"training, {name}", lambda: Loss(build()), (images, classes), micro_batches=1)
