@@ -55,10 +55,6 @@ log = logging.getLogger(__name__)
 def lay_out_kept_copies(gm: fx.GraphModule, config: Mapping[str, Any]) -> int:
     """Keeps the copies that only convolutions use channels-last, if inductor wants that.
 
-    Args:
-        gm: The rewritten graph, which inductor will compile.
-        config: The settings of inductor that it will be compiled with.
-
     Returns:
         How many copies that are.
     """

@@ -64,11 +64,7 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
 
 
 def check_pass(where: str, value: Any) -> None:
-    """Refuses what is no pass that a user can add.
-
-    Raises:
-        OptionError: Says what a pass has to be.
-    """
+    """Refuses what is no pass that a user can add."""
     name = getattr(value, "name", None)
     if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
         raise OptionError(
@@ -83,11 +79,7 @@ def _call_of(value: Any) -> Any:
 
 
 def check_disabled(where: str, names: Iterable[str], added: Sequence[Pass]) -> None:
-    """Refuses to switch off what does not exist, or what correctness needs.
-
-    Raises:
-        OptionError: Names those that can be switched off.
-    """
+    """Refuses to switch off what does not exist, or what correctness needs."""
     for name in names:
         if name not in _BUILT_IN and name not in _registered and name not in _names(added):
             raise OptionError(f"{where}: {_no_such_pass(name, added)}")

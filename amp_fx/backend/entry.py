@@ -193,14 +193,9 @@ def _casting(
     smallest: int,
     example_inputs: Sequence[Any],
 ) -> Casting:
-    """The variant of a graph that casts weights itself, but for some.
+    """The variant that casts weights itself, but for ``keeps``.
 
-    Args:
-        found: The graph.
-        options: The options of the backend.
-        keeps: The weights whose casts are kept.
-        smallest: Position of the weight that is asked whether weights were written.
-        example_inputs: Inputs of the graph.
+    The weight at position ``smallest`` is asked whether weights were written.
     """
     gm = found.variant(keeps, aliases=True)
     unchanged = Unchanged(smallest, input_path(found.placeholders[smallest]))

@@ -83,12 +83,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """Rewrites graphs of AOTAutograd before inductor lowers them.
-
-    Args:
-        options: The options of the backend.
-        following: A pass of the user's own, which runs afterwards.
-    """
+    """Rewrites graphs of AOTAutograd before inductor lowers them."""
     from amp_fx.backend.after_autograd import AfterAutograd
 
     return AfterAutograd(
@@ -150,14 +145,7 @@ def compile_with_inductor(
     options: Options,
     compile_inside: Callable[..., Any],
 ) -> Compiled:
-    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
-
-    Args:
-        gm: The graph.
-        example_inputs: Its inputs.
-        options: The options of the backend.
-        compile_inside: Compiles a graph of AOTAutograd, as ``compile_graph`` does.
-    """
+    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it."""
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
     return through_inductor(gm, example_inputs, options, compile_inside)
@@ -298,12 +286,7 @@ def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable
 
 
 def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
-    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire.
-
-    Args:
-        gm: The graph.
-        narrows: Whether to narrow, or only to count.
-    """
+    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire."""
     before = wire_bytes(gm.graph)
     if not before:
         return

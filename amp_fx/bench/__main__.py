@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark.
 
-    Args:
-        argv: The arguments; those of the process if None.
-
     Returns:
         The exit code: 0; 1 if something has no figures because it failed; 2 for an
         argument that is not usable.

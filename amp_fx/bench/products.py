@@ -41,9 +41,6 @@ _MAX_ROUNDS, _MAX_SECONDS = 50, 1.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the table.
 
-    Args:
-        argv: The arguments; those of the process if None.
-
     Returns:
         The exit code: 0, or 1 if something did not settle because the machine was too busy.
     """

@@ -79,11 +79,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def load_step(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Loads the step that a command was given, and its inputs.
-
-    Raises:
-        AmpFxError: The target cannot be loaded, or takes inputs that were not given.
-    """
+    """Loads the step that a command was given, and its inputs."""
     torch.manual_seed(args.seed)
     step, inputs = load(args.target)
     if args.input_shape:
@@ -98,9 +94,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         1 if there are suspects and no search was asked for, else 0.
-
-    Raises:
-        AmpFxError: The target cannot be loaded or run, or an argument is wrong.
     """
     _check(args)
     step, inputs = load_step(args)

@@ -58,11 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo and returns 0.
-
-    Raises:
-        OptionError: An argument is not usable here; says what is.
-    """
+    """Runs the demo and returns 0."""
     settings = parse_settings(args)
     console = Console()
     if settings.compiler == "inductor" and not can_use_inductor(settings.device):
@@ -89,11 +85,7 @@ def header(settings: Settings) -> str:
 
 
 def parse_settings(args: argparse.Namespace) -> Settings:
-    """Checks and converts the arguments.
-
-    Raises:
-        OptionError: One of them is not usable here; says what is.
-    """
+    """Checks and converts the arguments."""
     device, dtype = _parse_device(args.device), low_dtype_named(args.dtype)
     check_device_dtype(device.type, dtype)
     return Settings(

@@ -76,11 +76,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0.
-
-    Raises:
-        AmpFxError: The target cannot be loaded or traced, or an argument is wrong.
-    """
+    """Runs the command and returns 0."""
     paths = [path for path in (args.html, args.draw) if path is not None]
     for path in paths:
         check_path(path)
@@ -117,12 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimizer:
-    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``.
-
-    Raises:
-        OptionError: There is no such optimizer, it has no such kernels, or the model has no
-            parameters.
-    """
+    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``."""
     name, _, kernels = text.partition(":")
     classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in classes:
@@ -152,16 +143,7 @@ _WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices
 
 
 def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:
-    """The model that a target names, and its inputs if the target gives them.
-
-    Args:
-        target: ``"package.module:name"``; names may have dots.
-        is_meta: Whether the model is made on the ``meta`` device.
-
-    Raises:
-        ExplainError: There is no such module or name, or it is neither a model nor a
-            function; says which names are near. Or what makes the model has raised.
-    """
+    """The model that a target names, and its inputs if the target gives them."""
     found = _named(target)
     if isinstance(found, torch.nn.Module) or not _makes_model(found):
         return found, None
@@ -228,11 +210,7 @@ _SHAPE = re.compile(r"(?P<sizes>\d+(?:[,x]\d+)*|)(?::(?P<dtype>\w+))?")
 
 
 def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
-    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype.
-
-    Raises:
-        OptionError: The text is no shape, or the dtype is unknown.
-    """
+    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype."""
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()[]"))
     if match is None:
         raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")

@@ -74,11 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0.
-
-    Raises:
-        AmpFxError: The target cannot be loaded or exported, or an argument is wrong.
-    """
+    """Runs the command and returns 0."""
     _check_out(args)
     model, inputs = load(args.target)
     if args.input_shape:
@@ -116,11 +112,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """Returns them as ``torch.export`` expects: it finds the range of each size itself.
-
-    Raises:
-        OptionError: No input has one of the dimensions.
-    """
+    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
     if not dims:
         return None
     most = max((value.dim() for value in inputs if isinstance(value, torch.Tensor)), default=0)

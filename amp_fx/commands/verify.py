@@ -54,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 if all bits are equal, else 1.
-
-    Raises:
-        AmpFxError: The target cannot be loaded, or an argument is wrong.
     """
     step, inputs = load_step(args)
     options = dict(map(_option, args.option))

@@ -93,11 +93,6 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
     the same. It imports nothing: two threads that import inductor at once could get in each
     other's way.
 
-    Args:
-        name: The name of the module.
-        source: Its source.
-        rejected: A library that is whole and cannot be imported; it is replaced.
-
     Raises:
         NativeBuildError: No compiler is found.
     """

@@ -151,12 +151,6 @@ def generate(
 ) -> Texts:
     """Lets all contenders write a text as long as the model's context.
 
-    Args:
-        model: The trained model.
-        prompt: The tokens that the text begins with; one at least.
-        settings: Those of the training.
-        on_text: Called with a contender's writing after each of its texts.
-
     Returns:
         The texts, and how long their tokens took.
     """

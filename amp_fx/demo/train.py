@@ -130,10 +130,6 @@ class Trainer:
 def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) -> Comparison:
     """Trains all contenders.
 
-    Args:
-        settings: What to train, where, and for how long.
-        on_step: Called with a contender's run after each of its steps.
-
     Returns:
         The losses and times of each.
     """

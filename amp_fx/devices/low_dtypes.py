@@ -18,12 +18,7 @@ DIFFERING = ("cuda", "xpu")
 
 
 def without_bfloat16(device_type: str, indices: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the devices without units for bfloat16; none if nobody can be asked.
-
-    Args:
-        device_type: As in ``torch.device(...).type``; it need not be there.
-        indices: Of the devices that are meant; all of this machine if none is given.
-    """
+    """Returns the devices without units for bfloat16; none if nobody can be asked."""
     if device_type not in DIFFERING or not _is_here(device_type):
         return ()
     found = sorted(indices) or range(torch.get_device_module(device_type).device_count())
@@ -49,12 +44,7 @@ def _has_bfloat16(device_type: str, index: int) -> bool:
 
 @functools.cache
 def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
-    """Says once that nobody chose float16, and what it needs in training.
-
-    Args:
-        device_type: As in ``torch.device(...).type``.
-        lacking: Devices without bfloat16 units; none if that is not the reason.
-    """
+    """Says once that nobody chose float16, and what it needs in training."""
     why = "that is autocast's default"
     if lacking:
         why = f"{device_names(device_type, lacking)} has no bfloat16 units"

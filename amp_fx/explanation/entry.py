@@ -253,16 +253,7 @@ def capture_call(
     request: Request,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
-    """Captures the graphs of one call of a stand-in.
-
-    Args:
-        stand_in: What to call.
-        request: What was asked for.
-        watch: Entered around each run of a rewritten graph.
-
-    Raises:
-        ExplainError: It cannot be traced. What fake tensors cannot answer raises ``NEEDS_NUMBERS``.
-    """
+    """Captures the graphs of one call of a stand-in."""
     policy = request.policy
     dtype = request.dtype or policy.low_dtype(stand_in.device_type)
     dtype = dtype or default_dtype(stand_in.device_type)

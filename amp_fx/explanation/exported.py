@@ -34,13 +34,7 @@ def explain_program(
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | None = None,
 ) -> Explanation:
-    """What a program of ``amp_fx.export`` holds; of another one, what that would make of it.
-
-    Args:
-        program: An exported program; one that was saved and loaded still knows its reasons.
-        dtype: As for ``amp_fx.export``, where the program is not yet rewritten.
-        policy: Likewise.
-    """
+    """What a program of ``amp_fx.export`` holds; of another one, what that would make of it."""
     if notes_of(program) is None:
         program = export(program, dtype=dtype, policy="torch" if policy is None else policy)
     notes = notes_of(program)

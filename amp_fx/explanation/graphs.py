@@ -41,12 +41,7 @@ if TYPE_CHECKING:
 
 
 def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRecord, ...]:
-    """All graphs, forwards each followed by its backward.
-
-    Args:
-        seen: What the recorder saw.
-        device: What the CPU stands for; None if it is itself.
-    """
+    """All graphs, forwards each followed by its backward."""
     found: list[GraphRecord] = []
     for index, graph in enumerate(seen):
         lowered = graph.lower() if graph.lower is not None else ()

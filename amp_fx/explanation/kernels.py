@@ -29,11 +29,6 @@ def scheduled_kernels(
     """The kernels that inductor would make of a graph of AOTAutograd; it is edited.
 
     Relies on ``Scheduler.codegen`` having its final nodes in ``nodes``.
-
-    Args:
-        gm: The graph.
-        inputs: Its inputs, fake.
-        **kwargs: What ``compile_fx`` hands to its inner compiler.
     """
     from torch._inductor import config, scheduler
 

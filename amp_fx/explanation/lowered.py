@@ -66,13 +66,6 @@ def lowered_graphs(
     To be called when Dynamo has ended: inductor's patterns make symbols for sizes, of which Dynamo
     would make guards.
 
-    Args:
-        gm: The rewritten graph.
-        inputs: Its inputs, without the kept copies of weights.
-        options: What it would be compiled with.
-        is_grad_enabled: Whether gradients are recorded where it is called.
-        wants_kernels: Whether inductor is to schedule them, too.
-
     Returns:
         The forward, and the backward if there is one; nothing where inductor cannot take it.
     """

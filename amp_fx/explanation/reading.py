@@ -31,16 +31,7 @@ _INPUTS = ("input", "weight", "copy")
 
 
 class GraphReader:
-    """Reads the nodes of one graph, bodies of higher-order ops included.
-
-    Args:
-        gm: The graph.
-        state: The autocast state where it begins.
-        frame: Where it was captured.
-        device: What the CPU stands for, where a device is imagined.
-        meter: Counts operations and bytes; None leaves them at 0.
-        fallback: Why the graph runs under native autocast, or ``""``.
-    """
+    """Reads the nodes of one graph, bodies of higher-order ops included."""
 
     def __init__(
         self,

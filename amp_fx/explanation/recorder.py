@@ -92,15 +92,7 @@ class SeenGraph:
 
 
 class GraphRecorder:
-    """Takes down one graph while the backend rewrites it (``passes.base.Observer``).
-
-    Args:
-        seen: What is filled in.
-        wants_backward: Whether the backward graph is derived as well.
-        options: What the graph would be compiled with.
-        is_imagined: Whether the CPU stands for a device.
-        wants_kernels: Whether inductor is asked for its kernels.
-    """
+    """Takes down one graph while the backend rewrites it (``passes.base.Observer``)."""
 
     def __init__(
         self,

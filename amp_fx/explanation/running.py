@@ -63,16 +63,7 @@ def run_stand_in(
     wants_kernels: bool = False,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
-    """Captures the graphs of one call.
-
-    Args:
-        stand_in: What to call.
-        options: Options of the backend.
-        region: Makes the region that the call runs in.
-        wants_backward: Whether backward graphs are derived too.
-        wants_kernels: Whether inductor is asked for its kernels.
-        watch: Entered around each run of a rewritten graph.
-    """
+    """Captures the graphs of one call."""
     seen: list[SeenGraph] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -54,19 +54,7 @@ def fake_stand_in(
     kwargs: dict[str, Any],
     device_type: str | None,
 ) -> StandIn:
-    """A copy whose tensors are fake.
-
-    Args:
-        model: A module or a function.
-        args: Its positional arguments: real, fake or meta tensors among them.
-        kwargs: Its keyword arguments.
-        device_type: The device that it shall be explained for; None takes the one that
-            its tensors are on.
-
-    Raises:
-        OptionError: Autocast does not know the device type.
-        ExplainError: The module cannot be copied.
-    """
+    """A copy whose tensors are fake."""
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     present = {tensor.device.type for tensor in tensors}
     target = target_device(present, device_type)
@@ -111,11 +99,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def target_device(present: set[str], device_type: str | None = None) -> str:
-    """The device type whose autocast is meant for tensors on some device types.
-
-    Raises:
-        OptionError: Autocast does not know the device type that was asked for.
-    """
+    """The device type whose autocast is meant for tensors on some device types."""
     known = autocast_device_types()
     if device_type is not None:
         if device_type not in known:
@@ -149,12 +133,7 @@ def module_tensors(model: Any) -> list[torch.Tensor]:
 
 
 def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
-    """Names of parameters and buffers whose memory is known elsewhere too.
-
-    Args:
-        model: What was called.
-        outputs: What it gave.
-    """
+    """Names of parameters and buffers whose memory is known elsewhere too."""
     if not isinstance(model, torch.nn.Module):
         return ()
     named = [

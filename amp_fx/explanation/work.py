@@ -43,11 +43,7 @@ UNKNOWN = Work(is_counted=False)
 
 
 class WorkMeter:
-    """Calls single nodes on fake tensors and counts what they do; equal calls are counted once.
-
-    Args:
-        fake_mode: The fake mode of the nodes' values.
-    """
+    """Calls single nodes on fake tensors and counts what they do; equal calls are counted once."""
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
         self._fake_mode = fake_mode

@@ -28,15 +28,8 @@ def capture(
 ) -> ExportedProgram:
     """Exports a model with ``torch.export``, outside of the calling thread's region.
 
-    Args:
-        model: It is left as it was.
-        args: As for ``torch.export.export``.
-        kwargs: Likewise.
-        state: The region that the model is called in, which the program then has around all of
-            it: Python code that reads dtypes or ``torch.is_autocast_enabled()`` sees it. None
-            for none.
-        dynamic_shapes: As for ``torch.export.export``.
-        strict: Likewise.
+    Python code of the model that reads dtypes or ``torch.is_autocast_enabled()`` sees the region
+    ``state``, which the program then has around all of it.
     """
     without = AutocastState.ambient().turned_off()
     with without.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):

@@ -45,13 +45,7 @@ _STALE = ("tensor_meta",)
 
 
 def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> None:
-    """Writes down what was done to a graph, for ``restored_notes``.
-
-    Args:
-        gm: A rewritten graph.
-        policy: By which policy.
-        state: The region around it.
-    """
+    """Writes down what was done to a graph, for ``restored_notes``."""
     stored = {n.name: STORED_LOW.of(n) for n in gm.graph.nodes if STORED_LOW.is_on(n)}
     about = {"policy": policy.name, "region": _region(state), "stored_low": stored}
     gm.meta[CUSTOM] = {**(gm.meta.get(CUSTOM) or {}), KEY: about}
@@ -76,9 +70,6 @@ def notes_of(program: ExportedProgram) -> dict[str, Any] | None:
 
 def restore_notes(gm: fx.GraphModule) -> AutocastState:
     """Puts back what passes wrote onto nodes, as far as it was written down.
-
-    Args:
-        gm: A copy of the graph of a rewritten program.
 
     Returns:
         The region around it.

@@ -94,11 +94,6 @@ def with_graph(
 
     Weights that stay as they are share their memory with those of the first program, but for
     those that the graph writes to.
-
-    Args:
-        program: The first program.
-        gm: The graph.
-        written: Names of the placeholders that it writes to.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     own = _Own()

@@ -18,11 +18,7 @@ _MODULE = "torch._functorch"
 
 
 def refuse_transforms(program: ExportedProgram) -> None:
-    """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program.
-
-    Raises:
-        ExportError: Names the first such node, and the way around it if there is one.
-    """
+    """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program."""
     for module in program.graph_module.modules():
         if not isinstance(module, fx.GraphModule):
             continue

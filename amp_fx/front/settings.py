@@ -128,11 +128,7 @@ def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def as_dtype(dtype: object) -> torch.dtype:
-    """The dtype that somebody means.
-
-    Raises:
-        OptionError: It is neither a dtype nor the name of one.
-    """
+    """The dtype that somebody means."""
     found = dtypes.as_dtype(dtype)
     if found is None:
         raise OptionError(

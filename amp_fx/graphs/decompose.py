@@ -110,13 +110,7 @@ class Site:
 
 
 class Decomposer:
-    """Opens the nodes of one graph; equal calls are traced once.
-
-    Args:
-        policy: The op tables.
-        fake_mode: The fake mode of the values; None for a graph of real tensors.
-        frame: The modules around the compiled frame (``module_stack.compile_frame``).
-    """
+    """Opens the nodes of one graph; equal calls are traced once."""
 
     def __init__(
         self, policy: Policy, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME

@@ -29,12 +29,6 @@ def inline(
 ) -> int:
     """Replaces a node by the graph that it was decomposed into.
 
-    Args:
-        node: The node; it is erased.
-        decomposed: What it was decomposed into.
-        inputs: The nodes that stand for the placeholders of ``decomposed.graph``.
-        evaluate_node: Gives a new node its value.
-
     Returns:
         The number of casts among the new nodes.
 

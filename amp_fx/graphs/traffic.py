@@ -109,14 +109,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> Moved:
-    """Counts what one op reads and writes.
-
-    Args:
-        func: What the dispatcher called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        result: What it gave.
-    """
+    """Counts what one op reads and writes."""
     name = func._schema.name
     if func.is_view or name in FREE or torch.Tag.inplace_view in func.tags:
         return Moved()

@@ -40,16 +40,7 @@ PRODUCTS = frozenset(
 
 
 class ShadowedCall:
-    """One call of an op, and its repetitions.
-
-    Args:
-        mode: What it runs under.
-        op: The op.
-        facts: What its schema says.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        tensors: The tensors among these.
-    """
+    """One call of an op, and its repetitions."""
 
     def __init__(
         self,

@@ -18,22 +18,16 @@ FEW_FLIPS = 0.05
 
 
 class OpGraph:
-    """The ops of a report, and which of them made the inputs of which.
-
-    Args:
-        nodes: The records of all ops, in order.
-    """
+    """The ops of a report, and which of them made the inputs of which."""
 
     def __init__(self, nodes: Sequence[OpRecord]) -> None:
         self.nodes = nodes
         self._by_index = {node.index: node for node in nodes}
 
     def upstream(self, node: OpRecord, *, is_inside: bool = False) -> list[OpRecord]:
-        """The ops that made its inputs and those of these, the nearest first.
+        """The ops that made its inputs and those of these, the nearest first, ``HOPS`` far.
 
-        Args:
-            node: Where to begin.
-            is_inside: Whether to go as far as the ops of its module do, and not just ``HOPS``.
+        With ``is_inside`` it goes as far as the ops of its module do.
         """
         found: dict[int, OpRecord] = {}
         level = [node]

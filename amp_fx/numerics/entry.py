@@ -167,11 +167,7 @@ class Asked:
 
 
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it.
-
-    Raises:
-        CompileTargetError: It is neither a module nor a function.
-    """
+    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
     if isinstance(step, type) or not callable(step):
         raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
     settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
@@ -199,11 +195,7 @@ def _reference(reference: Any) -> torch.dtype:
 
 
 def scale_for(scale: Any) -> float:
-    """A scale of the loss, checked.
-
-    Raises:
-        OptionError: It is no positive number.
-    """
+    """A scale of the loss, checked."""
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not 0 < scale < math.inf:
         raise OptionError(f"scale={scale!r} is not a positive number")
@@ -238,11 +230,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
 
 
 def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
-    """The low dtype: the one asked for, the policy's, or autocast's for the device.
-
-    Raises:
-        OptionError: The device does not autocast to it.
-    """
+    """The low dtype: the one asked for, the policy's, or autocast's for the device."""
     dtype = asked.dtype or asked.policy.low_dtype(device_type) or default_dtype(device_type)
     if dtype.itemsize >= asked.reference.itemsize:
         raise OptionError(f"dtype={dtype} is not below the reference {asked.reference}")
@@ -258,12 +246,7 @@ def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
 def examine(
     step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
-    """Examines one call.
-
-    Raises:
-        AccuracyError: See ``accuracy``.
-        OptionError: The device does not autocast to the dtype.
-    """
+    """Examines one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     request = Request(

@@ -25,14 +25,7 @@ def backward(
     floats: list[torch.Tensor],
     scale: float,
 ) -> list[GradientRecord]:
-    """Runs the backward, if the step has not, and compares the gradients of leaves.
-
-    Args:
-        mode: What the forward ran under.
-        loss: Where to begin; None begins with ``floats``.
-        floats: The floating-point outputs.
-        scale: What the loss is multiplied with.
-    """
+    """Runs the backward, if the step has not, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
     own = _own_gradients(mode)
     if mode.roots or own or not outputs:

@@ -119,14 +119,7 @@ def capture(
 def first_difference(
     ours: Sequence[Captured], theirs: Sequence[Captured], options: Options, *, in_backward: bool
 ) -> Place | None:
-    """The first node that differs.
-
-    Args:
-        ours: The graphs of a program.
-        theirs: The same graphs with the bits of eager autocast; ours itself if they have them.
-        options: What ours is compiled with.
-        in_backward: Whether only gradients differ.
-    """
+    """The first node that differs."""
     if ours is not theirs:
         return next(filter(None, map(_first_of_two, ours, theirs)), None)
     searches = (_in_gradients,) if in_backward else (_in_values, _in_gradients)

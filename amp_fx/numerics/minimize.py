@@ -37,14 +37,10 @@ class Minimized(Generic[T]):
 
 
 class Minimizer(Generic[T]):
-    """Finds a small set that does.
+    """Finds a small set that does, of members that are ranked with the most promising first.
 
-    Args:
-        ranked: All members, the most promising first.
-        does: Whether a set does; asked once for each set.
-        budget: The most questions.
-        first: How long the first beginning of the ranking is.
-        rivals: Members that may stand for two others together, the most promising first.
+    It begins with the first ``first`` of them. ``rivals`` names members that may stand for two
+    others together. ``does`` is asked once for each set, at most ``budget`` times.
     """
 
     def __init__(

@@ -35,14 +35,7 @@ if TYPE_CHECKING:
 
 
 class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs everything under it with a shadow.
-
-    Args:
-        reference: The dtype of the reference.
-        guard: Told of every write.
-        modules: Patterns of modules; others are run, and not measured. None measures all.
-        is_brief: Whether only results in a low dtype are measured.
-    """
+    """Runs everything under it with a shadow."""
 
     supports_higher_order_operators = True
 

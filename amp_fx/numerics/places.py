@@ -179,10 +179,6 @@ Python's, made of several."""
 def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
     """What a policy calls an op.
 
-    Args:
-        function: The function of torch that the program has called, if any.
-        kernel: The op of the dispatcher: ``"aten::addmm"``.
-
     Returns:
         The name; empty for what no policy changes, such as views and writes.
     """

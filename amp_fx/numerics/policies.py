@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 def with_reasons(policy: Policy, entries: Iterable[tuple[str, str, str]]) -> Policy:
     """A policy with some ops of modules in float32, and the reasons for a file.
 
-    Args:
-        policy: What to start from.
-        entries: Module patterns, ops (``""`` for all of the module) and reasons. An empty
-            pattern is for the whole program.
+    Entries are module patterns (``""`` is the whole program), ops (``""`` is all of the module)
+    and reasons.
     """
     for pattern, op, why in entries:
         value = {op: "fp32"} if op else "fp32"

@@ -125,15 +125,7 @@ def in_reference(
     swap: Callable[[torch.Tensor], torch.Tensor],
     reference: torch.dtype,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with tensors replaced, and with wide dtypes where it names low ones.
-
-    Args:
-        op: The op.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        swap: Gives what stands for a tensor.
-        reference: The dtype of the reference.
-    """
+    """The arguments of a call with tensors swapped, and wide dtypes where it names low ones."""
 
     def change(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -83,11 +83,7 @@ class Run:
 def run_step(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
 ) -> Run:
-    """Runs a step under the shadow.
-
-    Raises:
-        AccuracyError: There is nothing to examine.
-    """
+    """Runs a step under the shadow."""
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
         plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
@@ -158,11 +154,7 @@ def _plain_run(
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
-    """The loss: what a function makes of the outputs, or the first of them if it is a scalar.
-
-    Raises:
-        AccuracyError: The function gives no floating-point scalar.
-    """
+    """The loss: what a function makes of the outputs, or the first of them if it is a scalar."""
     if given is not None:
         found = given(outputs)
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():

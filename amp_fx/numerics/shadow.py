@@ -38,11 +38,7 @@ class Entry:
 
 
 class Shadows:
-    """The shadows of all storages of one run.
-
-    Args:
-        reference: The dtype of the reference: float32, or float64.
-    """
+    """The shadows of all storages of one run."""
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
@@ -93,13 +89,7 @@ class Shadows:
         return _view(found.shadow, tensor, self.wide(tensor.dtype))
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor, *, is_fresh: bool) -> None:
-        """Gives a tensor a shadow.
-
-        Args:
-            tensor: The tensor.
-            value: Its shadow, of the same shape and of the wide dtype.
-            is_fresh: Whether nothing else holds the value, so that it may be kept as it is.
-        """
+        """Gives a tensor a shadow, kept as it is if ``is_fresh``: nothing else holds the value."""
         found = self.note(tensor)
         dtype = self.wide(tensor.dtype)
         if is_fresh and _has_same_layout(tensor, value) and value.dtype == dtype:

@@ -35,11 +35,7 @@ Change = tuple[str, str, str, str]
 
 
 def of(report: Any) -> dict[str, Any]:
-    """The snapshot of a report, as JSON has it.
-
-    Raises:
-        AccuracyError: There are several reports.
-    """
+    """The snapshot of a report, as JSON has it."""
     if not isinstance(report, AccuracyReport):
         raise AccuracyError("a snapshot is of one dtype: call check once for each")
     known = {"loss": report.loss_magnitude or 0.0}

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class StateGuard:
-    """What a run may write to, as it was before.
-
-    Args:
-        modules: Modules whose attributes are put back too, as far as they are bound to others.
-        optimizers: Optimizers whose states and options are put back too.
-    """
+    """What a run may write to, as it was before."""
 
     def __init__(
         self,
@@ -59,11 +54,7 @@ class StateGuard:
         return any(are_meta) and (self.has_wrappers or (self.has_sizes and all(are_meta)))
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Takes down the tensors that an op is called with.
-
-        Raises:
-            AccuracyError: One has no numbers.
-        """
+        """Takes down the tensors that an op is called with."""
         for tensor in tensors:
             refuse_strange(tensor)
             if tensor.is_floating_point():
@@ -75,11 +66,7 @@ class StateGuard:
             self._leaves[id(tensor)] = (tensor, tensor.grad)
 
     def refuse_other_dtypes(self) -> None:
-        """Refuses a program of which nothing is in float32.
-
-        Raises:
-            AccuracyError: No op has met a float32 parameter or, if there are none, tensor.
-        """
+        """Refuses a program of which nothing is in float32."""
         found = self._parameter_dtypes or self._dtypes
         if not found:
             raise AccuracyError(
@@ -213,12 +200,7 @@ def leaves_of(step: Any) -> list[torch.Tensor]:
 
 
 def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
-    """What puts back what a step does to its modules and optimizers, and to tensors.
-
-    Args:
-        step: The step.
-        others: Optimizers that it does not know.
-    """
+    """What puts back what a step does to its modules and optimizers, and to tensors."""
     optimizers = [v for v in _known_to(step) if isinstance(v, torch.optim.Optimizer)]
     optimizers += others
     return StateGuard(modules_of(step), dict.fromkeys(optimizers))
@@ -256,12 +238,7 @@ def _has_content(cell: Any) -> bool:
 
 
 class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, with a guard, and counts what examining it will take.
-
-    Args:
-        guard: Told of every write.
-        reference: The dtype of the reference.
-    """
+    """Runs a program as it is, with a guard, and counts what examining it will take."""
 
     supports_higher_order_operators = True
 
@@ -340,11 +317,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refuse_strange(tensor: torch.Tensor) -> None:
-    """Refuses what has no numbers.
-
-    Raises:
-        AccuracyError: The tensor is fake or on the ``meta`` device.
-    """
+    """Refuses what has no numbers."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
         raise AccuracyError(

@@ -80,15 +80,9 @@ def find_suspects(
 ) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 
-    Overflows come first, by time; then what else harms the forward, and then the backward, by how
-    far it is over its threshold.
-
-    Args:
-        nodes: The records of all ops, in order.
-        loss: How large the loss of the reference program is; None without one.
-        room: How many times larger the scale of the loss may be. What that keeps from being
-            flushed to zero is a matter of the scale and no op's fault.
-        gradient_error: The relative error of all gradients together.
+    ``room`` says how many times larger the scale of the loss may be; what that keeps from being
+    flushed to zero is not a fault of the op. Overflows come first, by time; then what else harms
+    the forward, and then the backward, by how far it is over its threshold.
     """
     graph = OpGraph(nodes)
     findings = [f for node in nodes for f in _findings(node, graph, room)]

@@ -44,10 +44,6 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
 
     Overflows come first, by time, then the other suspects; what is left is ranked by what its
     errors do to the loss, whatever their signs.
-
-    Args:
-        report: What was measured.
-        keep: Patterns of modules that stay low.
     """
     groups = _groups(report)
     suspects = [s for s in report.suspects if s.is_mendable]

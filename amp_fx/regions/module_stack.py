@@ -52,12 +52,7 @@ NO_FRAME = CompileFrame()
 
 
 def module_stack(node: fx.Node, frame: CompileFrame = NO_FRAME) -> ModuleStack:
-    """The modules that a node of a captured graph stands in.
-
-    Args:
-        node: Its ``meta["nn_module_stack"]`` counts; in a backward graph that of its forward.
-        frame: Where the graph was captured.
-    """
+    """The modules that a node stands in; for one of a backward graph, those of its forward."""
     entries = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _inside(frame, entries.values())
 

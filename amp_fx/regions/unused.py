@@ -29,11 +29,6 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
 
     A function's modules are those that its variables hold and those that its graph has calls of.
     It is asked about where it is compiled whole: another graph may have the rest of them.
-
-    Args:
-        policy: The policy.
-        frame: The modules around the compiled frame.
-        gm: The captured graph.
     """
     program: Any = frame.root if frame.root is not None else frame.function
     reason = getattr(gm, "compile_subgraph_reason", None)

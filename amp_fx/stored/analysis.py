@@ -65,11 +65,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reasons_to_stay(call: Call) -> dict[str, str]:
-    """Why each weight has to stay as it is; ``""`` for those that may be stored low.
-
-    Raises:
-        ExplainError: The model cannot be traced with these arguments.
-    """
+    """Why each weight has to stay as it is; ``""`` for those that may be stored low."""
     try:
         return _reasons(call, _fake)
     except (*NEEDS_NUMBERS, _EagerError) as error:

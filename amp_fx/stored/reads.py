@@ -40,8 +40,7 @@ class SeenCall:
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what takes weights, and every other call.
 
-    Args:
-        weights: By name; those that share memory go under one of their names.
+    Weights that share memory go under one of their names.
 
     Attributes:
         dtypes: What a weight is cast to by those that read it through a cast.
@@ -137,11 +136,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Questions(TorchFunctionMode):
-    """Notes the weights whose dtype the program's Python looks at.
-
-    Args:
-        weights: By name.
-    """
+    """Notes the weights whose dtype the program's Python looks at."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()

@@ -147,13 +147,7 @@ def kept_inputs(
 ) -> tuple[KeptInputs | None, Sequence[Any]]:
     """The kept inputs of a rewritten graph, None if it has none, and what it is compiled for.
 
-    Args:
-        gm: The graph; the inputs that it does not need are removed.
-        example_inputs: What Dynamo gave.
-        verify: ``Options.verify``.
-        root: The class of the outermost module that is compiled, if it is one.
-        more: Values that are not inputs.
-        may_give_up: As for ``KeptCall``.
+    The inputs that the graph does not need are removed.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]

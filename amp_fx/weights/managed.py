@@ -34,9 +34,6 @@ def is_of_plain_module(source: Any) -> bool:
     Relies on ``Source.guard_source``, which both FSDPs' modules have as ``is_fsdp_module``
     (``_is_fsdp_managed_module``), other modules as ``is_unspecialized_nn_module`` or
     ``is_specialized_nn_module``.
-
-    Args:
-        source: A node's ``_dynamo_source``; None if it has none.
     """
     found = getattr(source, "guard_source", None)
     guard = found() if callable(found) else found

@@ -29,10 +29,6 @@ def region_cast(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
     The latter where the region has none to give, or one that is out of date: eager autocast
     does not notice a write to a leaf that it has cast.
-
-    Args:
-        weight: The leaf; float32.
-        low: Its value in the region's dtype, on the same device.
     """
     shared = _cached_cast(weight, low.dtype)
     if shared is None or not torch.equal(shared, low):

@@ -102,7 +102,10 @@ def test_a_missing_snapshot_names_the_flag_and_the_flag_writes_it(
         ({"args": "act=nn.SiLU"}, ["silu", "gelu"]),
         ({"args": "width=48"}, ["up.weight", "[32, 16]", "[48, 16]"]),
         ({"options": "dtype='float16'"}, ["dtype", "bfloat16", "float16"]),
-        ({"options": "dtype='float16'", "more": "net.up.weight.data *= 1e6"}, ["suspect", "overflow"]),
+        (
+            {"options": "dtype='float16'", "more": "net.up.weight.data *= 1e6"},
+            ["suspect", "overflow"],
+        ),
     ],
     ids=["policy", "op", "width", "dtype", "suspect"],
 )  # fmt: skip
