@@ -31,10 +31,10 @@ from amp_fx.regions.module_stack import (
     compile_frame,
     ends_at_graph_break,
     guard_module,
+    warn_unused,
 )
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
-from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record, record_graph
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_inputs import keepable_weights

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from amp_fx.bench.machine import machine
+from amp_fx.bench.settings import machine
 from amp_fx.devices.product_costs import (
     ATTENTION,
     ATTENTION_BACKWARD,

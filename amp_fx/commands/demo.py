@@ -13,10 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.machine import machine
+from amp_fx.bench.settings import machine
 from amp_fx.demo.generate import TEXTS, generate
-from amp_fx.demo.text import statements
-from amp_fx.demo.train import Settings, compare
+from amp_fx.demo.train import Settings, compare, statements
 from amp_fx.dtypes import LOW_DTYPE_NAMES, dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.options import COMPILERS, check_device_dtype

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amp_fx.devices.processor import has_product_kernels
+from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 

@@ -14,9 +14,9 @@ from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
-from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
 from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy

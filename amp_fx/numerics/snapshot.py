@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.records import UNIT, as_plain
+from amp_fx.numerics.records import UNIT, as_plain, number
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.numerics.words import number
 from amp_fx.reports import new_table, printed
 
 if TYPE_CHECKING:

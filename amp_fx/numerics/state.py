@@ -17,9 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.repeat import MOVES, below_everything, facts_of, tensors_in
-from amp_fx.numerics.shadow import is_wrapped
-from amp_fx.numerics.torch_private import StorageReference, address_of
+from amp_fx.numerics.shadow import (
+    MOVES,
+    StorageReference,
+    address_of,
+    below_everything,
+    facts_of,
+    is_wrapped,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -27,10 +27,9 @@ from amp_fx.numerics.entry import (
     report_of,
     unwrap,
 )
-from amp_fx.numerics.repeat import tensors_in
+from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
-from amp_fx.numerics.torch_private import unseen_writes
-from amp_fx.numerics.words import number, share
+from amp_fx.numerics.shadow import tensors_in, unseen_writes
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import CompileTargetError, StoreError
 from amp_fx.explanation.entry import label, unwrap
-from amp_fx.explanation.stand_in import (
+from amp_fx.explanation.running import (
     is_usable,
     leaf_tensors,
     module_tensors,

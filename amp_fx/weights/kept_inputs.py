@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.graphs.places import lines_of
 from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
 from amp_fx.weights.spread import (
+    is_distributed,
+    is_managed,
+    is_of_plain_module,
     is_spread,
     part_of,
     spec_like,
@@ -42,7 +44,7 @@ def keepable_weights(
     """The placeholders that are weights: parameters, and buffers of modules.
 
     Subclasses other than DTensor (quantized weights) are left out: their storage is not plain. So
-    are weights that a library shards (``amp_fx.weights.managed``).
+    are weights that a library shards (``amp_fx.weights.spread``).
 
     Returns:
         For each, its name and the names of all inputs that share its storage.

@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 import torch._dynamo  # noqa: F401 (before pytester takes what it imports out of sys.modules)
 
-import amp_fx.numerics.entry
-import amp_fx.numerics.snapshot
-import amp_fx.numerics.table  # noqa: F401
-
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).resolve().parents[2]
 
