@@ -25,12 +25,7 @@ _BUILT_IN = {kind.name: index for index, kind in enumerate(PASSES)}
 
 @dataclasses.dataclass(frozen=True)
 class AddedPass:
-    """A pass of a user's own.
-
-    Attributes:
-        added: The pass.
-        after: The name of the pass that it runs after.
-    """
+    """A pass of a user's own."""
 
     added: Pass
     after: str = DEFAULT_AFTER

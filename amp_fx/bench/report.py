@@ -30,16 +30,7 @@ PIPED_WIDTH = 100
 
 @dataclasses.dataclass
 class Report:
-    """Everything that a run found.
-
-    Attributes:
-        settings: What was asked for.
-        command: The line that asks for the same again.
-        machine: What it ran on.
-        versions: Of Python, torch and amp_fx.
-        outcomes: What was measured, with its case, in order.
-        failures: Cases that broke off, and why.
-    """
+    """Everything that a run found."""
 
     settings: Settings
     command: str

@@ -40,11 +40,7 @@ FUSED = tuple(name for name in OPTIMIZERS if name.endswith("fused"))
 
 @dataclasses.dataclass(frozen=True)
 class ScalerTiming:
-    """What a step took with each scaler.
-
-    Attributes:
-        seconds: Per scaler, one sample for each round.
-    """
+    """What a step took with each scaler."""
 
     seconds: dict[str, list[float]]
 

@@ -132,15 +132,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 
 @dataclasses.dataclass
 class Run:
-    """One training: losses of this process, and what was counted.
-
-    Attributes:
-        losses: One for each micro-batch.
-        made: Copies of weights made, in all updates.
-        kept: Copies that are kept.
-        bytes: Bytes that they take.
-        gathered: Bytes of weights that this process handed to all-gathers.
-    """
+    """One training: losses of this process, and what was counted."""
 
     losses: list[float]
     made: int

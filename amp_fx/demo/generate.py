@@ -75,14 +75,7 @@ def _attend(block: Block, x: Tensor, position: Tensor, cache: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Writing:
-    """One contender's text, and the seconds that each of its tokens took.
-
-    Attributes:
-        name: The contender.
-        tokens: The text, the prompt included.
-        first_step: Seconds of the first call, which compiles.
-        times: Of all calls but those for the first text.
-    """
+    """One contender's text, and the seconds that each of its tokens took."""
 
     name: str
     tokens: list[int] = dataclasses.field(default_factory=list)

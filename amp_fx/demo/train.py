@@ -141,16 +141,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Holds the results.
-
-    Attributes:
-        float32: How the contender did that trains in float32.
-        amp_fx: How amp_fx did.
-        autocast: How ``torch.autocast`` did.
-        casts: What amp_fx did to the graphs.
-        model: What amp_fx has trained.
-        vocabulary: What its tokens mean.
-    """
+    """Holds the results."""
 
     float32: Run
     amp_fx: Run

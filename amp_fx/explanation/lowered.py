@@ -135,14 +135,7 @@ def _kind_of(node: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LoweredGraph:
-    """A graph of AOTAutograd, as inductor gets it.
-
-    Attributes:
-        gm: The graph.
-        is_backward: Whether it is a backward.
-        collectives: What it sends, each as it was and as ``narrow_gathers`` left it.
-        kernels: The kernels that inductor would make of it, if they were asked for.
-    """
+    """A graph of AOTAutograd, as inductor gets it."""
 
     gm: fx.GraphModule
     is_backward: bool

@@ -104,13 +104,7 @@ def clean_reason(reason: str) -> str:
 
 
 class Work(NamedTuple):
-    """What one call of a node has to do.
-
-    Attributes:
-        flops: Floating-point operations.
-        moved: Bytes that it reads and writes.
-        is_counted: Whether it could be counted.
-    """
+    """What one call of a node has to do."""
 
     flops: int = 0
     moved: Moved = Moved()

@@ -41,15 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class SeenCast:
-    """A cast node, as it was when a pass had just put it in.
-
-    Attributes:
-        node: The node; it may have been erased since.
-        cast: Its record.
-        source: What it cast.
-        users: What took it.
-        removed_by: The pass that erased it, or ``""``.
-    """
+    """A cast node, as it was when a pass had just put it in."""
 
     node: fx.Node
     cast: Cast

@@ -211,14 +211,7 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 @dataclasses.dataclass
 class Capture:
-    """What Dynamo gave.
-
-    Attributes:
-        graphs: The graphs, in the order of capture.
-        other_breaks: Reasons of graph breaks that no graph ends with.
-        is_whole: Whether one graph is all that the call did.
-        outputs: What it gave.
-    """
+    """What Dynamo gave."""
 
     graphs: list[SeenGraph]
     other_breaks: list[str]

@@ -48,13 +48,7 @@ Dtypes = tuple["torch.dtype | None", ...]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The region that a program is rewritten for.
-
-    Attributes:
-        state: Autocast's state where the program begins.
-        policy: Which op is cast how.
-        is_bare: Whether the program was captured outside of it.
-    """
+    """The region that a program is rewritten for."""
 
     state: AutocastState
     policy: Policy

@@ -35,12 +35,7 @@ _CALLS = ("call_function", "call_method")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Something that holds of every node of a graph.
-
-    Attributes:
-        text: It, for a person to read.
-        holds: Whether it holds of one node.
-    """
+    """Something that holds of every node of a graph."""
 
     text: str
     holds: Callable[[fx.Node], bool] = dataclasses.field(repr=False)

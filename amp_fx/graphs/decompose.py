@@ -66,14 +66,7 @@ class OpaqueKernelError(NotPlainError):
 
 @dataclasses.dataclass(frozen=True)
 class OpDecision:
-    """One op with a policy, as met while opening a node.
-
-    Attributes:
-        op: Qualified overload name (``"aten::softmax.int"``).
-        device_type: The device whose table has it.
-        policy: What is done with its inputs.
-        origin: Where that was laid down, for a person to read.
-    """
+    """One op with a policy, as met while opening a node."""
 
     op: str
     device_type: str

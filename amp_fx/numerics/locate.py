@@ -70,15 +70,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A rewritten graph of one call, and the inputs that it was called with.
-
-    Attributes:
-        gm: The graph.
-        inputs: Its inputs, copied before the call.
-        frame: Where it was captured.
-        has_grad: Whether gradients were recorded.
-        region: What it runs in: autocast, if it is as Dynamo captured it.
-    """
+    """A rewritten graph of one call, and the inputs that it was called with."""
 
     gm: fx.GraphModule
     inputs: tuple[Any, ...]

@@ -34,11 +34,7 @@ MOST = 12
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Ops of one name in like modules.
-
-    Attributes:
-        nodes: Their records.
-    """
+    """Ops of one name in like modules."""
 
     nodes: tuple[OpRecord, ...]
 

@@ -221,17 +221,7 @@ _FORMS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a model, and the region that it is meant to run in.
-
-    Attributes:
-        model: The model.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        device_type: The device type of the region.
-        dtype: The low dtype of the region.
-        policy: Its policy.
-        region: Enters the region.
-    """
+    """One call of a model, and the region that it is meant to run in."""
 
     model: nn.Module
     args: tuple[Any, ...]

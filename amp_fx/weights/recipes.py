@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight as it is.
-
-    Attributes:
-        position: Among the inputs of the graph.
-    """
+    """A weight as it is."""
 
     position: int
 

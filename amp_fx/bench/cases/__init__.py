@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something to time.
-
-    Attributes:
-        about: What it is, in a line.
-        run: Measures, and gives what came out.
-    """
+    """Something to time."""
 
     about: str
     run: Callable[[Settings, Watch], Iterator[Comparison | Figure]]
