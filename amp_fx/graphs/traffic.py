@@ -88,13 +88,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.moved = Moved()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op and counts it."""
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in(args, kwargs)):

@@ -427,14 +427,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._site_of: dict[int, Site] = {}
         self._last_number = latest_node_number()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs one op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)

@@ -111,13 +111,7 @@ class CallNotes(TorchFunctionMode):
         self.on_backward: Callable[[Any], None] | None = None
         """Called with what ``Tensor.backward`` is called of, before it runs."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function; what holds ops, such as a branch, as eager code."""
         form = eager_form(func)
         if form is not None:

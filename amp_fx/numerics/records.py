@@ -269,40 +269,16 @@ class Suspect:
 
 def record_of(seen: Seen) -> OpRecord:
     """The record of what was seen of one op."""
-    measures, site = seen.measures, seen.site
+    measures = seen.measures
     return OpRecord(
-        index=seen.index,
-        stage=seen.stage,
-        module=site.module,
-        module_type=site.module_type,
-        op=site.op,
-        kernel=seen.kernel,
+        **{name: getattr(seen.site, name) for name in _OF_SITE},
+        **{name: getattr(seen, name) for name in _OF_SEEN},
+        **{name: getattr(measures, name) for name in (*_COUNTS, *_ERRORS)},
         dtype=dtype_name(seen.dtype),
-        shape=seen.shape,
-        file=site.file,
-        line=site.line,
-        code=site.code,
-        inputs=seen.inputs,
         num_batches=1,
-        numel=measures.numel,
-        local=measures.local,
-        accumulated=measures.accumulated,
         accumulated_in=seen.error_in,
-        effect=seen.effect,
         effect_rms=math.sqrt(seen.effect_sq),
-        overflows=measures.overflows,
-        fills=measures.fills,
-        inherited=measures.inherited,
-        poisoned=measures.poisoned,
-        singular=measures.singular,
-        flushed=measures.flushed,
-        nonzero=measures.nonzero,
-        lost=measures.lost,
-        flips=measures.flips,
-        max_abs=measures.max_abs,
         norm=math.sqrt(measures.shadow_sq),
-        is_origin=seen.is_origin,
-        integers=seen.integers,
     )
 
 
@@ -311,27 +287,23 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
     effects = [e for e in (ours.effect, theirs.effect) if e is not None]
     return dataclasses.replace(
         ours,
-        num_batches=ours.num_batches + theirs.num_batches,
-        numel=ours.numel + theirs.numel,
-        local=max(ours.local, theirs.local),
-        accumulated=max(ours.accumulated, theirs.accumulated),
-        accumulated_in=max(ours.accumulated_in, theirs.accumulated_in),
+        **{name: getattr(ours, name) + getattr(theirs, name) for name in ("num_batches", *_COUNTS)},
+        **{name: max(getattr(ours, name), getattr(theirs, name)) for name in (*_ERRORS, *_INPUTS)},
         effect=sum(effects) if effects else None,
         effect_rms=math.hypot(ours.effect_rms, theirs.effect_rms),
-        overflows=ours.overflows + theirs.overflows,
-        fills=ours.fills + theirs.fills,
-        inherited=ours.inherited + theirs.inherited,
-        poisoned=ours.poisoned + theirs.poisoned,
-        singular=ours.singular + theirs.singular,
-        flushed=ours.flushed + theirs.flushed,
-        nonzero=ours.nonzero + theirs.nonzero,
-        lost=ours.lost + theirs.lost,
-        flips=ours.flips + theirs.flips,
-        max_abs=max(ours.max_abs, theirs.max_abs),
         norm=math.hypot(ours.norm, theirs.norm),
         is_origin=ours.is_origin or theirs.is_origin,
-        integers=max(ours.integers, theirs.integers),
     )
+
+
+_OF_SITE = ("module", "module_type", "op", "file", "line", "code")
+_OF_SEEN = ("index", "stage", "kernel", "shape", "inputs", "effect", "is_origin", "integers")
+_COUNTS = (
+    *("numel", "overflows", "fills", "inherited", "poisoned", "singular"),
+    *("flushed", "nonzero", "lost", "flips"),
+)
+_INPUTS = ("accumulated_in", "integers")
+_ERRORS = ("local", "accumulated", "max_abs")
 
 
 def as_plain(value: Any) -> Any:

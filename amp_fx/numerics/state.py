@@ -255,14 +255,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._off: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs one op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in((args, kwargs))
         if any(map(is_wrapped, tensors)):

@@ -75,13 +75,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._widened: dict[int, torch.dtype] = {}
         self._held: list[torch.Tensor] = []  # a freed storage's number comes again
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
         is_cast = bool(read) and _is_low_cast(func, read[0], kwargs)
@@ -157,9 +151,7 @@ class Questions(TorchFunctionMode):
         self.asked: set[str] = set()
         self._names = {id(tensor): name for name, tensor in weights.items()}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS:
             self.asked.update(self._names[id(a)] for a in args if id(a) in self._names)
         return func(*args, **(kwargs or {}))
