@@ -41,15 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="package.module:name of a model, function or factory")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
-        "tokens; may be given more than once",
-    )
+    add_target(parser, "of a model, function or factory")
     parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
     parser.add_argument("--policy", help="name of a preset; default: torch")
     parser.add_argument("--device", help="device type to explain for; it need not be there")
@@ -75,6 +67,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def add_target(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds what a model and its inputs are told by (``load_with_inputs``)."""
+    parser.add_argument("target", help=f"package.module:name {what}")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
+        "tokens; may be given more than once",
+    )
+
+
+def load_with_inputs(
+    args: argparse.Namespace, *, is_meta: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The model that a command was given, and its inputs."""
+    model, inputs = load(args.target, is_meta=is_meta)
+    if args.input_shape:
+        inputs = tuple(parse_input(text, is_meta=is_meta) for text in args.input_shape)
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    return model, inputs
+
+
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns 0."""
     paths = [path for path in (args.html, args.draw) if path is not None]
@@ -82,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
         check_path(path)
     if args.html is not None and not args.html.endswith(".html"):
         raise DrawError(f"--html {args.html}: the name of the page must end in .html")
-    model, inputs = load(args.target, is_meta=args.meta)
-    if args.input_shape:
-        inputs = tuple(parse_input(text, is_meta=args.meta) for text in args.input_shape)
-    if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    model, inputs = load_with_inputs(args, is_meta=args.meta)
     explainer = explain(
         model,
         dtype=args.dtype,

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.inner import is_strict
 from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
+from amp_fx.errors import AmpFxError, ExplainError, OptionError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import cast_record, first_lines, islands_in, read_graphs
 from amp_fx.explanation.optimizer_step import explain_step
@@ -39,15 +39,13 @@ from amp_fx.explanation.running import (
 from amp_fx.explanation.table import bare_op
 from amp_fx.exporting.entry import export
 from amp_fx.exporting.program import WEIGHTS, copied_graph, notes_of, restore_notes
-from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.front.settings import NOT_COMPILED, RegionSettings, as_dtype, policy_for, unwrap
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
-from amp_fx.policies.policy import as_policy
 from amp_fx.regions.module_stack import NO_FRAME
-from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
@@ -231,17 +229,12 @@ def explain(
                 "and there is no optimizer"
             )
         return explain_program(model, dtype=dtype, policy=policy)
-    if isinstance(model, type) or not callable(model):
-        raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
-    target, settings = unwrap(model)
-    given = settings or RegionSettings(None, None, None)
+    target, given = unwrap(model, "amp_fx.explain")
     request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=given.policy or ambient_policy() or as_policy("torch")
-        if policy is None
-        else as_policy(policy),
+        policy=policy_for(policy, given),
         device_type=device_type or given.device_type,
-        settings=settings,
+        settings=None if given is NOT_COMPILED else given,
         backward=backward,
         options=_checked(options),
         optimizer=optimizer,
@@ -278,15 +271,6 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if name in given:
             raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
     return given
-
-
-def unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
-    settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
-    inner = getattr(model, "_orig_mod", None)
-    if inner is None and not getattr(model, "_torchdynamo_disable", False):
-        inner = getattr(model, "_torchdynamo_orig_callable", None)
-    return (inner if callable(inner) else model), settings
 
 
 def _explain(

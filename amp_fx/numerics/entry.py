@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
-from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.errors import AccuracyError, OptionError
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
@@ -19,8 +19,6 @@ from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
-from amp_fx.policies.policy import as_policy
-from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
@@ -164,27 +162,6 @@ class Asked:
     scale: float = 1.0
     loss: Callable[[Any], Any] | None = None
     modules: tuple[str, ...] | None = None
-
-
-def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
-    if isinstance(step, type) or not callable(step):
-        raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
-    settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
-    if settings is not None and not isinstance(step, torch.nn.Module):
-        step = step.__wrapped__
-    inner = getattr(step, "_orig_mod", None)
-    if inner is None and not getattr(step, "_torchdynamo_disable", False):
-        inner = getattr(step, "_torchdynamo_orig_callable", None)
-    found = inner if callable(inner) else step
-    return found, settings or RegionSettings(None, None, None)
-
-
-def policy_for(policy: Any, given: RegionSettings) -> Policy:
-    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
-    if policy is None:
-        return given.policy or ambient_policy() or as_policy("torch")
-    return as_policy(policy)
 
 
 def _reference(reference: Any) -> torch.dtype:

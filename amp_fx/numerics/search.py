@@ -24,7 +24,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
-from amp_fx.front.settings import as_dtype
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.entry import (
     Asked,
     caller_of,
@@ -32,9 +32,7 @@ from amp_fx.numerics.entry import (
     examine,
     low_dtype_of,
     name_of,
-    policy_for,
     scale_for,
-    unwrap,
 )
 from amp_fx.numerics.places import CallNotes, is_inside
 from amp_fx.numerics.records import number

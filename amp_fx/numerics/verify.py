@@ -15,7 +15,8 @@ from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
-from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of, policy_for, unwrap
+from amp_fx.front.settings import policy_for, unwrap
+from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import Difference, differences
 from amp_fx.numerics.locate import Captured, capture, first_difference
 from amp_fx.numerics.running import undisturbed

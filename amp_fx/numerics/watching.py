@@ -17,16 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
-from amp_fx.front.settings import as_dtype
-from amp_fx.numerics.entry import (
-    Asked,
-    caller_of,
-    device_type_of,
-    low_dtype_of,
-    policy_for,
-    report_of,
-    unwrap,
-)
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
+from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import tensors_in, unseen_writes
