@@ -89,12 +89,7 @@ class KeepWeightCasts:
 
 
 def kept_casts(gm: fx.GraphModule, weights: Iterable[str]) -> list[tuple[fx.Node, fx.Node]]:
-    """The casts of some weights that can be kept, each with its weight's placeholder.
-
-    Args:
-        gm: A graph with its casts.
-        weights: Names of the placeholders.
-    """
+    """The casts of some weights that can be kept, each with its weight's placeholder."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     nodes = [by_name[name] for name in weights]
     keepable = {id(value_of(node)): node for node in nodes if not is_written(node)}
@@ -177,12 +172,7 @@ def add_kept_input(
 ) -> fx.Node:
     """Adds the placeholder of what is kept for a weight, behind all others.
 
-    Args:
-        graph: The graph.
-        source: The weight's placeholder.
-        index: Its position among the inputs that Dynamo gives.
-        dtype: Dtype of what is kept.
-        is_alias: Whether that is no copy but the weight's own bytes.
+    With ``is_alias`` that is not a copy, but the weight's own bytes.
     """
     last = graph.find_nodes(op="placeholder")[-1]
     kind = "alias" if is_alias else "kept"

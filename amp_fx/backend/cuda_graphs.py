@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Has graphs compiled anew where ``apart`` changes them: AOTAutograd's cache lacks the change.
-
-    Args:
-        settings: The settings of inductor that graphs are compiled with.
-    """
+    """Compiles graphs anew where ``apart`` changes them; AOTAutograd's cache lacks the change."""
     if is_ahead_of_time() or not _is_on(settings):
         return contextlib.nullcontext()
     patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
@@ -77,12 +73,7 @@ class Apart:
 
 
 def apart(gm: fx.GraphModule, static: Iterable[int]) -> Apart:
-    """Takes out of a graph what a recording of it would ask or hold.
-
-    Args:
-        gm: A graph of AOTAutograd; edited where CUDA graphs are on.
-        static: Positions of the inputs that stay where they are.
-    """
+    """Takes out of a graph what a recording of it would ask or hold, where CUDA graphs are on."""
     if not _is_on({}):
         return Apart({}, {})
     returned = {} if is_ahead_of_time() else _taken_out(gm, static)

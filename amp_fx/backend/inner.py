@@ -1,4 +1,13 @@
-"""The inner compilers that a rewritten graph is handed to."""
+"""The inner compilers that a rewritten graph is handed to.
+
+``repaired`` repairs a fault of TorchInductor's CPU scheduler that gives wrong gradients.
+
+When the scheduler recomputes a loop body, it forgets that a buffer which is scattered into
+goes by another name afterwards; a kernel that reads the sum may then run before the scatter.
+Interpolation and max pooling scatter in their backward, and casts around them are enough to
+bring it about. See pytorch#185509; the repair is that of pytorch#185873, which torch 2.13
+lacks and which does nothing where torch has it.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +24,13 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.cuda_graphs import apart, settled
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.backend.inductor_repair import repaired
 from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
-from amp_fx.weights.managed import is_distributed
 from amp_fx.weights.region_cast import taken_outside
+from amp_fx.weights.spread import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +42,39 @@ if TYPE_CHECKING:
     Compiled = Callable[..., Any]
 
 log = logging.getLogger("amp_fx.inner")
+
+_TAG = "amp_fx: pytorch#185873"
+
+
+def repaired() -> contextlib.AbstractContextManager[None]:
+    """Compile inside it; on-disk caches then keep apart what was compiled without.
+
+    The repair stays for the process: another thread may be compiling.
+
+    Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, and on
+    ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
+    """
+    _repair()
+    tags = (torch.compiler.config.cache_key_tag, _TAG)
+    patch: contextlib.AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
+        cache_key_tag=tags[0] if _TAG in tags[0] else " ".join(filter(None, tags))
+    )
+    return patch
+
+
+@functools.cache
+def _repair() -> None:
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(recompute)
+    def recompute_and_rename(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        recompute(self, *args, **kwargs)
+        if self.mutation_renames:
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
 
 
 def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
@@ -83,12 +124,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """Rewrites graphs of AOTAutograd before inductor lowers them.
-
-    Args:
-        options: The options of the backend.
-        following: A pass of the user's own, which runs afterwards.
-    """
+    """Rewrites graphs of AOTAutograd before inductor lowers them."""
     from amp_fx.backend.after_autograd import AfterAutograd
 
     return AfterAutograd(
@@ -150,14 +186,7 @@ def compile_with_inductor(
     options: Options,
     compile_inside: Callable[..., Any],
 ) -> Compiled:
-    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
-
-    Args:
-        gm: The graph.
-        example_inputs: Its inputs.
-        options: The options of the backend.
-        compile_inside: Compiles a graph of AOTAutograd, as ``compile_graph`` does.
-    """
+    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it."""
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
     return through_inductor(gm, example_inputs, options, compile_inside)
@@ -298,12 +327,7 @@ def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable
 
 
 def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
-    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire.
-
-    Args:
-        gm: The graph.
-        narrows: Whether to narrow, or only to count.
-    """
+    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire."""
     before = wire_bytes(gm.graph)
     if not before:
         return

@@ -11,7 +11,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from amp_fx.errors import AmpFxError, PassError
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts

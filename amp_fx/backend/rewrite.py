@@ -31,10 +31,10 @@ from amp_fx.regions.module_stack import (
     compile_frame,
     ends_at_graph_break,
     guard_module,
+    warn_unused,
 )
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
-from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record, record_graph
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_inputs import keepable_weights
@@ -93,10 +93,6 @@ class Rewritten:
     def variant(self, keeps: Collection[str] = (), *, aliases: bool = False) -> fx.GraphModule:
         """A copy of the graph that keeps the casts of some weights.
 
-        Args:
-            keeps: Names of the weights' placeholders.
-            aliases: Whether weights are read through storages of their own.
-
         Raises:
             PassError: A pass failed.
         """
@@ -125,14 +121,6 @@ def rewrite(
     is_whole: bool = True,
 ) -> Rewritten:
     """Puts casts into a copy of a captured graph, as the ambient region or the options say.
-
-    Args:
-        gm: The graph that Dynamo captured.
-        example_inputs: Its inputs.
-        options: The options of the backend.
-        observer: Told of what is done.
-        is_whole: Whether the graph is to keep the casts of all weights; else the caller asks for
-            variants.
 
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for.
@@ -194,20 +182,12 @@ def trained_weights(gm: fx.GraphModule, weights: Sequence[str]) -> frozenset[str
 
 
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
-    """The state of autocast where a graph begins, with the policy that holds there.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
-    """
+    """The state of autocast where a graph begins, with the policy that holds there."""
     return start_state_on(graph_devices(gm), options)
 
 
 def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
-    """The same for a program whose tensors are on some devices.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
-    """
+    """The same for a program whose tensors are on some devices."""
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:
@@ -225,10 +205,6 @@ def bare_state(
     name of the backend switches on. Else it is one for the device that the graph's tensors are
     on: an accelerator, if any is among them, else the CPU, as a user of ``torch.autocast`` would
     choose.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for, or inductor makes
-            no kernels with it for the device.
     """
     is_region = options.bare_region and not in_disabled_region()
     device_type = region_device_type(devices) if is_region else None
@@ -269,13 +245,6 @@ def _run_passes(
     observer: Observer,
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """A rewritten copy of a graph, and one before casts of weights are taken out.
-
-    Args:
-        captured: The graph.
-        passes: What to run.
-        rest: What to run besides, but not over the second.
-        options: The options of the backend.
-        observer: Told of what is done.
 
     Returns:
         None if a pass failed and may be fallen back from.

@@ -128,14 +128,7 @@ def _skipped_at_either_end(num_rounds: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One number that is no contender's time.
-
-    Attributes:
-        name: What it is.
-        value: How much.
-        unit: Of what.
-        interval: Where it lies with 95 % confidence; None if that is not known.
-    """
+    """One number that is no contender's time."""
 
     name: str
     value: float

@@ -25,12 +25,7 @@ WARM_UP_CALLS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one sample for each round.
-
-    Attributes:
-        seconds: The samples.
-        steps: Calls that each sample is the mean of.
-    """
+    """Seconds per call, one sample for each round."""
 
     seconds: tuple[float, ...]
     steps: int = 1

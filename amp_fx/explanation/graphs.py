@@ -9,8 +9,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.lowered import kernels_of, saved_for_backward, sent_by
-from amp_fx.explanation.reading import GraphReader, kind_of
-from amp_fx.explanation.reasons import clean_reason, region_names
+from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
 from amp_fx.explanation.records import (
     CastRecord,
     GraphRecord,
@@ -18,7 +17,6 @@ from amp_fx.explanation.records import (
     KeptValueRecord,
     WeightRecord,
 )
-from amp_fx.explanation.work import WorkMeter
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import input_path, module_types
@@ -41,12 +39,7 @@ if TYPE_CHECKING:
 
 
 def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRecord, ...]:
-    """All graphs, forwards each followed by its backward.
-
-    Args:
-        seen: What the recorder saw.
-        device: What the CPU stands for; None if it is itself.
-    """
+    """All graphs, forwards each followed by its backward."""
     found: list[GraphRecord] = []
     for index, graph in enumerate(seen):
         lowered = graph.lower() if graph.lower is not None else ()

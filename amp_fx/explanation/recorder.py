@@ -41,15 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class SeenCast:
-    """A cast node, as it was when a pass had just put it in.
-
-    Attributes:
-        node: The node; it may have been erased since.
-        cast: Its record.
-        source: What it cast.
-        users: What took it.
-        removed_by: The pass that erased it, or ``""``.
-    """
+    """A cast node, as it was when a pass had just put it in."""
 
     node: fx.Node
     cast: Cast
@@ -92,15 +84,7 @@ class SeenGraph:
 
 
 class GraphRecorder:
-    """Takes down one graph while the backend rewrites it (``passes.base.Observer``).
-
-    Args:
-        seen: What is filled in.
-        wants_backward: Whether the backward graph is derived as well.
-        options: What the graph would be compiled with.
-        is_imagined: Whether the CPU stands for a device.
-        wants_kernels: Whether inductor is asked for its kernels.
-    """
+    """Takes down one graph while the backend rewrites it (``passes.base.Observer``)."""
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ from torch.export import ExportedProgram
 
 from amp_fx.backend.pipeline import run_passes
 from amp_fx.errors import CompileTargetError
-from amp_fx.exporting.notes import clean
-from amp_fx.exporting.program import copied_graph, with_graph, written_inputs
+from amp_fx.exporting.program import clean, copied_graph, with_graph, written_inputs
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.regions.state import no_autocast
 

@@ -10,17 +10,18 @@ from torch import fx
 
 from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.pipeline import run_passes
-from amp_fx.exporting.notes import clean, note_rewrite
+from amp_fx.exporting.capture import refuse_transforms
 from amp_fx.exporting.program import (
     WRITES,
+    clean,
     copied_graph,
     groups_by_storage,
+    note_rewrite,
     outputs_of,
     tensors_by_input,
     with_graph,
     written_inputs,
 )
-from amp_fx.exporting.transforms import refuse_transforms
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.values import is_written, recorded_value, value_of
 from amp_fx.passes.fold_casts import FoldCasts
@@ -47,13 +48,7 @@ Dtypes = tuple["torch.dtype | None", ...]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The region that a program is rewritten for.
-
-    Attributes:
-        state: Autocast's state where the program begins.
-        policy: Which op is cast how.
-        is_bare: Whether the program was captured outside of it.
-    """
+    """The region that a program is rewritten for."""
 
     state: AutocastState
     policy: Policy

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.records import UNIT, as_plain
+from amp_fx.numerics.records import UNIT, as_plain, number
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.numerics.words import number
 from amp_fx.reports import new_table, printed
 
 if TYPE_CHECKING:
@@ -35,11 +34,7 @@ Change = tuple[str, str, str, str]
 
 
 def of(report: Any) -> dict[str, Any]:
-    """The snapshot of a report, as JSON has it.
-
-    Raises:
-        AccuracyError: There are several reports.
-    """
+    """The snapshot of a report, as JSON has it."""
     if not isinstance(report, AccuracyReport):
         raise AccuracyError("a snapshot is of one dtype: call check once for each")
     known = {"loss": report.loss_magnitude or 0.0}

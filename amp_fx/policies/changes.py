@@ -166,16 +166,7 @@ class ArgOverride:
 
 
 def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPolicy) -> CastPolicy:
-    """A cast policy from its name, or as it is.
-
-    Args:
-        where: What it is for, to begin a message with.
-        value: What was given.
-        allowed: The policies that can be used there.
-
-    Raises:
-        PolicyError: There is no such policy, or it cannot be used there; lists those allowed.
-    """
+    """A cast policy from its name, or as it is."""
     names = [policy.value for policy in allowed]
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
@@ -194,10 +185,6 @@ def op_overrides(
         given: Policies by op: a packet, an overload or a glob, with or without ``aten::``, or
             the op itself.
         listed: Ops that tables have, perhaps of another torch version.
-
-    Raises:
-        PolicyError: An op or a policy is unknown, an op is named twice with different
-            policies, or none of the overloads can take the policy.
     """
     known = frozenset(listed)
     entries = [_op_override(op_text(op), value, known) for op, value in given.items()]
@@ -255,11 +242,7 @@ def _refuse_contradictions(entries: list[OpOverride]) -> None:
 
 
 def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
-    """The overloads that a name or a glob means: the functional ones, if there are any.
-
-    Raises:
-        PolicyError: There is none; suggests similar names.
-    """
+    """The overloads that a name or a glob means: the functional ones, if there are any."""
     if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
     glob = qualified_pattern(pattern)
@@ -293,10 +276,6 @@ def module_overrides(
             mapping gives policies to single ops inside of the module.
         listed: Ops that tables have, perhaps of another torch version.
         find_class: Finds a class by its name, once the policy of the entry is known to be one.
-
-    Raises:
-        PolicyError: A pattern is none of these, an op or a policy is unknown, or the op is one
-            that modules cannot change.
     """
     known = frozenset(listed)
     return tuple(
@@ -372,14 +351,7 @@ def _is_class(cls: type | str, wanted: type) -> bool:
 
 
 def rule_override(function: object) -> RuleOverride:
-    """A user's function as an override.
-
-    Args:
-        function: It, or ``"package.module:name"`` to import it by.
-
-    Raises:
-        PolicyError: It cannot be called, or cannot be imported.
-    """
+    """A user's function as an override."""
     if isinstance(function, str):
         function = find_object(function)
     if not callable(function) or isinstance(function, type):
@@ -392,12 +364,7 @@ def rule_override(function: object) -> RuleOverride:
 def arg_override(
     op: object, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
 ) -> ArgOverride:
-    """The entry that a call of ``with_args`` makes.
-
-    Raises:
-        PolicyError: The op is unknown or has no such tensor argument, or what shall be done
-            with one is not allowed.
-    """
+    """The entry that a call of ``with_args`` makes."""
     pattern = op_text(op)
     found = expand_ops(pattern, listed)
     taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})

@@ -133,11 +133,7 @@ class Resolver:
         return self.module_overrides(stack) if self._modules else None
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
-        """Decides what is done to a call; returns None if no entry is for its op.
-
-        Raises:
-            PolicyError: A rule raised, or gave no cast policy.
-        """
+        """Decides what is done to a call; returns None if no entry is for its op."""
         # The table of registered ops only grows: its size says whether an answer is out of date.
         by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
         if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):

@@ -56,15 +56,7 @@ _KEYS = (
 
 
 def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads a policy file.
-
-    Args:
-        path: Of the file.
-        trusted: What it may import (``Policy.load``).
-
-    Raises:
-        PolicyError: It cannot be read, is no TOML, or an entry is wrong; names line and key.
-    """
+    """Reads a policy file."""
     trust = Trust(trusted)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -74,15 +66,7 @@ def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False)
 
 
 def loads(text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads the text of a policy file.
-
-    Args:
-        text: Of the file.
-        trusted: What it may import (``Policy.load``).
-
-    Raises:
-        PolicyError: It is no TOML, or an entry is wrong; names line and key.
-    """
+    """Reads the text of a policy file."""
     return _Reader(files.Document(text, "policy"), Trust(trusted)).policy()
 
 
@@ -211,11 +195,7 @@ def _unknown_key(key: str) -> str:
 
 
 def save(policy: Policy, path: str | os.PathLike[str]) -> None:
-    """Writes a policy file.
-
-    Raises:
-        PolicyError: A rule or a class of modules cannot be imported by name.
-    """
+    """Writes a policy file."""
     for override in policy.rules:
         _check_importable(override.function, f"the rule {override.name}")
     for module in policy.modules:

@@ -11,14 +11,14 @@ from torch import nn
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import CompileTargetError, StoreError
-from amp_fx.explanation.entry import label, unwrap
-from amp_fx.explanation.stand_in import (
+from amp_fx.explanation.entry import label
+from amp_fx.explanation.running import (
     is_usable,
     leaf_tensors,
     module_tensors,
     target_device,
 )
-from amp_fx.front.settings import as_dtype
+from amp_fx.front.settings import as_dtype, unwrap
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.regions.policy_codes import ambient_policy
@@ -79,15 +79,14 @@ def store_low(
         ExplainError: When called: the model cannot be traced with these arguments. Nothing has
             been changed then.
     """
-    target, settings = unwrap(model) if isinstance(model, nn.Module) else (model, None)
-    if not isinstance(target, nn.Module):
+    if not isinstance(model, nn.Module):
         raise CompileTargetError(f"amp_fx.store_low takes a torch.nn.Module, not {model!r}")
-    given = None if dtype is None else as_dtype(dtype)
-    if given is None and settings is not None:
-        given = settings.dtype
+    target, settings = unwrap(model, "amp_fx.store_low")
+    assert isinstance(target, nn.Module)
+    given = settings.dtype if dtype is None else as_dtype(dtype)
     found = as_policy(policy)
     if found == preset("torch"):
-        found = (settings.policy if settings else None) or ambient_policy() or found
+        found = settings.policy or ambient_policy() or found
     _refuse_training(target)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())

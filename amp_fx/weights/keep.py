@@ -339,9 +339,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {0, *self._weights}
         self._made: list[torch.Tensor] = []  # as long as they live, nobody has their identities
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, torch.Tensor):

@@ -16,8 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.graphs.places import lines_of
 from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
 from amp_fx.weights.spread import (
+    is_distributed,
+    is_managed,
+    is_of_plain_module,
     is_spread,
     part_of,
     spec_like,
@@ -42,7 +44,7 @@ def keepable_weights(
     """The placeholders that are weights: parameters, and buffers of modules.
 
     Subclasses other than DTensor (quantized weights) are left out: their storage is not plain. So
-    are weights that a library shards (``amp_fx.weights.managed``).
+    are weights that a library shards (``amp_fx.weights.spread``).
 
     Returns:
         For each, its name and the names of all inputs that share its storage.
@@ -147,13 +149,7 @@ def kept_inputs(
 ) -> tuple[KeptInputs | None, Sequence[Any]]:
     """The kept inputs of a rewritten graph, None if it has none, and what it is compiled for.
 
-    Args:
-        gm: The graph; the inputs that it does not need are removed.
-        example_inputs: What Dynamo gave.
-        verify: ``Options.verify``.
-        root: The class of the outermost module that is compiled, if it is one.
-        more: Values that are not inputs.
-        may_give_up: As for ``KeptCall``.
+    The inputs that the graph does not need are removed.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]

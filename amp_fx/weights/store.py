@@ -271,14 +271,7 @@ class Store:
             return started
 
     def adopt(self, entry: Entry, value: Any, started: Any, positions: tuple[int, ...]) -> None:
-        """Takes a value that was made after ``start``; it is stale if a write came since then.
-
-        Args:
-            entry: Gets the value, unless it has one.
-            value: The value.
-            started: What ``start`` gave.
-            positions: Where the weights of the entry stand among those of ``start``.
-        """
+        """Takes a value that was made after ``start``; it is stale if a write came since then."""
         weights = entry.weights()
         if weights is not None and entry.value is None:
             entry.kept.adopt(started, positions)

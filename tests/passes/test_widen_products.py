@@ -275,7 +275,7 @@ def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None
     lines = run_here(
         f"""
         import torch
-        from amp_fx.devices.processor import has_product_kernels
+        from amp_fx.devices.low_dtypes import has_product_kernels
         ones = torch.ones(64, 64, dtype=torch.{dtype})
         ones @ ones
         torch.conv2d(ones.view(1, 64, 8, 8), torch.ones(64, 64, 3, 3, dtype=torch.{dtype}))
