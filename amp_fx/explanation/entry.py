@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.inner import is_strict
 from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, ExplainError, OptionError
+from amp_fx.errors import AmpFxError, ExplainError, OptionError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.graphs import cast_record, first_lines, islands_in, read_graphs
 from amp_fx.explanation.optimizer_step import explain_step
@@ -169,6 +169,7 @@ def explain(
 ) -> Callable[..., Explanation]: ...
 
 
+@takes_inputs_later
 def explain(
     model: Callable[..., Any] | ExportedProgram,
     *,

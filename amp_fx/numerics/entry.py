@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AccuracyError, OptionError
+from amp_fx.errors import AccuracyError, OptionError, takes_inputs_later
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
@@ -57,6 +57,7 @@ def accuracy(
 ) -> Callable[..., DtypeChoice]: ...
 
 
+@takes_inputs_later
 def accuracy(
     step: Callable[..., Any],
     *,

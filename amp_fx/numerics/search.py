@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, SearchError
+from amp_fx.errors import AmpFxError, OptionError, SearchError, takes_inputs_later
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
@@ -249,6 +249,7 @@ class Minimizer(Generic[T]):
         return chosen
 
 
+@takes_inputs_later
 def search(
     step: Callable[..., Any],
     *,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.errors import OptionError
+from amp_fx.errors import OptionError, takes_inputs_later
 from amp_fx.explanation.running import isolated, optimized
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
@@ -54,6 +54,7 @@ NEEDED = "a pass that cannot be disabled, such as insert_casts"
 """The cause where what Dynamo captures has the bits of eager code."""
 
 
+@takes_inputs_later
 def verify(
     step: Callable[..., Any],
     *,

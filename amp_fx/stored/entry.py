@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import CompileTargetError, StoreError
+from amp_fx.errors import CompileTargetError, StoreError, takes_inputs_later
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import (
     is_usable,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@takes_inputs_later
 def store_low(
     model: nn.Module,
     *,
