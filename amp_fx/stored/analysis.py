@@ -34,7 +34,7 @@ from amp_fx.policies.calls import CAST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from amp_fx.explanation.running import Capture, StandIn
+    from amp_fx.explanation.running import StandIn
     from amp_fx.policies.policy import Policy
 
 
@@ -377,26 +377,20 @@ def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]
     found = dict.fromkeys(weights, _UNREAD)
     for weight in (weight for seen in capture.graphs for weight in weights_of(seen)):
         is_low = weight.low_dtype == dtype_name(call.dtype)
-        found[weight.path] = "" if is_low else _AS_IT_IS
+        is_fine = is_low and found[weight.path] in ("", _UNREAD)  # in each graph that reads it
+        found[weight.path] = "" if is_fine else _AS_IT_IS
+    if not capture.is_whole:  # code between the graphs has run, too
+        found = _first_of(found, {name: reads.reason(name, call.dtype) for name in found})
     found |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _HANDED_OUT)
-    why = _why_not_whole(capture)
+    has_fallback = any(seen.fallback for seen in capture.graphs)
     capture.release()
-    return reads, dict.fromkeys(weights, f"{why}: other code may read it") if why else found
+    return reads, dict.fromkeys(weights, _FALLBACK) if has_fallback else found
 
 
 _UNREAD = "nothing reads it in this call"
 _AS_IT_IS = "read as it is"
 _HANDED_OUT = "the model hands it out"
-
-
-def _why_not_whole(capture: Capture) -> str:
-    """Says why one graph is not all that the model does; ``""`` if it is."""
-    if capture.is_whole:
-        return ""
-    reasons: list[Any] = [g.captured.compile_subgraph_reason for g in capture.graphs]
-    if capture.other_breaks or any(reason.graph_break for reason in reasons if reason):
-        return "graph break"
-    return "fallback" if any(g.fallback for g in capture.graphs) else "code around the graph"
+_FALLBACK = "fallback: other code may read it"
 
 
 def _module(stand_in: StandIn) -> nn.Module:

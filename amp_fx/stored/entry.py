@@ -56,9 +56,9 @@ def store_low(
     and what is done is refused for weights whose dtype would change what the program does.
     Only a program that looks at numbers is run, on a copy. One call is looked at: give arguments
     such as the model will get. Weights stay that several names or tensors share, that belong to
-    modules with hooks or to parametrizations, and all of them if there is a graph break, or code
-    around the graph that Dynamo skips. ``model.state_dict()`` has the low ones;
-    ``load_state_dict`` rounds float32 ones that are loaded into them.
+    modules with hooks or to parametrizations, and all of them if a graph fell back.
+    ``model.state_dict()`` has the low ones; ``load_state_dict`` rounds float32 ones that are
+    loaded into them.
 
     Args:
         model: A module in evaluation mode; one that was compiled is looked into.
