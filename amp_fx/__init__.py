@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export
-    from amp_fx.exporting.onnx_form import for_onnx
-    from amp_fx.exporting.package import package
+    from amp_fx.exporting.package import for_onnx, package
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -86,7 +85,7 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
-    "for_onnx": "amp_fx.exporting.onnx_form",
+    "for_onnx": "amp_fx.exporting.package",
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.package",
     "fsdp_policy": "amp_fx.integrations.fsdp",

@@ -27,12 +27,12 @@ from amp_fx.regions.cache_keys import guard_disabled_region
 from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.weights.kept_cast import one_region
 from amp_fx.weights.kept_inputs import (
     kept_inputs,
     owner_of,
     verify_level,
 )
-from amp_fx.weights.region_cast import one_region
 from amp_fx.weights.variants import (
     Casting,
     Later,

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from amp_fx.bench.compare import Comparison, Figure
+from amp_fx.bench.compare import Comparison, Figure, how_measured
 from amp_fx.bench.contenders import LIMIT, LIMIT_FROZEN, NATIVE, NATIVE_FROZEN
-from amp_fx.bench.memory import how_measured
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 

@@ -24,9 +24,9 @@ from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, ExplainError, OptionError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.graphs import cast_record, first_lines, islands_in, read_graphs
 from amp_fx.explanation.optimizer_step import explain_step
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, region_names
+from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
 from amp_fx.explanation.records import CastRecord, GraphRecord
 from amp_fx.explanation.running import (
     Capture,

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.entry import NEEDS_NUMBERS, Request, capture_call
-from amp_fx.explanation.graphs import weights_of
+from amp_fx.explanation.recorder import weights_of
 from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
 from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in

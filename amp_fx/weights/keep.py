@@ -18,9 +18,8 @@ from amp_fx.errors import KeepError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_inputs import verify_level
-from amp_fx.weights.store import STORE, making_values, storage_address_of, watch
+from amp_fx.weights.store import STORE, before_swaps, making_values, storage_address_of, watch
 from amp_fx.weights.stream_order import accelerator_devices
-from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import DEVICES, is_watchable, may_watch
 
 if TYPE_CHECKING:

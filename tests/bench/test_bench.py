@@ -24,7 +24,7 @@ from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, models, overhead
-from amp_fx.bench.compare import Comparison, Figure, Measured, compare
+from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
     BY_NAME,
@@ -37,7 +37,6 @@ from amp_fx.bench.contenders import (
     prepare,
     with_own_code,
 )
-from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
