@@ -48,7 +48,7 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
 from amp_fx.passes.lay_out_kept_copies import is_convolution
 from amp_fx.passes.low_reads import readers
-from amp_fx.policies.float8 import float8_weight
+from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.weights.kept_cast import Slot, kept_cast
 from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.spread import is_spread
@@ -122,10 +122,13 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
 
 
 def _adds_behind(user: fx.Node, cast: fx.Node) -> bool:
-    """Whether a node is a convolution whose bias inductor adds in a kernel of its own.
+    """Whether a node adds a bias in a kernel that inductor generates, where a cast is free.
 
-    Relies on ``torch._inductor.kernel.conv.convolution``, which does so except on the CPU.
+    That is so behind products in float8, and of convolutions except on the CPU. Relies on
+    ``torch._inductor.kernel.conv.convolution``.
     """
+    if user.target is torch.ops.aten.add.Tensor:
+        return getattr(user.args[0], "target", None) is float8_product and user.args[1] is cast
     if not is_convolution(user) or value_of(cast).device.type == "cpu":
         return False
     places = [i for i, argument in enumerate(user.args) if argument is cast]

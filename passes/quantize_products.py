@@ -43,7 +43,13 @@ from amp_fx.graphs.values import (
 )
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.calls import bind, qualified_name
-from amp_fx.policies.float8 import float8_product, float8_weight, operands_of, why_not_float8
+from amp_fx.policies.float8 import (
+    float8_product,
+    float8_weight,
+    operands_of,
+    turned_base,
+    why_not_float8,
+)
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import RECIPES
 
@@ -129,16 +135,9 @@ class _Quantizer:
         value, has_rows = value_of(source), operands.has_rows_of_outputs
         if id(value) in self.sources:
             return self.sources[id(value)], has_rows
-        base = value._base if value._is_view() else None
-        if base is None or id(base) not in self.sources or base.dim() != 2:
-            return None
-        turned = base.t()
-        is_turned = (value.shape, value.stride()) == (turned.shape, turned.stride())
-        is_same = is_turned and value.storage_offset() == base.storage_offset()
-        is_differentiable = not SITE.of(node).is_grad_enabled or (
-            value.requires_grad == base.requires_grad
-        )
-        return (self.sources[id(base)], not has_rows) if is_same and is_differentiable else None
+        with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
+            base = turned_base(value)
+        return (self.sources[id(base)], not has_rows) if id(base) in self.sources else None
 
     def _why_not(self, node: fx.Node, weight: Any, ends: tuple[str, ...]) -> str:
         if weight is None:

@@ -198,6 +198,10 @@ def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
         is_same = other.source is entry.source and other.cast.dtype == entry.cast.dtype
         if is_same and other is not entry and other.removed_by in ("", "keep_weight_casts"):
             return f"shared with {_name(other.node, reader)}"
+    if entry.removed_by == "quantize_products":
+        return "the weight is quantized to float8 instead"
+    if entry.removed_by not in ("fold_casts", "hoist_casts"):
+        return f"removed by {entry.removed_by}"
     return f"round trip: the value was {dtype_name(entry.cast.dtype)} before"
 
 

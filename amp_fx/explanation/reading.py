@@ -17,6 +17,7 @@ from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.policies.float8 import float8_product
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
@@ -180,6 +181,8 @@ def run_dtype(node: fx.Node) -> str:
     """The dtype that a node runs in (``NodeRecord.dtype``)."""
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
+    if node.target is float8_product:
+        results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         if floats:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.islands import is_bare_function
-from amp_fx.graphs.metadata import CAST, DECISIONS, ISLAND, SITE
+from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, ISLAND, SITE
 
 if TYPE_CHECKING:
     from torch import fx
@@ -49,6 +49,8 @@ def origin_and_reason(
     decisions = decisions_on(node)
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
+    if FLOAT8_NOTE.is_on(node):
+        region = f"; {FLOAT8_NOTE.of(node)}{region}"
     origin = decisions[0].origin
     if origin == "table" and state.policy is not start.policy:
         origin = "region"

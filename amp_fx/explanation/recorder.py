@@ -18,12 +18,11 @@ from amp_fx.explanation.records import PassRecord
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import plain_inputs, recorded_value, tensors_in
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.kept_inputs import example_copies
+from amp_fx.weights.kept_inputs import example_copies, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -170,14 +169,10 @@ class GraphRecorder:
             )
         if not self.is_imagined:
             self._note_kept_values(found, example_inputs, self.options)
-        slots = [
-            KEPT_INPUT.of(node)
-            for node in gm.graph.find_nodes(op="placeholder")
-            if KEPT_INPUT.is_on(node)
-        ]
+        slots = slots_of(gm.graph.find_nodes(op="placeholder"))
 
         def run(*args: Any) -> Any:
-            copies = [args[slot.source_index].detach().to(slot.dtype) for slot in slots]
+            copies = tensors_in([slot.make((args[slot.source_index].detach(),)) for slot in slots])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
                 assert self.seen.rewritten is not None

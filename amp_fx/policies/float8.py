@@ -262,17 +262,41 @@ float8_product = torch.ops.amp_fx.float8_product.default
 """
 
 
-def run_float8(call: Call, weight: torch.Tensor, recipe: str) -> torch.Tensor:
+def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
+    """The weight of a product, a parameter or a transposed one, and if its rows are outputs."""
+    operands = PRODUCTS[qualified_name(call[0])]
+    given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
+    if isinstance(given, torch.nn.Parameter):
+        return given, has_rows
+    base = turned_base(given)
+    return (base, not has_rows) if isinstance(base, torch.nn.Parameter) else (None, has_rows)
+
+
+def turned_base(given: torch.Tensor) -> torch.Tensor | None:
+    """The matrix that a tensor is the transposed view of; None for anything else."""
+    base = given._base if given._is_view() else None
+    if base is None or base.dim() != 2:
+        return None
+    turned = base.t()
+    is_turned = (given.shape, given.stride()) == (turned.shape, turned.stride())
+    is_same = is_turned and given.storage_offset() == base.storage_offset()
+    is_differentiable = not torch.is_grad_enabled() or given.requires_grad == base.requires_grad
+    return base if is_same and is_differentiable else None
+
+
+def run_float8(
+    call: Call, weight: torch.Tensor, recipe: str, *, has_rows_of_outputs: bool
+) -> torch.Tensor:
     """Runs a product in float8, in eager code.
 
     Args:
         call: The call with its inputs in the low dtype.
         weight: Its weight as it is stored.
         recipe: A name of ``RECIPES``.
+        has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``.
     """
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
-    x = bound[operands.input]
-    has_rows = operands.has_rows_of_outputs
+    x, has_rows = bound[operands.input], has_rows_of_outputs
     has_gradient = torch.is_grad_enabled()
     quantized = float8_weight(weight, recipe, has_rows, False)
     is_back = has_gradient and x.requires_grad

@@ -91,6 +91,13 @@ def linear_ends(modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...] | None
     return (linears[0].weight, linears[-1].weight) if linears else None
 
 
+def is_linear_end(weight: torch.Tensor) -> bool:
+    """Whether a weight is of the first or last linear layer of the model that runs in eager code."""
+    root = _running_modules(sys._getframe(1)).root
+    ends = None if root is None else linear_ends((root,))
+    return ends is not None and any(weight is end for end in ends)
+
+
 def current_stack() -> ModuleStack:
     """Tracks the modules that the calling thread is in, in eager code and while Dynamo captures.
 
