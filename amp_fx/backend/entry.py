@@ -28,6 +28,7 @@ from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.weights.kept_cast import one_region
+from amp_fx.weights.kept_float8 import unpacked
 from amp_fx.weights.kept_inputs import (
     kept_inputs,
     owner_of,
@@ -208,7 +209,7 @@ def _casting(
             gm, example_inputs, verify=options.verify, root=found.root, more=(unchanged,)
         )
         assert kept is not None
-        return Casting(kept, _compile(gm, inputs, options))
+        return Casting(kept, unpacked(_compile(gm, inputs, options), kept.slots))
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.added_passes import passes_of_users, with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback
@@ -25,19 +26,21 @@ from amp_fx.options import (
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import has_gradient
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, kept_casts
+from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
     NO_FRAME,
     compile_frame,
     ends_at_graph_break,
     guard_module,
+    linear_ends,
     warn_unused,
 )
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
 from amp_fx.stats import record, record_graph
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_inputs import keepable_weights
+from amp_fx.weights.kept_inputs import is_weight, keepable_weights
 from amp_fx.weights.spread import is_spread
 from amp_fx.weights.variants import has_dynamic_inputs
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.passes.base import Observer, Pass, PassReport
+    from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger("amp_fx.rewrite")
@@ -149,6 +153,7 @@ def rewrite(
         frame=frame,
         guards_range=options.range_guard,
         aliases_reads=options.compiler != "eager" and not is_whole,
+        quantizes=_quantizes(gm, example_inputs, policy, frame),
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
     kept_at = next((i for i, p in enumerate(passes) if p.name == KeepWeightCasts.name), len(passes))
@@ -161,6 +166,20 @@ def rewrite(
             found, rest = (gm, gm), ()
     root = None if frame.root is None else type(frame.root).__name__
     return Rewritten(*found, state, frame, (*passes, *rest), rest, root)
+
+
+def _quantizes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
+) -> QuantizeProducts | None:
+    """The pass for products in float8; None if no policy can have any."""
+    has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
+    if not policy.resolver.has_float8 and not has_regions:
+        return None
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    pairs = [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
+    ends = linear_ends(frame.modules())
+    names = None if ends is None else tuple(n.name for end in ends for n, t in pairs if t is end)
+    return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
 
 
 def trained_weights(gm: fx.GraphModule, weights: Sequence[str]) -> frozenset[str]:

@@ -16,10 +16,11 @@ from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
-from amp_fx.graphs.metadata import CAST, DECISIONS, ISLAND, KEPT_INPUT, SITE, VALUE
+from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, ISLAND, KEPT_INPUT, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import Moved, TrafficMode, num_bytes, tensor_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
+from amp_fx.policies.float8 import float8_product
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def origin_and_reason(
     decisions = decisions_on(node)
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
+    if FLOAT8_NOTE.is_on(node):
+        region = f"; {FLOAT8_NOTE.of(node)}{region}"
     origin = decisions[0].origin
     if origin == "table" and state.policy is not start.policy:
         origin = "region"
@@ -326,6 +329,8 @@ def run_dtype(node: fx.Node) -> str:
     """The dtype that a node runs in (``NodeRecord.dtype``)."""
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
+    if node.target is float8_product:
+        results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         if floats:

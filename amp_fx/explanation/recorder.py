@@ -27,7 +27,7 @@ from amp_fx.explanation.records import (
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.graph_copy import copy_graph_module
-from amp_fx.graphs.metadata import CAST, KEPT_INPUT
+from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import (
@@ -41,7 +41,7 @@ from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.kept_inputs import example_copies
+from amp_fx.weights.kept_inputs import example_copies, slots_of
 from amp_fx.weights.recipes import ops_of, sources_of
 
 if TYPE_CHECKING:
@@ -174,14 +174,10 @@ class GraphRecorder:
             )
         if not self.is_imagined:
             self._note_kept_values(found, example_inputs, self.options)
-        slots = [
-            KEPT_INPUT.of(node)
-            for node in gm.graph.find_nodes(op="placeholder")
-            if KEPT_INPUT.is_on(node)
-        ]
+        slots = slots_of(gm.graph.find_nodes(op="placeholder"))
 
         def run(*args: Any) -> Any:
-            copies = [args[slot.source_index].detach().to(slot.dtype) for slot in slots]
+            copies = tensors_in([slot.make((args[slot.source_index].detach(),)) for slot in slots])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
                 assert self.seen.rewritten is not None
@@ -400,6 +396,10 @@ def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
         is_same = other.source is entry.source and other.cast.dtype == entry.cast.dtype
         if is_same and other is not entry and other.removed_by in ("", "keep_weight_casts"):
             return f"shared with {_name(other.node, reader)}"
+    if entry.removed_by == "quantize_products":
+        return "the weight is quantized to float8 instead"
+    if entry.removed_by not in ("fold_casts", "hoist_casts"):
+        return f"removed by {entry.removed_by}"
     return f"round trip: the value was {dtype_name(entry.cast.dtype)} before"
 
 

@@ -36,6 +36,7 @@ from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_resu
 from amp_fx.regions.kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.kernels import FLOAT32, LOW, opaque_result
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
-    from amp_fx.tables.cast_policy import CastPolicy
 
 
 class NotPlainError(Exception):
@@ -207,6 +207,7 @@ class _PolicyTable:
             self._is_settled = False
             return NotImplemented
         has_policy = False
+        is_float8 = False  # such a call is spelled out also where it needs no cast
         restored_dtype = None
         call = (op, args, kwargs)
         for device_type in self._state.enabled:
@@ -221,10 +222,12 @@ class _PolicyTable:
                 continue
             has_policy = True
             name, policy, origin = qualified_name(op), decision.policy, decision.origin
+            if decision.is_float8(op):
+                policy, is_float8 = CastPolicy.FLOAT8, True
             self.decisions.append(OpDecision(name, device_type, policy, origin))
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
-        if call[1] is not args or call[0] is not op:
+        if call[1] is not args or call[0] is not op or is_float8:
             self.num_changed += 1
             self._is_settled = True
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -163,7 +164,7 @@ def promoted_dtype(
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
-_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE)
+_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, CastPolicy.FLOAT8)
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:
@@ -267,6 +268,8 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
         return any(arg.name == "dtype" and arg.default_value is None for arg in schema.arguments)
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return op in _WITH_DTYPE
+    if policy is CastPolicy.FLOAT8:
+        return op in PRODUCTS
     if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
         return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
     return computes(schema)

@@ -16,6 +16,7 @@ from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.policies.names import find_object
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.op_names import (
     find_overloads,
     is_functional,
@@ -45,11 +46,17 @@ MODULE_POLICIES = (
     CastPolicy.SAME_AS_INPUT,
     CastPolicy.LOWER_PRECISION_IO,
     CastPolicy.DEMOTE,
+    CastPolicy.FLOAT8,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 
 SAME_AS = "same_as:"
-ARGUMENT_POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.KEEP)
+ARGUMENT_POLICIES = (
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.FP32,
+    CastPolicy.KEEP,
+    CastPolicy.FLOAT8,
+)
 _REGEX, CLASS = "re:", "class:"
 
 
@@ -222,6 +229,9 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no optional dtype argument to set"
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return f"{names} has no overload that takes a dtype and is otherwise the same"
+    if policy is CastPolicy.FLOAT8:
+        products = ", ".join(PRODUCTS)
+        return f"{names} is no product that runs in float8; those are {products}"
     return (
         f"{names} writes to its inputs, gives a view of them or takes no tensor; "
         "autocast leaves such calls alone"
@@ -375,7 +385,22 @@ def arg_override(
     entries = tuple(
         (name, _directive(pattern, name, value, taking)) for name, value in args.items()
     )
+    if any(value == CastPolicy.FLOAT8.value for _, value in entries):
+        _check_float8(pattern, dict(entries), taking)
     return ArgOverride(pattern, entries, taking)
+
+
+def _check_float8(pattern: str, args: Mapping[str, str], overloads: tuple[str, ...]) -> None:
+    """Refuses one argument in float8 alone: no unit multiplies float8 by another dtype."""
+    for op in overloads:
+        operands = PRODUCTS.get(op)
+        wanted = () if operands is None else (operands.input, operands.weight)
+        given = tuple(name for name, value in args.items() if value == CastPolicy.FLOAT8.value)
+        if not wanted or set(given) != set(wanted):
+            both = " and ".join(wanted) or f"both operands of one of {', '.join(PRODUCTS)}"
+            raise PolicyError(
+                f"op {pattern!r} with {', '.join(given)} in float8: name {both}, and no others"
+            )
 
 
 def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...]) -> str:
