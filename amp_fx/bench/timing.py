@@ -115,9 +115,11 @@ def _time_block(run: Run, steps: int, device: torch.device) -> float:
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
     """Keeps Python's collector from walking all that compilation left behind."""
+    was_frozen = gc.get_freeze_count() > 0  # by the program, for which it stays so
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
