@@ -10,6 +10,7 @@ from torch import fx
 
 from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.pipeline import run_passes
+from amp_fx.errors import ExportError
 from amp_fx.exporting.notes import clean, note_rewrite
 from amp_fx.exporting.program import (
     WRITES,
@@ -21,7 +22,6 @@ from amp_fx.exporting.program import (
     written_inputs,
 )
 from amp_fx.exporting.transforms import refuse_transforms
-from amp_fx.errors import ExportError
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.metadata import DECISIONS
 from amp_fx.graphs.values import is_written, recorded_value, value_of

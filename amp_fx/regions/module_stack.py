@@ -85,17 +85,18 @@ def variable_path(name: str, frame: CompileFrame) -> str:
     return module_path(name)
 
 
-def linear_ends(modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...] | None:
-    """The weights of the first and the last linear layer of some modules; None without any."""
-    linears = [m for each in modules for m in each.modules() if isinstance(m, nn.Linear)]
-    return (linears[0].weight, linears[-1].weight) if linears else None
+def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
+    """The weights of the first and the last linear layer, by path; None without any."""
+    named = [pair for each in modules for pair in each.named_modules()]
+    linears = [(join_path(path, "weight"), m) for path, m in named if isinstance(m, nn.Linear)]
+    return {path: m.weight for path, m in (linears[0], linears[-1])} if linears else None
 
 
 def is_linear_end(weight: torch.Tensor) -> bool:
-    """Whether a weight is of the first or last linear layer of the model that runs in eager code."""
+    """Whether a weight is of the first or last linear layer of the model that runs."""
     root = _running_modules(sys._getframe(1)).root
     ends = None if root is None else linear_ends((root,))
-    return ends is not None and any(weight is end for end in ends)
+    return ends is not None and any(weight is end for end in ends.values())
 
 
 def current_stack() -> ModuleStack:

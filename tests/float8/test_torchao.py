@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +25,7 @@ pytestmark = [
 
 def mlp() -> nn.Module:
     sizes = (32, 64, 96, 48, 16)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in zip(sizes, sizes[1:])]  # noqa: B905
+    layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)]
     return nn.Sequential(*layers)
 
 
@@ -86,7 +87,11 @@ def check(
     read: Callable[[Any], torch.Tensor] = lambda y: y,
 ) -> None:
     oracle = converted(model, recipe)
-    options = {"policy": f"float8-{recipe}", "compiler": compiler, "fallback": False}
+    options: dict[str, Any] = {
+        "policy": f"float8-{recipe}",
+        "compiler": compiler,
+        "fallback": False,
+    }
     options["output_dtype"] = "autocast"
     ours = copy.deepcopy(model)
     compiled = torch.compile(ours, backend="amp_fx", options=options)
@@ -152,11 +157,16 @@ def test_weights_and_inputs_of_zeros_and_nans(recipe: str, compiler: str, fill: 
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(32, 32)
     with torch.no_grad():
-        model[1][0].weight[3] = fill
-        model[2][0].weight.zero_()
+        weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        weights[1][3] = fill
+        weights[2].zero_()
         x[5] = fill
     oracle = converted(model, recipe)
-    options = {"policy": f"float8-{recipe}", "compiler": compiler, "output_dtype": "autocast"}
+    options: dict[str, Any] = {
+        "policy": f"float8-{recipe}",
+        "compiler": compiler,
+        "output_dtype": "autocast",
+    }
     y = torch.compile(model, backend="amp_fx", options=options)(x)
     with torch.autocast("cpu", torch.bfloat16):
         expected = oracle(x)

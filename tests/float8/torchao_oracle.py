@@ -51,7 +51,7 @@ def _cast(_: nn.Module, args: Any) -> Any:
 
 @contextlib.contextmanager
 def bfloat16_of_cuda() -> Iterator[None]:
-    """torchao's backward reads the dtype of GPUs, also on the CPU."""
+    """Torchao's backward reads the dtype of GPUs, also on the CPU."""
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
