@@ -12,6 +12,7 @@ from torch import nn
 from amp_fx.errors import PolicyWarning
 from amp_fx.policies.module_path import join_path
 from amp_fx.regions.module_stack import module_stack
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,20 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
     for override in patterns:
         if not any(_fits(override, module) for module in modules):
             _warn(override, frame, [name for *_, name in modules])
+        elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
+            warnings.warn(
+                f"the modules that match {override.text!r} of the policy hold no weight with two "
+                "dimensions: no product runs in float8 there",
+                PolicyWarning,
+                stacklevel=2,
+            )
+
+
+def _holds_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
+    if frame.root is None:
+        return False
+    fitting = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
+    return not any(weight.dim() == 2 for module in fitting for weight in module.parameters())
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()

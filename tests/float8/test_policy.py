@@ -246,3 +246,11 @@ def test_no_cast_is_called_a_round_trip() -> None:
     found = amp_fx.explain(three(), policy=PRESET)(torch.randn(16, 16))
     said = {cast.removed_by for graph in found.graphs for cast in graph.casts if cast.removed_by}
     assert said == {"the weight is quantized to float8 instead"}
+
+
+def test_a_module_without_a_product_is_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    options: dict[str, Any] = {"policy": Policy.default().with_modules({"1": "float8"})}
+    compiled = torch.compile(model, backend="amp_fx", options=options | {"compiler": "aot_eager"})
+    with pytest.warns(amp_fx.errors.PolicyWarning, match="no product runs in float8 there"):
+        compiled(torch.randn(16, 16))
