@@ -212,7 +212,8 @@ def _keep_quantized(graph: fx.Graph, node: fx.Node, index: int) -> None:
     slot = Float8Slot(index, recipe, has_rows, is_back, input_path(source))  # type: ignore[arg-type]
     side = "back" if is_back else "float8"
     for i, value in enumerate(value_of(node)):
-        new = _add_input(graph, f"{source}_{side}_{('data', 'factors')[i]}_kept", slot)
+        what = f"{side}_{('data', 'factors')[i]}_{len(graph.find_nodes(op='placeholder'))}"
+        new = _add_input(graph, f"{source}_{what}_kept", slot)
         set_value(new, value)
         CAPTURED.put(new, value)
         SITE.put(new, SITE.of(node))

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
     from amp_fx.tables.float8 import Operands
 
-    Weights = dict[tuple[fx.Node, bool, bool], tuple[fx.Node, fx.Node]]
+    Weights = dict[tuple[fx.Node, str, bool, bool], tuple[fx.Node, fx.Node]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Quantizer:
     def _quantized(
         self, node: fx.Node, weight: fx.Node, recipe: str, has_rows: bool, *, is_back: bool
     ) -> tuple[fx.Node, fx.Node]:
-        key = weight, has_rows, is_back
+        key = weight, recipe, has_rows, is_back
         if key in self.quantized and not is_written(weight):
             return self.quantized[key]
         both = self._add(node, float8_weight, (weight, recipe, has_rows, is_back))

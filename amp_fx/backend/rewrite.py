@@ -15,6 +15,7 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import PassError
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
 from amp_fx.options import (
     Options,
@@ -178,7 +179,16 @@ def _quantizes(
     placeholders = gm.graph.find_nodes(op="placeholder")
     pairs = [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
     ends = linear_ends(frame.modules())
-    names = None if ends is None else tuple(n.name for end in ends for n, t in pairs if t is end)
+    names = (
+        None
+        if ends is None
+        else tuple(
+            node.name
+            for path, end in ends.items()
+            for node, tensor in pairs  # which is a fake one where nothing is compiled
+            if tensor is end or input_path(node, frame) == path
+        )
+    )
     return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
 
 

@@ -330,7 +330,7 @@ def run_dtype(node: fx.Node) -> str:
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
     if node.target is float8_product:
-        results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]
+        results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]  # type: ignore[arg-type]
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         if floats:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from amp_fx.tables.cast_policy import CastPolicy
 
 
+_FLOAT8 = Float8()
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """Which op is cast how: op tables per device type, and changes to them; cannot be changed.
@@ -75,7 +78,7 @@ class Policy:
     args: tuple[ArgOverride, ...] = ()
     rules: tuple[RuleOverride, ...] = ()
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-    float8: Float8 = Float8()
+    float8: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
         """Checks the entries and replaces the tables by read-only copies."""
@@ -458,7 +461,7 @@ _added: dict[str, Table] = {}
 @functools.cache
 def _build(name: str) -> Policy:
     tables = {**PRESETS[name](), **_added}
-    return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, Float8()))
+    return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
 
 
 def _read_only(table: Table) -> Table:

@@ -14,6 +14,7 @@ from torch import nn
 
 from amp_fx.errors import PolicyWarning
 from amp_fx.policies.module_path import join_path, module_path, name_of, path_of
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -85,17 +86,18 @@ def variable_path(name: str, frame: CompileFrame) -> str:
     return module_path(name)
 
 
-def linear_ends(modules: Iterable[nn.Module]) -> tuple[torch.Tensor, ...] | None:
-    """The weights of the first and the last linear layer of some modules; None without any."""
-    linears = [m for each in modules for m in each.modules() if isinstance(m, nn.Linear)]
-    return (linears[0].weight, linears[-1].weight) if linears else None
+def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
+    """The weights of the first and the last linear layer, by path; None without any."""
+    named = [pair for each in modules for pair in each.named_modules()]
+    linears = [(join_path(path, "weight"), m) for path, m in named if isinstance(m, nn.Linear)]
+    return {path: m.weight for path, m in (linears[0], linears[-1])} if linears else None
 
 
 def is_linear_end(weight: torch.Tensor) -> bool:
-    """Whether a weight is of the first or last linear layer of the model that runs in eager code."""
+    """Whether a weight is of the first or last linear layer of the model that runs."""
     root = _running_modules(sys._getframe(1)).root
     ends = None if root is None else linear_ends((root,))
-    return ends is not None and any(weight is end for end in ends)
+    return ends is not None and any(weight is end for end in ends.values())
 
 
 def current_stack() -> ModuleStack:
@@ -311,6 +313,20 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
     for override in patterns:
         if not any(_fits(override, module) for module in modules):
             _warn(override, frame, [name for *_, name in modules])
+        elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
+            warnings.warn(
+                f"the modules that match {override.text!r} of the policy hold no weight with two "
+                "dimensions: no product runs in float8 there",
+                PolicyWarning,
+                stacklevel=2,
+            )
+
+
+def _holds_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
+    if frame.root is None:
+        return False
+    fitting = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
+    return not any(weight.dim() == 2 for module in fitting for weight in module.parameters())
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()

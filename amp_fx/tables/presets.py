@@ -77,7 +77,7 @@ PRESETS: Mapping[str, Callable[[], dict[str, Table]]] = {
     "torch": _installed_tables,
     "ipex": _ipex_tables,
     "lean": _lean_tables,
-    **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
     **{"torch-{}.{}".format(*v): functools.partial(_tables_of, v) for v in VERSIONS},
+    **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
 }
 """What makes the tables, by name."""

@@ -87,8 +87,8 @@ def check(
     read: Callable[[Any], torch.Tensor] = lambda y: y,
 ) -> None:
     oracle = converted(model, recipe)
-    options = {"policy": f"float8-{recipe}", "compiler": compiler, "fallback": False}
-    options["output_dtype"] = "autocast"
+    options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler}
+    options |= {"output_dtype": "autocast", "fallback": False}
     ours = copy.deepcopy(model)
     compiled = torch.compile(ours, backend="amp_fx", options=options)
     # Dynamo takes another branch of Llama's attention than eager code does.
@@ -153,11 +153,13 @@ def test_weights_and_inputs_of_zeros_and_nans(recipe: str, compiler: str, fill: 
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(32, 32)
     with torch.no_grad():
-        model[1][0].weight[3] = fill
-        model[2][0].weight.zero_()
+        weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        weights[1][3] = fill
+        weights[2].zero_()
         x[5] = fill
     oracle = converted(model, recipe)
-    options = {"policy": f"float8-{recipe}", "compiler": compiler, "output_dtype": "autocast"}
+    options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler}
+    options["output_dtype"] = "autocast"
     y = torch.compile(model, backend="amp_fx", options=options)(x)
     with torch.autocast("cpu", torch.bfloat16):
         expected = oracle(x)
