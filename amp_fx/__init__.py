@@ -11,9 +11,8 @@ from amp_fx.front.compile import compile  # noqa: A004
 from amp_fx.grad_scaler import GradScaler, compile_step
 from amp_fx.policies.policy import Policy, preset
 from amp_fx.regions.custom_function import custom_bwd, custom_fwd
-from amp_fx.regions.devices import register_device
 from amp_fx.regions.region import autocast
-from amp_fx.regions.registered_ops import register_op
+from amp_fx.regions.registered_ops import register_device, register_op
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import warn_newer_torch
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export
-    from amp_fx.exporting.onnx_form import for_onnx
-    from amp_fx.exporting.package import package
+    from amp_fx.exporting.package import for_onnx, package
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -87,7 +85,7 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
-    "for_onnx": "amp_fx.exporting.onnx_form",
+    "for_onnx": "amp_fx.exporting.package",
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.package",
     "fsdp_policy": "amp_fx.integrations.fsdp",

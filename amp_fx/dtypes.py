@@ -31,11 +31,7 @@ def as_dtype(value: object) -> torch.dtype | None:
 
 
 def low_dtype_named(text: str) -> torch.dtype:
-    """The low dtype that ``--dtype`` of a command line names.
-
-    Raises:
-        OptionError: It is none.
-    """
+    """The low dtype that ``--dtype`` of a command line names."""
     found = as_dtype(text)
     if found is None or not is_low(found):
         raise OptionError(f"--dtype {text}: not one of {', '.join(LOW_DTYPE_NAMES)}")

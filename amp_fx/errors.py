@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class AmpFxError(Exception):
     """Base of all errors raised by amp_fx."""
@@ -144,3 +153,17 @@ class Float16LossWarning(UserWarning):
 
 class TorchVersionWarning(UserWarning):
     """This torch is newer than the versions that were tested."""
+
+
+def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function that returns a function say so if it is given the model's inputs."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 1:
+            name = f"amp_fx.{function.__name__}"
+            message = f"{name} takes a model and returns a function of its inputs: {name}(model)(x)"
+            raise TypeError(message)
+        return function(*args, **kwargs)
+
+    return call

@@ -31,6 +31,7 @@ from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_id, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.keep_weight_casts import add_kept_input, kept_casts
+from amp_fx.policies.float8 import float8_product
 from amp_fx.weights.kept_cast import kept_cast
 from amp_fx.weights.spread import is_spread
 
@@ -76,7 +77,11 @@ def _tensor_outputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_replaceable(user: fx.Node) -> bool:
-    return user.target is not kept_cast and user.op != "output" and not ISLAND.is_on(user)
+    return (
+        user.target not in (kept_cast, float8_product)
+        and user.op != "output"
+        and not ISLAND.is_on(user)
+    )
 
 
 def _alias(graph: fx.Graph, weight: fx.Node, index: int, reads: list[fx.Node]) -> None:

@@ -33,8 +33,15 @@ from amp_fx.graphs.bodies import (
 )
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.decompose import Decomposer, NotPlainError, OpaqueKernelError, Site
-from amp_fx.graphs.inline import inline, is_getitem, spell_out_tuples
+from amp_fx.graphs.decompose import (
+    Decomposer,
+    NotPlainError,
+    OpaqueKernelError,
+    Site,
+    inline,
+    is_getitem,
+    spell_out_tuples,
+)
 from amp_fx.graphs.islands import (
     evaluate_island,
     evaluate_together,

@@ -151,12 +151,7 @@ _OWN = dict.fromkeys((_aten.index_put.default, _aten._unsafe_index_put.default),
 
 
 def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
-    """Whether only ATen's kernel of an op gives ATen's bits on the CPU.
-
-    Args:
-        op: The op of the dispatcher.
-        arguments: Its arguments: tensors, or fake ones, and numbers.
-    """
+    """Whether only ATen's kernel of an op gives ATen's bits on the CPU."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
         return False
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]

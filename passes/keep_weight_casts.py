@@ -48,7 +48,9 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased
 from amp_fx.passes.lay_out_kept_copies import is_convolution
 from amp_fx.passes.low_reads import readers
+from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.weights.kept_cast import Slot, kept_cast
+from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
@@ -85,16 +87,15 @@ class KeepWeightCasts:
                 kept[source, dtype] = add_kept_input(gm.graph, source, index, dtype)
             _replace(gm.graph, cast, source, kept[source, dtype])
             counts["weight_casts_kept"] += 1
+        for node in gm.graph.find_nodes(op="call_function", target=float8_weight):
+            if _can_keep_quantized(node, weights):
+                _keep_quantized(gm.graph, node, placeholders.index(node.args[0]))
+                counts["quantized_weights_kept"] += 1
         return PassResult(counts)
 
 
 def kept_casts(gm: fx.GraphModule, weights: Iterable[str]) -> list[tuple[fx.Node, fx.Node]]:
-    """The casts of some weights that can be kept, each with its weight's placeholder.
-
-    Args:
-        gm: A graph with its casts.
-        weights: Names of the placeholders.
-    """
+    """The casts of some weights that can be kept, each with its weight's placeholder."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     nodes = [by_name[name] for name in weights]
     keepable = {id(value_of(node)): node for node in nodes if not is_written(node)}
@@ -116,10 +117,13 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
 
 
 def _adds_behind(user: fx.Node, cast: fx.Node) -> bool:
-    """Whether a node is a convolution whose bias inductor adds in a kernel of its own.
+    """Whether a node adds a bias in a kernel that inductor generates, where a cast is free.
 
-    Relies on ``torch._inductor.kernel.conv.convolution``, which does so except on the CPU.
+    That is so behind products in float8, and of convolutions except on the CPU. Relies on
+    ``torch._inductor.kernel.conv.convolution``.
     """
+    if user.target is torch.ops.aten.add.Tensor:
+        return getattr(user.args[0], "target", None) is float8_product and user.args[1] is cast
     if not is_convolution(user) or value_of(cast).device.type == "cpu":
         return False
     places = [i for i, argument in enumerate(user.args) if argument is cast]
@@ -177,33 +181,58 @@ def add_kept_input(
 ) -> fx.Node:
     """Adds the placeholder of what is kept for a weight, behind all others.
 
-    Args:
-        graph: The graph.
-        source: The weight's placeholder.
-        index: Its position among the inputs that Dynamo gives.
-        dtype: Dtype of what is kept.
-        is_alias: Whether that is no copy but the weight's own bytes.
+    With ``is_alias`` that is not a copy, but the weight's own bytes.
     """
-    last = graph.find_nodes(op="placeholder")[-1]
     kind = "alias" if is_alias else "kept"
-    with graph.inserting_after(last):
-        node = graph.placeholder(f"{source.name}_{dtype_name(dtype)}_{kind}")
+    slot = Slot(index, dtype, input_path(source), is_alias)
+    node = _add_input(graph, f"{source.name}_{dtype_name(dtype)}_{kind}", slot)
     weight = value_of(source)
     make = _like_exactly if is_alias else torch.empty_like
     with analysis(detect_fake_mode(graph), is_grad_enabled=False):
         set_value(node, make(weight, dtype=dtype, requires_grad=False))
     CAPTURED.put(node, value_of(node))
     SITE.put(node, SITE.of(source))
-    # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
-    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-    KEPT_INPUT.put(node, Slot(index, dtype, input_path(source), is_alias))
-    node._dynamo_source = None
     return node
 
 
 def _like_exactly(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     """``empty_like`` keeps the strides of dense tensors only."""
     return torch.empty_strided(tensor.size(), tensor.stride(), device=tensor.device, **options)
+
+
+def _can_keep_quantized(node: fx.Node, weights: Iterable[str]) -> bool:
+    source = node.all_input_nodes[0]
+    is_plain = not free_symbols(value_of(source)) and bool(SITE.of(node).state.cache_enabled)
+    return is_plain and source.name in weights and not is_written(source)
+
+
+def _keep_quantized(graph: fx.Graph, node: fx.Node, index: int) -> None:
+    """Replaces the data and the factors of a quantized weight by inputs."""
+    source, recipe, has_rows, is_back = node.args
+    slot = Float8Slot(index, recipe, has_rows, is_back, input_path(source))  # type: ignore[arg-type]
+    side = "back" if is_back else "float8"
+    for i, value in enumerate(value_of(node)):
+        what = f"{side}_{('data', 'factors')[i]}_{len(graph.find_nodes(op='placeholder'))}"
+        new = _add_input(graph, f"{source}_{what}_kept", slot)
+        set_value(new, value)
+        CAPTURED.put(new, value)
+        SITE.put(new, SITE.of(node))
+        for user in [user for user in node.users if user.args[1] == i]:
+            user.replace_all_uses_with(new)
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _add_input(graph: fx.Graph, name: str, slot: Slot | Float8Slot) -> fx.Node:
+    """Adds a placeholder behind all others."""
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(name)
+    # What Dynamo tells AOTAutograd of an input: its origin, and that its address is fixed.
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node._dynamo_source = None
+    KEPT_INPUT.put(node, slot)
+    return node
 
 
 def _replace(graph: fx.Graph, cast: fx.Node, source: fx.Node, copy: fx.Node) -> None:

@@ -55,10 +55,6 @@ log = logging.getLogger(__name__)
 def lay_out_kept_copies(gm: fx.GraphModule, config: Mapping[str, Any]) -> int:
     """Keeps the copies that only convolutions use channels-last, if inductor wants that.
 
-    Args:
-        gm: The rewritten graph, which inductor will compile.
-        config: The settings of inductor that it will be compiled with.
-
     Returns:
         How many copies that are.
     """
@@ -164,9 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[Any, ...]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default:
             self.found.append(args)
         return func(*args, **(kwargs or {}))

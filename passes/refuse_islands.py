@@ -39,11 +39,7 @@ class RefuseIslands:
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Changes nothing.
-
-        Raises:
-            ExportError: Names the node, where it stands in the program, and why it is one.
-        """
+        """Changes nothing."""
         for node in gm.graph.nodes:
             if needs_autocast(node) and not _calls_plain_op(node):
                 raise ExportError(

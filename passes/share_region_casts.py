@@ -26,8 +26,7 @@ from amp_fx.graphs.metadata import provenance
 from amp_fx.graphs.values import set_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
-from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.region_cast import region_cast
+from amp_fx.weights.kept_cast import kept_cast, region_cast
 
 if TYPE_CHECKING:
     from torch import fx

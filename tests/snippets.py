@@ -7,6 +7,7 @@ Without ``--inductor`` graphs are run by AOTAutograd, as nothing is timed.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     from amp_fx.backend import entry as backend
     from amp_fx.backend import freezing, inner
 
+    gc.freeze()  # as in tests/conftest.py
+    gc.set_threshold(20_000, 20, 20)
     if not uses_inductor:
         for module in (inner, backend, freezing):
             setattr(module, "uses_inductor", lambda *_: False)  # noqa: B010

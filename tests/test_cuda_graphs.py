@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx import csrc
 from amp_fx.backend import entry
-from amp_fx.backend.cuda_graphs import apart
+from amp_fx.backend.inner import apart
 from tests import needs
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from amp_fx.commands.explain import parse_input
 from amp_fx.dtypes import as_dtype, low_dtype_named
 from amp_fx.errors import OptionError, RegionError
 from amp_fx.options import Options
-from amp_fx.regions.devices import _checked_dtypes
+from amp_fx.regions.registered_ops import _checked_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""inductor_repair: the program of pytorch#185509, whose gradients inductor loses on the CPU."""
+"""repaired: the program of pytorch#185509, whose gradients inductor loses on the CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from amp_fx.backend import inductor_repair
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.inner import has_cpp_compiler, repaired
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 
@@ -33,7 +32,7 @@ def gradient(*, compiled: bool) -> torch.Tensor:
 
 
 def test_gradients_behind_a_scatter_are_right() -> None:
-    with inductor_repair.repaired():
+    with repaired():
         found = gradient(compiled=True)
     torch.testing.assert_close(found, gradient(compiled=False), rtol=1e-4, atol=1e-3)
 
@@ -41,7 +40,7 @@ def test_gradients_behind_a_scatter_are_right() -> None:
 def test_caches_keep_apart_what_was_compiled_without() -> None:
     config: Any = torch.compiler.config
     with config.patch(cache_key_tag="mine"):  # pytest's monkeypatch would delete the key after it
-        with inductor_repair.repaired(), inductor_repair.repaired():
+        with repaired(), repaired():
             tag = config.cache_key_tag
         assert tag.startswith("mine")
         assert tag != "mine"

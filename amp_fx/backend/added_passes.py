@@ -25,12 +25,7 @@ _BUILT_IN = {kind.name: index for index, kind in enumerate(PASSES)}
 
 @dataclasses.dataclass(frozen=True)
 class AddedPass:
-    """A pass of a user's own.
-
-    Attributes:
-        added: The pass.
-        after: The name of the pass that it runs after.
-    """
+    """A pass of a user's own."""
 
     added: Pass
     after: str = DEFAULT_AFTER
@@ -64,11 +59,7 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
 
 
 def check_pass(where: str, value: Any) -> None:
-    """Refuses what is no pass that a user can add.
-
-    Raises:
-        OptionError: Says what a pass has to be.
-    """
+    """Refuses what is no pass that a user can add."""
     name = getattr(value, "name", None)
     if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
         raise OptionError(
@@ -83,11 +74,7 @@ def _call_of(value: Any) -> Any:
 
 
 def check_disabled(where: str, names: Iterable[str], added: Sequence[Pass]) -> None:
-    """Refuses to switch off what does not exist, or what correctness needs.
-
-    Raises:
-        OptionError: Names those that can be switched off.
-    """
+    """Refuses to switch off what does not exist, or what correctness needs."""
     for name in names:
         if name not in _BUILT_IN and name not in _registered and name not in _names(added):
             raise OptionError(f"{where}: {_no_such_pass(name, added)}")

@@ -140,9 +140,6 @@ def is_backward(graph: fx.Graph) -> bool:
 def widen_weight_grads(graph: fx.Graph) -> int:
     """Makes low products return float32 if their results are cast to float32 and returned.
 
-    Args:
-        graph: A backward, after AOTAutograd.
-
     Returns:
         How many there were.
     """

@@ -18,22 +18,22 @@ from amp_fx.backend.freezing import compile_freezing, weights_to_freeze
 from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
 from amp_fx.backend.transforms import watch_transforms
-from amp_fx.graphs.attributes import with_attributes_as_inputs
-from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.graph_copy import copy_graph_module, with_attributes_as_inputs
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
 from amp_fx.options import Options
 from amp_fx.passes.lay_out_kept_copies import lay_out_kept_copies
+from amp_fx.regions.cache_keys import guard_disabled_region
 from amp_fx.regions.checkpoint import restore_regions
-from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.region import skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.weights.kept_cast import one_region
+from amp_fx.weights.kept_float8 import unpacked
 from amp_fx.weights.kept_inputs import (
     kept_inputs,
     owner_of,
     verify_level,
 )
-from amp_fx.weights.region_cast import one_region
 from amp_fx.weights.variants import (
     Casting,
     Later,
@@ -158,7 +158,8 @@ def _compile_kept(found: Rewritten, example_inputs: Sequence[Any], options: Opti
     """
     trained = trained_weights(found.cast, found.weights)
     if not trained or options.shares_region:
-        return _keeping(found, options, example_inputs)
+        leaves = trained if uses_inductor(example_inputs, options) else ()  # the region casts them
+        return _keeping(found, options, example_inputs, leaves=leaves)
     names = {node.name: i for i, node in enumerate(found.placeholders)}
     smallest = min((names[n] for n in trained), key=lambda i: example_inputs[i].numel())
     others = tuple(name for name in found.weights if name not in trained)
@@ -172,10 +173,12 @@ def _keeping(
     options: Options,
     example_inputs: Sequence[Any],
     *,
+    leaves: Collection[str] = (),
     may_give_up: bool = False,
 ) -> Compiled:
-    """The variant of a graph that keeps the casts of all its weights."""
-    gm = found.variant(found.weights, aliases=True)
+    """The variant of a graph that keeps the casts of its weights, but for those that it leaves."""
+    keeps = [name for name in found.weights if name not in leaves]
+    gm = found.variant(keeps, aliases=not leaves)
     with no_autocast(), in_cache_keys(found.passes):
         if uses_inductor(example_inputs, options):
             lay_out_kept_copies(gm, inductor_config(options))
@@ -193,14 +196,9 @@ def _casting(
     smallest: int,
     example_inputs: Sequence[Any],
 ) -> Casting:
-    """The variant of a graph that casts weights itself, but for some.
+    """The variant that casts weights itself, but for ``keeps``.
 
-    Args:
-        found: The graph.
-        options: The options of the backend.
-        keeps: The weights whose casts are kept.
-        smallest: Position of the weight that is asked whether weights were written.
-        example_inputs: Inputs of the graph.
+    The weight at position ``smallest`` is asked whether weights were written.
     """
     gm = found.variant(keeps, aliases=True)
     unchanged = Unchanged(smallest, input_path(found.placeholders[smallest]))
@@ -211,7 +209,7 @@ def _casting(
             gm, example_inputs, verify=options.verify, root=found.root, more=(unchanged,)
         )
         assert kept is not None
-        return Casting(kept, _compile(gm, inputs, options))
+        return Casting(kept, unpacked(_compile(gm, inputs, options), kept.slots))
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

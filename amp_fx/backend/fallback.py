@@ -24,13 +24,7 @@ log = logging.getLogger("amp_fx.fallback")
 def as_native_region(
     gm: fx.GraphModule, state: AutocastState, *, restores_outputs: bool
 ) -> fx.GraphModule:
-    """Makes one region of a whole graph as Dynamo captured it, in place.
-
-    Args:
-        gm: A graph that no pass has touched.
-        state: The region; nested ones in the graph hold as they are.
-        restores_outputs: Whether outputs are cast to the dtypes that were captured.
-    """
+    """Makes one region of a whole graph as Dynamo captured it, in place."""
     remember_captured(gm.graph)
     prepare_state(state)
     graph = gm.graph

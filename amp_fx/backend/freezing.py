@@ -113,15 +113,6 @@ def compile_freezing(
 ) -> Compiled:
     """Compiles a rewritten graph with its weights frozen.
 
-    Args:
-        gm: The graph, which casts weights itself.
-        example_inputs: What Dynamo gave.
-        weights: Names of the inputs that are frozen, by position.
-        options: The options of the backend.
-        owner: The name under which ``stats`` counts what is kept.
-        verify: How much of it each call compares with the weights.
-        may_give_up: As for ``KeptCall``.
-
     Raises:
         CannotFreezeError: There is nothing to gain, or no way to do it.
     """
@@ -192,12 +183,6 @@ def values_when_frozen(
 ) -> dict[Recipe, torch.Tensor]:
     """Lists what a frozen graph would keep; computes and compiles nothing.
 
-    Args:
-        gm: The rewritten graph, which casts weights itself.
-        example_inputs: What Dynamo gave, fake.
-        weights: The inputs that are frozen.
-        options: The options of the backend.
-
     Returns:
         Fake tensors by the recipes of what they stand for; views of weights are left out.
     """
@@ -248,13 +233,6 @@ def weights_to_freeze(
 
     Weights that were stored low to save memory are not, unless freezing is asked for; nor are
     those of a graph in which autocast is off throughout.
-
-    Args:
-        captured: The graph that Dynamo captured.
-        found: What became of it.
-        example_inputs: What Dynamo gave.
-        options: The options of the backend.
-        plain: What stands for fake inputs, where nothing is to be frozen in earnest.
     """
     if not uses_inductor(example_inputs, options) or not is_wanted(options, example_inputs):
         return {}
@@ -274,13 +252,7 @@ def _is_on(graph: fx.Graph) -> bool:
 def frozen_weights(
     captured: fx.GraphModule, rewritten: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> dict[int, str]:
-    """The inputs that can be frozen, with their names: weights that the graph does not write.
-
-    Args:
-        captured: The graph that Dynamo captured.
-        rewritten: What became of it.
-        example_inputs: What Dynamo gave.
-    """
+    """The inputs that can be frozen, with their names: weights that the graph does not write."""
     placeholders = rewritten.graph.find_nodes(op="placeholder")[: len(example_inputs)]
     written = {node.name for node in placeholders if is_written(node)}
     position = {node.name: i for i, node in enumerate(placeholders)}

@@ -1,9 +1,32 @@
-"""The inner compilers that a rewritten graph is handed to."""
+"""The inner compilers that a rewritten graph is handed to.
+
+``repaired`` repairs a fault of TorchInductor's CPU scheduler that gives wrong gradients.
+
+When the scheduler recomputes a loop body, it forgets that a buffer which is scattered into
+goes by another name afterwards; a kernel that reads the sum may then run before the scatter.
+Interpolation and max pooling scatter in their backward, and casts around them are enough to
+bring it about. See pytorch#185509; the repair is that of pytorch#185873, which torch 2.13
+lacks and which does nothing where torch has it.
+
+``apart`` keeps inductor's CUDA graphs from asking for weights, and from holding kept copies.
+
+The store makes values again in the same memory unless somebody may be reading them. A recording is
+valid as long as its static inputs stay where they are. Two habits of recordings would break that:
+
+- They ask all static inputs for their addresses in each replay, also those that the graph does not
+  read. Asking for a weight's address looks like a write. Such inputs are replaced by dummies.
+- They hold outputs that are static inputs: what a forward returns for its backward. The store would
+  take them for readers. Such outputs are taken out of the graph and given back around it.
+
+Relies on ``torch._inductor.cudagraph_trees``: ``CUDAGraphNode`` compares ``static_input_data_ptrs``
+where ``graph_partition`` is off, and holds ``static_output_tensors``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -11,21 +34,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.backend.cuda_graphs import apart, settled
+from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.backend.inductor_repair import repaired
 from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
-from amp_fx.weights.managed import is_distributed
-from amp_fx.weights.region_cast import taken_outside
+from amp_fx.weights.kept_cast import taken_outside
+from amp_fx.weights.spread import is_distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amp_fx.backend.after_autograd import AfterAutograd
     from amp_fx.devices.product_costs import Sizes
@@ -34,6 +58,118 @@ if TYPE_CHECKING:
     Compiled = Callable[..., Any]
 
 log = logging.getLogger("amp_fx.inner")
+
+
+def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Compiles graphs anew where ``apart`` changes them; AOTAutograd's cache lacks the change."""
+    if is_ahead_of_time() or not _is_on(settings):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
+        enable_autograd_cache=False, enable_remote_autograd_cache=False
+    )
+    return patch
+
+
+def _is_on(settings: Mapping[str, Any]) -> bool:
+    from torch._inductor import config
+
+    return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """What a graph of AOTAutograd leaves to those who call it.
+
+    Attributes:
+        dummies: By position, what is passed in the place of inputs.
+        returned: By the position of an output, that of the input which it is.
+    """
+
+    dummies: Mapping[int, torch.Tensor]
+    returned: Mapping[int, int]
+
+    def wrap(self, compiled: Compiled) -> Compiled:
+        """The compiled graph, as a boxed callable with the inputs and outputs of AOTAutograd's."""
+
+        def call(inputs: list[Any]) -> Any:
+            given = {k: inputs[i] for k, i in self.returned.items()}
+            for i, dummy in self.dummies.items():
+                inputs[i] = dummy
+            outputs = compiled(inputs)
+            return [given.get(k, out) for k, out in enumerate(outputs)] if given else outputs
+
+        return call if self.dummies or self.returned else compiled
+
+
+def apart(gm: fx.GraphModule, static: Iterable[int]) -> Apart:
+    """Takes out of a graph what a recording of it would ask or hold, where CUDA graphs are on."""
+    if not _is_on({}):
+        return Apart({}, {})
+    returned = {} if is_ahead_of_time() else _taken_out(gm, static)
+    unused = _unused_inputs(gm)
+    with unset_fake_temporarily():
+        return Apart({i: torch.empty(1, device=d) for i, d in unused.items()}, returned)
+
+
+def _taken_out(gm: fx.GraphModule, static: Iterable[int]) -> dict[int, int]:
+    """Removes outputs that are static inputs; the inputs by the positions of the outputs."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    sources = {placeholders[i]: i for i in static}
+    output = gm.graph.output_node()
+    outputs: Any = output.args[0]
+    found = {k: sources[node] for k, node in enumerate(outputs) if node in sources}
+    if found:
+        output.args = (type(outputs)(None if k in found else o for k, o in enumerate(outputs)),)
+        gm.recompile()
+    return found
+
+
+def _unused_inputs(gm: fx.GraphModule) -> dict[int, torch.device]:
+    """The inputs of a graph that nothing reads, with their devices; not those on the CPU."""
+    values = {
+        i: node.meta.get("val")
+        for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if not node.users
+    }
+    return {
+        i: value.device
+        for i, value in values.items()
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    }
+
+
+_TAG = "amp_fx: pytorch#185873"
+
+
+def repaired() -> contextlib.AbstractContextManager[None]:
+    """Compile inside it; on-disk caches then keep apart what was compiled without.
+
+    The repair stays for the process: another thread may be compiling.
+
+    Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, and on
+    ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
+    """
+    _repair()
+    tags = (torch.compiler.config.cache_key_tag, _TAG)
+    patch: contextlib.AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
+        cache_key_tag=tags[0] if _TAG in tags[0] else " ".join(filter(None, tags))
+    )
+    return patch
+
+
+@functools.cache
+def _repair() -> None:
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    @functools.wraps(recompute)
+    def recompute_and_rename(self: SchedulerNode, *args: Any, **kwargs: Any) -> None:
+        recompute(self, *args, **kwargs)
+        if self.mutation_renames:
+            self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
 
 
 def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
@@ -83,12 +219,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """Rewrites graphs of AOTAutograd before inductor lowers them.
-
-    Args:
-        options: The options of the backend.
-        following: A pass of the user's own, which runs afterwards.
-    """
+    """Rewrites graphs of AOTAutograd before inductor lowers them."""
     from amp_fx.backend.after_autograd import AfterAutograd
 
     return AfterAutograd(
@@ -150,14 +281,7 @@ def compile_with_inductor(
     options: Options,
     compile_inside: Callable[..., Any],
 ) -> Compiled:
-    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
-
-    Args:
-        gm: The graph.
-        example_inputs: Its inputs.
-        options: The options of the backend.
-        compile_inside: Compiles a graph of AOTAutograd, as ``compile_graph`` does.
-    """
+    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it."""
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
     return through_inductor(gm, example_inputs, options, compile_inside)
@@ -298,12 +422,7 @@ def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable
 
 
 def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
-    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire.
-
-    Args:
-        gm: The graph.
-        narrows: Whether to narrow, or only to count.
-    """
+    """Narrows what a graph of AOTAutograd gathers, and counts what goes over the wire."""
     before = wire_bytes(gm.graph)
     if not before:
         return

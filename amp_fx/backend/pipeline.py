@@ -11,7 +11,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 
 from amp_fx.errors import AmpFxError, PassError
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts
@@ -20,6 +20,7 @@ from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.share_region_casts import ShareRegionCasts
@@ -46,6 +47,7 @@ PASSES: tuple[type[Pass], ...] = (
     MarkRegions,
     InsertCasts,
     RestoreOutputs,
+    QuantizeProducts,
     HoistCasts,
     FoldCasts,
     KeepWeightCasts,
@@ -69,6 +71,7 @@ def default_passes(
     guards_range: bool = True,
     shares_region: bool = False,
     aliases_reads: bool = False,
+    quantizes: QuantizeProducts | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -83,11 +86,13 @@ def default_passes(
             (``ShareRegionCasts``).
         aliases_reads: Whether weights whose casts are kept are read through other storages
             (``AliasWeightReads``).
+        quantizes: Runs products in float8; None if the policy has none.
     """
     return (
         MarkRegions(site),
         InsertCasts(policy, frame, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
+        *((quantizes,) if quantizes is not None else ()),
         HoistCasts(tuple(name for name, _ in kept_weights)),
         FoldCasts(),
         *((KeepWeightCasts(kept_weights),) if kept_weights else ()),

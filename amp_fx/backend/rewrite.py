@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.added_passes import passes_of_users, with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback
@@ -14,6 +15,7 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import PassError
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
 from amp_fx.options import (
     Options,
@@ -25,19 +27,21 @@ from amp_fx.options import (
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import has_gradient
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, kept_casts
+from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
     NO_FRAME,
     compile_frame,
     ends_at_graph_break,
     guard_module,
+    linear_ends,
+    warn_unused,
 )
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
-from amp_fx.regions.unused import warn_unused
 from amp_fx.stats import record, record_graph
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_inputs import keepable_weights
+from amp_fx.weights.kept_inputs import is_weight, keepable_weights
 from amp_fx.weights.spread import is_spread
 from amp_fx.weights.variants import has_dynamic_inputs
 
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.passes.base import Observer, Pass, PassReport
+    from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger("amp_fx.rewrite")
@@ -93,10 +98,6 @@ class Rewritten:
     def variant(self, keeps: Collection[str] = (), *, aliases: bool = False) -> fx.GraphModule:
         """A copy of the graph that keeps the casts of some weights.
 
-        Args:
-            keeps: Names of the weights' placeholders.
-            aliases: Whether weights are read through storages of their own.
-
         Raises:
             PassError: A pass failed.
         """
@@ -126,14 +127,6 @@ def rewrite(
 ) -> Rewritten:
     """Puts casts into a copy of a captured graph, as the ambient region or the options say.
 
-    Args:
-        gm: The graph that Dynamo captured.
-        example_inputs: Its inputs.
-        options: The options of the backend.
-        observer: Told of what is done.
-        is_whole: Whether the graph is to keep the casts of all weights; else the caller asks for
-            variants.
-
     Raises:
         OptionError: The device cannot autocast to the dtype that was asked for.
         BannedOpError: The graph makes an op that autocast bans on its device.
@@ -161,6 +154,7 @@ def rewrite(
         frame=frame,
         guards_range=options.range_guard,
         aliases_reads=options.compiler != "eager" and not is_whole,
+        quantizes=_quantizes(gm, example_inputs, policy, frame),
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
     kept_at = next((i for i, p in enumerate(passes) if p.name == KeepWeightCasts.name), len(passes))
@@ -173,6 +167,29 @@ def rewrite(
             found, rest = (gm, gm), ()
     root = None if frame.root is None else type(frame.root).__name__
     return Rewritten(*found, state, frame, (*passes, *rest), rest, root)
+
+
+def _quantizes(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
+) -> QuantizeProducts | None:
+    """The pass for products in float8; None if no policy can have any."""
+    has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
+    if not policy.resolver.has_float8 and not has_regions:
+        return None
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    pairs = [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
+    ends = linear_ends(frame.modules())
+    names = (
+        None
+        if ends is None
+        else tuple(
+            node.name
+            for path, end in ends.items()
+            for node, tensor in pairs  # which is a fake one where nothing is compiled
+            if tensor is end or input_path(node, frame) == path
+        )
+    )
+    return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
 
 
 def trained_weights(gm: fx.GraphModule, weights: Sequence[str]) -> frozenset[str]:
@@ -194,20 +211,12 @@ def trained_weights(gm: fx.GraphModule, weights: Sequence[str]) -> frozenset[str
 
 
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
-    """The state of autocast where a graph begins, with the policy that holds there.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
-    """
+    """The state of autocast where a graph begins, with the policy that holds there."""
     return start_state_on(graph_devices(gm), options)
 
 
 def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
-    """The same for a program whose tensors are on some devices.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
-    """
+    """The same for a program whose tensors are on some devices."""
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:
@@ -225,10 +234,6 @@ def bare_state(
     name of the backend switches on. Else it is one for the device that the graph's tensors are
     on: an accelerator, if any is among them, else the CPU, as a user of ``torch.autocast`` would
     choose.
-
-    Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for, or inductor makes
-            no kernels with it for the device.
     """
     is_region = options.bare_region and not in_disabled_region()
     device_type = region_device_type(devices) if is_region else None
@@ -269,13 +274,6 @@ def _run_passes(
     observer: Observer,
 ) -> tuple[fx.GraphModule, fx.GraphModule] | None:
     """A rewritten copy of a graph, and one before casts of weights are taken out.
-
-    Args:
-        captured: The graph.
-        passes: What to run.
-        rest: What to run besides, but not over the second.
-        options: The options of the backend.
-        observer: Told of what is done.
 
     Returns:
         None if a pass failed and may be fallen back from.

@@ -15,8 +15,7 @@ from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import report as reports
 from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
-from amp_fx.bench.machine import machine, versions
-from amp_fx.bench.settings import Settings
+from amp_fx.bench.settings import Settings, machine, versions
 from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -32,9 +31,6 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark.
-
-    Args:
-        argv: The arguments; those of the process if None.
 
     Returns:
         The exit code: 0; 1 if something has no figures because it failed; 2 for an

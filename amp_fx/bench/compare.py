@@ -1,11 +1,22 @@
-"""One workload, all contenders: what each took, and whether the comparison was fair."""
+"""One workload, all contenders: what each took, and whether the comparison was fair.
+
+Peak memory is what a contender keeps, and what a call needs on top.
+On an accelerator its allocator counts both. On a CPU resident memory says little, because
+freed pages stay: there, what is kept is the sum over the storages of all tensors that came to
+be with the contender, and what a call needs is the peak of what torch's CPU allocator gave out
+during one call, as the profiler records it. Scratch space of libraries is in neither.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import logging
 import math
+import os
 import statistics
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -25,19 +36,104 @@ from amp_fx.bench.contenders import (
     contenders_of,
     prepare,
 )
-from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
+from amp_fx.weights.store import storage_address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from amp_fx.bench.contenders import Contender, Run, Workload
     from amp_fx.bench.settings import Settings
 
     Watch = Callable[[str, int, int], None]
-    """Told of progress: what is being done, how much of it is done, how much there is."""
+    "Told of progress: what is being done, how much of it is done, how much there is."
 
 log = logging.getLogger(__name__)
+
+ON_CPU = "tensors alive after warm-up and the CPU allocator's peak in one call, by the profiler"
+ON_ACCELERATOR = "the allocator's peak in one call, less what was allocated before the contender"
+
+
+class MemoryMeter:
+    """Measures one contender; make it before the contender is built."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes what is allocated now for other people's."""
+        self.device = device
+        self._before = _kept_bytes(device)
+
+    def peak(self, run: Run) -> int:
+        """Bytes of a contender that was called before, at the peak of one more call."""
+        if self.device.type == "cpu":
+            kept = _kept_bytes(self.device) - self._before
+            return kept + _cpu_peak(run)
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        run()
+        torch.accelerator.synchronize(self.device)
+        return torch.accelerator.max_memory_allocated(self.device) - self._before
+
+
+def how_measured(device: torch.device) -> str:
+    """What the figures of this device are."""
+    return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
+
+
+def _kept_bytes(device: torch.device) -> int:
+    gc.collect()
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
+    alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
+    return sum({_place(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What tells storages apart: views share one, and so do aliases."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    address: int = storage_address_of(tensor)
+    return address
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage; of an opaque one (packed for oneDNN) without its padding."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.itemsize
+    return int(tensor.untyped_storage().nbytes())
+
+
+def _cpu_peak(run: Run) -> int:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        _no_standard_error(),
+        # Without acc_events torch 2.11 warns of cycles, of which this has one.
+        torch.profiler.profile(
+            activities=activities, profile_memory=True, acc_events=True
+        ) as profile,
+    ):
+        run()
+    result = profile.profiler.kineto_results
+    events = [event for event in result.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+@contextlib.contextmanager
+def _no_standard_error() -> Iterator[None]:
+    """Drops the two lines that the profiler's library writes past Python for each use."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
 
 CASTS = "casts"
 
@@ -52,7 +148,7 @@ class Measured:
     Attributes:
         name: The contender.
         timing: Seconds per call or per update of the weights.
-        peak_bytes: Its memory, see ``amp_fx.bench.memory``; None if not measured.
+        peak_bytes: Its memory, see ``amp_fx.bench.compare``; None if not measured.
         first_call: Seconds of the first call, which compiles; a later contender may find
             kernels of an earlier one. None if not measured.
         num_graphs: Graphs that were compiled for it; None if not counted.
@@ -128,14 +224,7 @@ def _skipped_at_either_end(num_rounds: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One number that is no contender's time.
-
-    Attributes:
-        name: What it is.
-        value: How much.
-        unit: Of what.
-        interval: Where it lies with 95 % confidence; None if that is not known.
-    """
+    """One number that is no contender's time."""
 
     name: str
     value: float

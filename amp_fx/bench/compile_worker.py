@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.backend.entry import amp_fx
-from amp_fx.bench.cases.gpt import build_training, train_size
+from amp_fx.bench.cases.models import build_training, train_size
 from amp_fx.bench.contenders import BY_NAME, compiling, region_of
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import wait_for

@@ -91,81 +91,45 @@ class Contender:
         return self.is_autocast or self.is_stored_low or self.is_amp_fx
 
 
+_native = functools.partial(Contender, is_compiled=True, is_autocast=True)
+_ours = functools.partial(Contender, is_compiled=True, is_amp_fx=True)
+_low = functools.partial(Contender, is_compiled=True, is_stored_low=True)
+_STRICT = (("numerics", "strict"),)
+_FREEZING = "native, with inductor's freezing of weights, which sees no write to them"
+_LEAN = "amp_fx with the lean preset: a low residual stream, float32 gradients of weights"
+
 CONTENDERS = (
     Contender("float32", "eager float32"),
     Contender("float32-compiled", "torch.compile in float32", is_compiled=True),
     Contender("autocast", "eager torch.autocast", is_autocast=True),
-    Contender(NATIVE, "torch.compile under torch.autocast", is_compiled=True, is_autocast=True),
-    Contender(
-        NATIVE_FROZEN,
-        "native, with inductor's freezing of weights, which sees no write to them",
-        is_compiled=True,
-        is_autocast=True,
-        is_frozen=True,
-        is_for_inference=True,
-    ),
-    Contender(AMP_FX, 'torch.compile(backend="amp_fx")', is_compiled=True, is_amp_fx=True),
-    Contender(
+    _native(NATIVE, "torch.compile under torch.autocast"),
+    _native(NATIVE_FROZEN, _FREEZING, is_frozen=True, is_for_inference=True),
+    _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
+    _ours(
         "amp_fx-folding",
         "amp_fx, with batch norms folded into convolutions",
-        is_compiled=True,
-        is_amp_fx=True,
         options=(("fold_batch_norm", True),),
         is_for_inference=True,
     ),
-    Contender(
+    _ours(
         "amp_fx-unfrozen",
         "amp_fx that keeps casts alone",
-        is_compiled=True,
-        is_amp_fx=True,
         options=(("freezing", False),),
         is_for_inference=True,
     ),
-    Contender(
-        UNCACHED,
-        "amp_fx with weight_cache off",
-        is_compiled=True,
-        is_amp_fx=True,
-        options=(("weight_cache", False),),
-    ),
-    Contender(
-        LEAN,
-        "amp_fx with the lean preset: a low residual stream, float32 gradients of weights",
-        is_compiled=True,
-        is_amp_fx=True,
-        options=(("policy", "lean"),),
-        is_for_training=True,
-    ),
-    Contender(
+    _ours(UNCACHED, "amp_fx with weight_cache off", options=(("weight_cache", False),)),
+    _ours(LEAN, _LEAN, options=(("policy", "lean"),), is_for_training=True),
+    _native(
         "native-strict",
         "native, with generated code that rounds as eager code does",
-        is_compiled=True,
-        is_autocast=True,
-        options=(("numerics", "strict"),),
+        options=_STRICT,
     ),
-    Contender(
-        "amp_fx-strict",
-        "amp_fx, with the same",
-        is_compiled=True,
-        is_amp_fx=True,
-        options=(("numerics", "strict"),),
+    _ours("amp_fx-strict", "amp_fx, with the same", options=_STRICT),
+    _ours(
+        "amp_fx-eager", "amp_fx with the bits of eager autocast", options=(("numerics", "eager"),)
     ),
-    Contender(
-        "amp_fx-eager",
-        "amp_fx with the bits of eager autocast",
-        is_compiled=True,
-        is_amp_fx=True,
-        options=(("numerics", "eager"),),
-    ),
-    Contender(LIMIT, "stored in the low dtype and compiled", is_compiled=True, is_stored_low=True),
-    Contender(
-        LIMIT_FROZEN,
-        "limit, with inductor's freezing",
-        is_compiled=True,
-        is_stored_low=True,
-        is_frozen=True,
-        is_for_inference=True,
-    ),
+    _low(LIMIT, "stored in the low dtype and compiled"),
+    _low(LIMIT_FROZEN, "limit, with inductor's freezing", is_frozen=True, is_for_inference=True),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
 BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from amp_fx.bench.machine import machine
+from amp_fx.bench.settings import machine
 from amp_fx.devices.product_costs import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -40,9 +40,6 @@ _MAX_ROUNDS, _MAX_SECONDS = 50, 1.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the table.
-
-    Args:
-        argv: The arguments; those of the process if None.
 
     Returns:
         The exit code: 0, or 1 if something did not settle because the machine was too busy.

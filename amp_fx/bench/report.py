@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from amp_fx.bench.compare import Comparison, Figure
+from amp_fx.bench.compare import Comparison, Figure, how_measured
 from amp_fx.bench.contenders import LIMIT, LIMIT_FROZEN, NATIVE, NATIVE_FROZEN
-from amp_fx.bench.memory import how_measured
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 
@@ -30,16 +29,7 @@ PIPED_WIDTH = 100
 
 @dataclasses.dataclass
 class Report:
-    """Everything that a run found.
-
-    Attributes:
-        settings: What was asked for.
-        command: The line that asks for the same again.
-        machine: What it ran on.
-        versions: Of Python, torch and amp_fx.
-        outcomes: What was measured, with its case, in order.
-        failures: Cases that broke off, and why.
-    """
+    """Everything that a run found."""
 
     settings: Settings
     command: str
@@ -228,11 +218,7 @@ def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, A
 
 
 def load_pyplot() -> Any:
-    """The plotting functions of matplotlib, drawing to files.
-
-    Raises:
-        OptionError: matplotlib is not installed.
-    """
+    """The plotting functions of matplotlib, drawing to files."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("agg")
@@ -242,11 +228,7 @@ def load_pyplot() -> Any:
 
 
 def write_plot(path: Path, report: Report) -> None:
-    """Draws a bar for each contender of each comparison, with its quartiles.
-
-    Raises:
-        OptionError: matplotlib is not installed, or cannot write such a file.
-    """
+    """Draws a bar for each contender of each comparison, with its quartiles."""
     pyplot = load_pyplot()
     comparisons = report.comparisons
     if not comparisons:

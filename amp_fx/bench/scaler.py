@@ -40,11 +40,7 @@ FUSED = tuple(name for name in OPTIMIZERS if name.endswith("fused"))
 
 @dataclasses.dataclass(frozen=True)
 class ScalerTiming:
-    """What a step took with each scaler.
-
-    Attributes:
-        seconds: Per scaler, one sample for each round.
-    """
+    """What a step took with each scaler."""
 
     seconds: dict[str, list[float]]
 
@@ -114,16 +110,7 @@ def run(
     device: str = "cpu",
     compiler: str | None = None,
 ) -> ScalerTiming:
-    """Time all scalers with one optimizer.
-
-    Args:
-        optimizer: A key of `OPTIMIZERS`.
-        num_params: How many parameters.
-        numel: Elements of each; many small ones show what a scaler does besides its arithmetic.
-        repeats: Rounds.
-        device: Where, such as "cpu" or "cuda".
-        compiler: What compiles `GradScaler.compile_step`; None leaves that out.
-    """
+    """Time all scalers with one optimizer."""
     steps = _steps(optimizer, num_params, numel, device, compiler)
     order = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in order}

@@ -1,10 +1,15 @@
-"""What a run of the benchmark was asked for."""
+"""What a run of the benchmark was asked for, and the machine and versions it ran on."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import os
+import platform
 
 import torch
+
+from amp_fx.devices.low_dtypes import processor_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +51,31 @@ class Settings:
     def takes_part(self, contender: str) -> bool:
         """Whether a contender was asked for."""
         return self.contenders is None or contender in self.contenders
+
+
+def machine(device: torch.device) -> dict[str, str | int | float]:
+    """The device's name, cores, threads, and how busy the machine was."""
+    facts: dict[str, str | int | float] = {"processor": processor_name()}
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    facts["cores"] = _num_cores()
+    facts["threads"] = torch.get_num_threads()
+    if hasattr(os, "getloadavg"):
+        facts["load"] = round(os.getloadavg()[0], 2)
+    return facts
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "amp_fx": importlib.metadata.version("amp_fx"),
+    }
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -25,12 +25,7 @@ WARM_UP_CALLS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one sample for each round.
-
-    Attributes:
-        seconds: The samples.
-        steps: Calls that each sample is the mean of.
-    """
+    """Seconds per call, one sample for each round."""
 
     seconds: tuple[float, ...]
     steps: int = 1
@@ -120,9 +115,11 @@ def _time_block(run: Run, steps: int, device: torch.device) -> float:
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
     """Keeps Python's collector from walking all that compilation left behind."""
+    was_frozen = gc.get_freeze_count() > 0  # by the program, for which it stays so
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()

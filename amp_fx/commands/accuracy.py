@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.commands.explain import load, parse_input
+from amp_fx.commands.explain import add_target, load_with_inputs
 from amp_fx.drawing.draw import FORMATS, check_path, draw
 from amp_fx.errors import OptionError
 from amp_fx.numerics.dtype_choice import DtypeChoice
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_target(parser)
+    add_step(parser)
     parser.add_argument("--dtype", help=DTYPE_HELP)
     parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
     parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
@@ -63,34 +63,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
+def add_step(parser: argparse.ArgumentParser) -> None:
     """Adds what a step and its inputs are told by (``load_step``)."""
-    parser.add_argument("target", help="package.module:name of a step or of what makes it")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 or, with a dtype, 8,64:int64; may be given more than once",
-    )
+    add_target(parser, "of a step or of what makes it")
     parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def load_step(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Loads the step that a command was given, and its inputs.
-
-    Raises:
-        AmpFxError: The target cannot be loaded, or takes inputs that were not given.
-    """
+    """Loads the step that a command was given, and its inputs."""
     torch.manual_seed(args.seed)
-    step, inputs = load(args.target)
-    if args.input_shape:
-        inputs = tuple(_random(parse_input(text)) for text in args.input_shape)
-    if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
-    return step, inputs
+    step, inputs = load_with_inputs(args)
+    return step, tuple(map(_random, inputs)) if args.input_shape else inputs
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,9 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         1 if there are suspects and no search was asked for, else 0.
-
-    Raises:
-        AmpFxError: The target cannot be loaded or run, or an argument is wrong.
     """
     _check(args)
     step, inputs = load_step(args)

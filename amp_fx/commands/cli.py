@@ -21,9 +21,6 @@ COMMANDS = ("explain", "export", "accuracy", "verify", "policy", "demo", "build"
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    Args:
-        argv: The arguments; those of the process if None.
-
     Returns:
         The exit code: 0, or what the command returns, or 2 for an error of the user's.
     """

@@ -13,10 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.machine import machine
+from amp_fx.bench.settings import machine
 from amp_fx.demo.generate import TEXTS, generate
-from amp_fx.demo.text import statements
-from amp_fx.demo.train import Settings, compare
+from amp_fx.demo.train import Settings, compare, statements
 from amp_fx.dtypes import LOW_DTYPE_NAMES, dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -58,11 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo and returns 0.
-
-    Raises:
-        OptionError: An argument is not usable here; says what is.
-    """
+    """Runs the demo and returns 0."""
     settings = parse_settings(args)
     console = Console()
     if settings.compiler == "inductor" and not can_use_inductor(settings.device):
@@ -89,11 +84,7 @@ def header(settings: Settings) -> str:
 
 
 def parse_settings(args: argparse.Namespace) -> Settings:
-    """Checks and converts the arguments.
-
-    Raises:
-        OptionError: One of them is not usable here; says what is.
-    """
+    """Checks and converts the arguments."""
     device, dtype = _parse_device(args.device), low_dtype_named(args.dtype)
     check_device_dtype(device.type, dtype)
     return Settings(

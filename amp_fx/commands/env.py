@@ -16,7 +16,7 @@ from rich.table import Table
 from amp_fx import __version__, csrc
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.csrc.build import find
-from amp_fx.devices.processor import bfloat16_units
+from amp_fx.devices.low_dtypes import bfloat16_units
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset

@@ -41,15 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="package.module:name of a model, function or factory")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
-        "tokens; may be given more than once",
-    )
+    add_target(parser, "of a model, function or factory")
     parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
     parser.add_argument("--policy", help="name of a preset; default: torch")
     parser.add_argument("--device", help="device type to explain for; it need not be there")
@@ -75,22 +67,39 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0.
+def add_target(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds what a model and its inputs are told by (``load_with_inputs``)."""
+    parser.add_argument("target", help=f"package.module:name {what}")
+    parser.add_argument(
+        "--input-shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
+        "tokens; may be given more than once",
+    )
 
-    Raises:
-        AmpFxError: The target cannot be loaded or traced, or an argument is wrong.
-    """
+
+def load_with_inputs(
+    args: argparse.Namespace, *, is_meta: bool = False
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The model that a command was given, and its inputs."""
+    model, inputs = load(args.target, is_meta=is_meta)
+    if args.input_shape:
+        inputs = tuple(parse_input(text, is_meta=is_meta) for text in args.input_shape)
+    if inputs is None:
+        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    return model, inputs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns 0."""
     paths = [path for path in (args.html, args.draw) if path is not None]
     for path in paths:
         check_path(path)
     if args.html is not None and not args.html.endswith(".html"):
         raise DrawError(f"--html {args.html}: the name of the page must end in .html")
-    model, inputs = load(args.target, is_meta=args.meta)
-    if args.input_shape:
-        inputs = tuple(parse_input(text, is_meta=args.meta) for text in args.input_shape)
-    if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    model, inputs = load_with_inputs(args, is_meta=args.meta)
     explainer = explain(
         model,
         dtype=args.dtype,
@@ -117,12 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimizer:
-    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``.
-
-    Raises:
-        OptionError: There is no such optimizer, it has no such kernels, or the model has no
-            parameters.
-    """
+    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``."""
     name, _, kernels = text.partition(":")
     classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in classes:
@@ -152,16 +156,7 @@ _WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices
 
 
 def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:
-    """The model that a target names, and its inputs if the target gives them.
-
-    Args:
-        target: ``"package.module:name"``; names may have dots.
-        is_meta: Whether the model is made on the ``meta`` device.
-
-    Raises:
-        ExplainError: There is no such module or name, or it is neither a model nor a
-            function; says which names are near. Or what makes the model has raised.
-    """
+    """The model that a target names, and its inputs if the target gives them."""
     found = _named(target)
     if isinstance(found, torch.nn.Module) or not _makes_model(found):
         return found, None
@@ -228,11 +223,7 @@ _SHAPE = re.compile(r"(?P<sizes>\d+(?:[,x]\d+)*|)(?::(?P<dtype>\w+))?")
 
 
 def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
-    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype.
-
-    Raises:
-        OptionError: The text is no shape, or the dtype is unknown.
-    """
+    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype."""
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()[]"))
     if match is None:
         raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")

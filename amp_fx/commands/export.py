@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.commands.explain import load, parse_input
+from amp_fx.commands.explain import add_target, load_with_inputs
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
 from amp_fx.exporting.entry import WEIGHTS, export
-from amp_fx.exporting.onnx_form import for_onnx
-from amp_fx.exporting.package import package
+from amp_fx.exporting.package import for_onnx, package
 from amp_fx.exporting.program import weight_bytes
 from amp_fx.options import OUTPUT_DTYPES
 
@@ -42,16 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", help="package.module:name of a model or of what makes it")
+    add_target(parser, "of a model or of what makes it")
     parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64; may be given more "
-        "than once",
-    )
     parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
     parser.add_argument("--policy", default="torch", help="name of a preset, or a policy file")
     parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="original")
@@ -74,17 +65,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0.
-
-    Raises:
-        AmpFxError: The target cannot be loaded or exported, or an argument is wrong.
-    """
+    """Runs the command and returns 0."""
     _check_out(args)
-    model, inputs = load(args.target)
-    if args.input_shape:
-        inputs = tuple(map(parse_input, args.input_shape))
-    if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+    model, inputs = load_with_inputs(args)
     if not isinstance(model, torch.nn.Module):
         raise CompileTargetError(f"{args.target} is not a module: torch.export takes no other")
     model.eval()
@@ -116,11 +99,7 @@ def _check_out(args: argparse.Namespace) -> None:
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """Returns them as ``torch.export`` expects: it finds the range of each size itself.
-
-    Raises:
-        OptionError: No input has one of the dimensions.
-    """
+    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
     if not dims:
         return None
     most = max((value.dim() for value in inputs if isinstance(value, torch.Tensor)), default=0)

@@ -79,10 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         1 if ``--check`` found a difference, else 0.
-
-    Raises:
-        PolicyError: There is no such op or preset.
-        OptionError: ``--check`` and an op exclude each other.
     """
     policy = as_policy(args.preset)
     devices = tuple(dict.fromkeys(args.device or policy.tables))

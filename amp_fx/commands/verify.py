@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from amp_fx.commands.accuracy import add_target, load_step
+from amp_fx.commands.accuracy import add_step, load_step
 from amp_fx.commands.explain import make_optimizer
 from amp_fx.errors import OptionError
 from amp_fx.numerics.verify import verify
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_target(parser)
+    add_step(parser)
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
     parser.add_argument(
         "--option",
@@ -54,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 if all bits are equal, else 1.
-
-    Raises:
-        AmpFxError: The target cannot be loaded, or an argument is wrong.
     """
     step, inputs = load_step(args)
     options = dict(map(_option, args.option))

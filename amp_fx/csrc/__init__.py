@@ -91,12 +91,7 @@ def _load(name: str, source: Path) -> Any:
 
 
 class _State:
-    """The state that threads share.
-
-    Attributes:
-        lock: Held by who imports a part, or begins to build one.
-        started: The builds that `start` began, by the name of the module.
-    """
+    """The state that threads share."""
 
     def __init__(self) -> None:
         self.reset()

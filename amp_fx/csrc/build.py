@@ -93,11 +93,6 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
     the same. It imports nothing: two threads that import inductor at once could get in each
     other's way.
 
-    Args:
-        name: The name of the module.
-        source: Its source.
-        rejected: A library that is whole and cannot be imported; it is replaced.
-
     Raises:
         NativeBuildError: No compiler is found.
     """
@@ -118,16 +113,7 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """Holds what a thread needs to build one library.
-
-    Attributes:
-        name: The name of the module.
-        folder: Where the library goes.
-        scratch: A folder beside it, which is deleted afterwards.
-        command: Calls the compiler.
-        output: The file that the compiler writes.
-        rejected: A library that is of no use here.
-    """
+    """Holds what a thread needs to build one library."""
 
     name: str
     folder: Path

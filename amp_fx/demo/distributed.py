@@ -35,11 +35,7 @@ MICRO_BATCHES = 2
 
 
 class Block(nn.Module):
-    """A residual block of two products.
-
-    Args:
-        width: Of what goes in and comes out; four times that inside.
-    """
+    """A residual block of two products."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -136,15 +132,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 
 @dataclasses.dataclass
 class Run:
-    """One training: losses of this process, and what was counted.
-
-    Attributes:
-        losses: One for each micro-batch.
-        made: Copies of weights made, in all updates.
-        kept: Copies that are kept.
-        bytes: Bytes that they take.
-        gathered: Bytes of weights that this process handed to all-gathers.
-    """
+    """One training: losses of this process, and what was counted."""
 
     losses: list[float]
     made: int
@@ -154,14 +142,7 @@ class Run:
 
 
 def train(name: str, place: Place, updates: int, *, compiles: bool) -> Run:
-    """Trains a new model in a wrapper.
-
-    Args:
-        name: Of the wrapper.
-        place: Where.
-        updates: How many.
-        compiles: Whether amp_fx compiles; else all runs in eager autocast.
-    """
+    """Trains a new model in a wrapper."""
     weight_cache.clear()
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -75,14 +75,7 @@ def _attend(block: Block, x: Tensor, position: Tensor, cache: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class Writing:
-    """One contender's text, and the seconds that each of its tokens took.
-
-    Attributes:
-        name: The contender.
-        tokens: The text, the prompt included.
-        first_step: Seconds of the first call, which compiles.
-        times: Of all calls but those for the first text.
-    """
+    """One contender's text, and the seconds that each of its tokens took."""
 
     name: str
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -150,12 +143,6 @@ def generate(
     on_text: Callable[[Writing], None] | None = None,
 ) -> Texts:
     """Lets all contenders write a text as long as the model's context.
-
-    Args:
-        model: The trained model.
-        prompt: The tokens that the text begins with; one at least.
-        settings: Those of the training.
-        on_text: Called with a contender's writing after each of its texts.
 
     Returns:
         The texts, and how long their tokens took.

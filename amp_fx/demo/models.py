@@ -53,12 +53,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps ``(batch, context, width)`` to the same shape.
-
-        Args:
-            x: One row per position.
-            past: Keys and values of earlier positions, ``(2, batch, heads, past, width/heads)``.
-        """
+        """Maps ``(batch, context, width)`` to the same shape."""
         x = x + self.attention_out(self._attend(self.attention_norm(x), past))
         change: torch.Tensor = self.mlp(x)
         return x + change
@@ -97,12 +92,7 @@ class Decoder(GPT):
     """The same model, for one more token after a context whose keys and values are known."""
 
     def forward(self, token: torch.Tensor, past: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Logits of the next token.
-
-        Args:
-            token: ``(batch, 1)``.
-            past: Keys and values, ``(depth, 2, batch, heads, past, width/heads)``.
-        """
+        """Logits of the next token."""
         x = self.token(token) + self.position[past.shape[-2]]
         for block, block_past in zip(self.blocks, past.unbind(), strict=True):
             x = block(x, block_past)

@@ -11,8 +11,10 @@ import copy
 import dataclasses
 import functools
 import math
+import re
 import statistics
 import time
+from pydoc_data import topics
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +22,6 @@ from torch import nn
 
 from amp_fx import stats
 from amp_fx.demo.models import GPT, Loss, Size
-from amp_fx.demo.text import Batch, Vocabulary, random_batch, statements
 from amp_fx.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -28,6 +29,70 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amp_fx.demo.models import Block
+
+NUM_BYTES = 256
+"""How many different tokens byte-level text can have."""
+
+STATEMENTS = ("while", "if", "for")
+"""Topics that are short enough to be learned in a minute."""
+
+_WORDS = re.compile(r" ?\w+| ?[^\w\s]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Text and what follows each token of it; both int64, of shape ``(batch, context)``."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Words and punctuation, each with the space before it; a token is the number of one."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Vocabulary:
+        """All that a text is made of."""
+        return cls(tuple(sorted(set(_WORDS.findall(text)))))
+
+    def encode(self, text: str) -> torch.Tensor:
+        """The tokens of a text, int64, of shape ``(tokens,)``; words must be known ones."""
+        return torch.tensor([self._numbers[word] for word in _WORDS.findall(text)])
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+        return "".join(self.words[token] for token in tokens)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words)}
+
+
+def corpus() -> torch.Tensor:
+    """Python's help topics, some 450 kB, as a uint8 tensor of shape ``(bytes,)``."""
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+
+
+def statements() -> str:
+    """Returns Python's help on some statements, without headings and code, in one line."""
+    text = "\n\n".join(topics.topics[name] for name in STATEMENTS)
+    return " ".join(" ".join(filter(_is_prose, text.split("\n\n"))).split())
+
+
+def _is_prose(paragraph: str) -> bool:
+    return not paragraph.startswith(" ") and "***" not in paragraph
+
+
+def random_batch(data: torch.Tensor, size: int, context: int, rng: torch.Generator) -> Batch:
+    """A batch of ``size`` windows of ``context`` tokens, from anywhere in the text."""
+    starts = torch.randint(len(data) - context, (size, 1), generator=rng)
+    windows = data[starts + torch.arange(context + 1)].long()
+    return Batch(windows[:, :-1], windows[:, 1:])
+
 
 SIZE = Size(width=512, depth=2, heads=8, context=128)
 """At which a step takes 50 to 200 ms on two cores, and the text is learned in a hundred."""
@@ -76,16 +141,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Holds the results.
-
-    Attributes:
-        float32: How the contender did that trains in float32.
-        amp_fx: How amp_fx did.
-        autocast: How ``torch.autocast`` did.
-        casts: What amp_fx did to the graphs.
-        model: What amp_fx has trained.
-        vocabulary: What its tokens mean.
-    """
+    """Holds the results."""
 
     float32: Run
     amp_fx: Run
@@ -129,10 +185,6 @@ class Trainer:
 
 def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) -> Comparison:
     """Trains all contenders.
-
-    Args:
-        settings: What to train, where, and for how long.
-        on_step: Called with a contender's run after each of its steps.
 
     Returns:
         The losses and times of each.

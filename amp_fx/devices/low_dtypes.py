@@ -1,9 +1,11 @@
-"""Which devices have units for bfloat16, and what to say of those that have none."""
+"""Which processor this is, which devices lack units for bfloat16, and what to say of those."""
 
 from __future__ import annotations
 
 import functools
+import platform
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,17 +15,49 @@ from amp_fx.errors import DtypeWarning
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
+@functools.cache
+def processor_name() -> str:
+    """The processor's name, as Linux or the platform tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def bfloat16_units() -> list[str]:
+    """Which units for products in bfloat16 the CPU has, where torch can tell.
+
+    Relies on ``torch.cpu._is_avx512_bf16_supported`` and ``_is_amx_tile_supported``.
+    """
+    asked = {"avx512_bf16": "_is_avx512_bf16_supported", "amx": "_is_amx_tile_supported"}
+    return [name for name, function in asked.items() if getattr(torch.cpu, function, bool)()]
+
+
+@functools.cache
+def has_product_kernels(dtype: torch.dtype) -> bool | None:
+    """Whether oneDNN has more than a reference kernel for products in a low dtype on this CPU.
+
+    None on processors other than x86, of which nothing was measured. oneDNN counts the kernels for
+    AVX512 that emulate bfloat16; ``ONEDNN_MAX_CPU_ISA`` holds it to older instructions. Relies on
+    ``torch.ops.mkldnn._is_mkldnn_bf16_supported`` and ``_is_mkldnn_fp16_supported``.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return None if asked is None else bool(asked())
+
+
 DIFFERING = ("cuda", "xpu")
 """Device types of which some have bfloat16 units and some do not."""
 
 
 def without_bfloat16(device_type: str, indices: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the devices without units for bfloat16; none if nobody can be asked.
-
-    Args:
-        device_type: As in ``torch.device(...).type``; it need not be there.
-        indices: Of the devices that are meant; all of this machine if none is given.
-    """
+    """Returns the devices without units for bfloat16; none if nobody can be asked."""
     if device_type not in DIFFERING or not _is_here(device_type):
         return ()
     found = sorted(indices) or range(torch.get_device_module(device_type).device_count())
@@ -49,12 +83,7 @@ def _has_bfloat16(device_type: str, index: int) -> bool:
 
 @functools.cache
 def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
-    """Says once that nobody chose float16, and what it needs in training.
-
-    Args:
-        device_type: As in ``torch.device(...).type``.
-        lacking: Devices without bfloat16 units; none if that is not the reason.
-    """
+    """Says once that nobody chose float16, and what it needs in training."""
     why = "that is autocast's default"
     if lacking:
         why = f"{device_names(device_type, lacking)} has no bfloat16 units"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amp_fx.devices.processor import has_product_kernels
+from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 
@@ -69,26 +69,13 @@ def sizes(products: str | Sizes) -> Sizes:
 
 
 def pays(chosen: Sizes, kind: str, dtype: torch.dtype, least_size: int) -> bool:
-    """Whether a product is to be wide.
-
-    Args:
-        chosen: What ``sizes`` returned.
-        kind: One of ``KINDS``.
-        dtype: The low dtype.
-        least_size: The least of its sizes.
-    """
+    """Whether a product is to be wide."""
     asked = (dtype_name(dtype), kind)
     return any(asked == (d, k) and low <= least_size <= high for d, k, low, high in chosen)
 
 
 def described(products: str | Sizes, dtype: str, ops: Iterable[str]) -> str:
-    """Returns a sentence on the products that are wide here; ``""`` if none are.
-
-    Args:
-        products: ``Options.products``.
-        dtype: The name of the low dtype.
-        ops: Names of the ops that a program calls in it, such as ``"linear"``.
-    """
+    """Returns a sentence on the products that are wide here; ``""`` if none are."""
     called = {kind for op in ops for kind in _KINDS_OF.get(op.rstrip("123d"), ())}
     kinds = [kind for name, kind, *_ in sizes(products) if name == dtype and kind in called]
     if not kinds:
@@ -101,11 +88,7 @@ def described(products: str | Sizes, dtype: str, ops: Iterable[str]) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> Sizes:
-    """Reads a table of ``amp_fx.bench.products``.
-
-    Raises:
-        OptionError: It is not there, or not such a table.
-    """
+    """Reads a table of ``amp_fx.bench.products``."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))["wide"]
         found = [(d, k, *span) for d, kinds in given.items() for k, span in kinds.items()]

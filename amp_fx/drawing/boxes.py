@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.explanation.rows import CASTS, bare_op
-from amp_fx.explanation.table import SHORT
+from amp_fx.explanation.table import CASTS, SHORT, bare_op
 from amp_fx.graphs.places import short_path
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from amp_fx.drawing.folding import fold_repeats
 from amp_fx.drawing.opening import MOST_BOXES
 from amp_fx.drawing.zoom import has_module, unknown_focus, zoom
 from amp_fx.errors import DrawError
+from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.exported import explain_program
-from amp_fx.explanation.graphs import as_record
 from amp_fx.explanation.network import _chosen
+from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.picture import MEASURES, as_explanation, levels_of, origins_of
 from amp_fx.numerics.report import AccuracyReport

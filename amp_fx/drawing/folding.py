@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.explanation.rows import number_ranges
+from amp_fx.explanation.table import number_ranges
 
 if TYPE_CHECKING:
     from amp_fx.drawing.boxes import BoxGraph

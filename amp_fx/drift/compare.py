@@ -67,10 +67,6 @@ def find_drift(policy: Policy, device_types: Iterable[str] | None = None) -> tup
     that ``OWN_KERNELS`` lists, and device types whose autocast PyTorch does not register
     itself are left out. Run no model in another thread meanwhile.
 
-    Args:
-        policy: What to compare.
-        device_types: Only these; all that the policy has tables for if None.
-
     Returns:
         The differences by device type, then by name; empty if there are none.
     """

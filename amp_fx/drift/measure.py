@@ -76,16 +76,8 @@ def measure(op: str, device_type: str) -> CastPolicy | None:
     Puts kernels on the op for the time of the call: do not run the op in another thread
     meanwhile.
 
-    Args:
-        op: Qualified overload name of a registered op that takes a tensor.
-        device_type: One of ``AUTOGRAD_KEYS``; a device is not needed.
-
     Returns:
         The policy; None if autocast leaves the op alone.
-
-    Raises:
-        PolicyError: The device type cannot be measured, there is no such op, it takes no
-            tensor, or autocast does to it what no cast policy describes.
     """
     if device_type not in AUTOGRAD_KEYS:
         raise PolicyError(

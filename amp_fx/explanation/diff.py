@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from amp_fx.explanation.rows import bare_op, folded_path, treatment, without_numbers
+from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
 from amp_fx.explanation.totals import MOVING
 from amp_fx.reports import Report, human, times
 

@@ -22,24 +22,120 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.inner import is_strict
 from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, CompileTargetError, ExplainError, OptionError
+from amp_fx.errors import AmpFxError, ExplainError, OptionError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.exported import explain_program
-from amp_fx.explanation.graphs import first_lines, read_graphs
 from amp_fx.explanation.optimizer_step import explain_step
-from amp_fx.explanation.rows import bare_op
-from amp_fx.explanation.running import Capture, run_stand_in
-from amp_fx.explanation.stand_in import StandIn, fake_stand_in, real_stand_in, shared_weights
-from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, region_names
+from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
+from amp_fx.explanation.records import CastRecord, GraphRecord
+from amp_fx.explanation.running import (
+    Capture,
+    StandIn,
+    fake_stand_in,
+    real_stand_in,
+    run_stand_in,
+    shared_weights,
+)
+from amp_fx.explanation.table import bare_op
+from amp_fx.exporting.entry import export
+from amp_fx.exporting.program import WEIGHTS, copied_graph, notes_of, restore_notes
+from amp_fx.front.settings import NOT_COMPILED, RegionSettings, as_dtype, policy_for, unwrap
+from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.places import module_types
+from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
-from amp_fx.policies.policy import as_policy
-from amp_fx.regions.policy_codes import ambient_policy
+from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import fx
+
     from amp_fx.policies.policy import Policy
+
+
+def explain_program(
+    program: ExportedProgram,
+    *,
+    dtype: torch.dtype | str | None = None,
+    policy: Policy | str | None = None,
+) -> Explanation:
+    """What a program of ``amp_fx.export`` holds; of another one, what that would make of it."""
+    if notes_of(program) is None:
+        program = export(program, dtype=dtype, policy="torch" if policy is None else policy)
+    notes = notes_of(program)
+    assert notes is not None
+    gm = copied_graph(program)
+    state = restore_notes(gm)
+    _name_weights(gm, program)
+    remember_captured(gm.graph)
+    reader = GraphReader(gm, state, NO_FRAME, meter=WorkMeter(detect_fake_mode(gm.graph)))
+    nodes = reader.read()
+    types = module_types(gm, NO_FRAME)
+    device, _, low = next(iter(region_names(state)), " ").partition(" ")
+    record = GraphRecord(
+        index=0,
+        stage="forward",
+        autocast=region_names(state),
+        nodes=nodes,
+        casts=(*_casts(gm, reader), *_stored(gm, reader, notes["stored_low"])),
+        islands=islands_in(nodes),
+        modules=tuple(types.items()),
+    )
+    name = types.get("") or "exported program"
+    return Explanation(name, notes["policy"], low, device, False, (record,))
+
+
+def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
+    """Gives the placeholders of weights the names that the model has for them."""
+    targets = {
+        spec.arg.name: spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.kind in WEIGHTS
+    }
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in targets:
+            node.target = targets[node.name]
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def _casts(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
+    return [
+        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
+        for node in gm.graph.nodes
+        if CAST.is_on(node)
+    ]
+
+
+def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:
+    """The casts of weights that are stored low: done once and for all."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [
+        _stored_cast(node, reader, index)
+        for node in placeholders
+        for index in range(stored.get(node.name, 0))
+    ]
+
+
+def _stored_cast(node: fx.Node, reader: GraphReader, index: int) -> CastRecord:
+    value = recorded_value(node)
+    dtype = dtype_name(value.dtype)
+    return CastRecord(
+        name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
+        source=node.name,
+        from_dtype="float32",
+        to_dtype=dtype,
+        wanted_by="",
+        state="removed",
+        removed_by=f"the weight is stored in {dtype}",
+        weight=str(node.target),
+        consumers=reader.names_of(list(node.users)),
+        bytes_read=2 * num_bytes(value),
+        bytes_written=num_bytes(value),
+    )
+
 
 NEEDS_NUMBERS = (
     DataDependentOutputException,
@@ -73,6 +169,7 @@ def explain(
 ) -> Callable[..., Explanation]: ...
 
 
+@takes_inputs_later
 def explain(
     model: Callable[..., Any] | ExportedProgram,
     *,
@@ -133,17 +230,12 @@ def explain(
                 "and there is no optimizer"
             )
         return explain_program(model, dtype=dtype, policy=policy)
-    if isinstance(model, type) or not callable(model):
-        raise CompileTargetError(f"amp_fx.explain takes a module or a function, not {model!r}")
-    target, settings = unwrap(model)
-    given = settings or RegionSettings(None, None, None)
+    target, given = unwrap(model, "amp_fx.explain")
     request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=given.policy or ambient_policy() or as_policy("torch")
-        if policy is None
-        else as_policy(policy),
+        policy=policy_for(policy, given),
         device_type=device_type or given.device_type,
-        settings=settings,
+        settings=None if given is NOT_COMPILED else given,
         backward=backward,
         options=_checked(options),
         optimizer=optimizer,
@@ -180,15 +272,6 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if name in given:
             raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
     return given
-
-
-def unwrap(model: Any) -> tuple[Callable[..., Any], RegionSettings | None]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
-    settings = vars(model).get("_amp_fx_settings") if hasattr(model, "__dict__") else None
-    inner = getattr(model, "_orig_mod", None)
-    if inner is None and not getattr(model, "_torchdynamo_disable", False):
-        inner = getattr(model, "_torchdynamo_orig_callable", None)
-    return (inner if callable(inner) else model), settings
 
 
 def _explain(
@@ -253,16 +336,7 @@ def capture_call(
     request: Request,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
-    """Captures the graphs of one call of a stand-in.
-
-    Args:
-        stand_in: What to call.
-        request: What was asked for.
-        watch: Entered around each run of a rewritten graph.
-
-    Raises:
-        ExplainError: It cannot be traced. What fake tensors cannot answer raises ``NEEDS_NUMBERS``.
-    """
+    """Captures the graphs of one call of a stand-in."""
     policy = request.policy
     dtype = request.dtype or policy.low_dtype(stand_in.device_type)
     dtype = dtype or default_dtype(stand_in.device_type)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,39 +14,128 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.backend.inner import through_inductor
+from amp_fx.backend.inner import compile_graph, through_inductor
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.kernels import scheduled_kernels
-from amp_fx.explanation.records import CollectiveRecord, SavedRecord
+from amp_fx.explanation.records import CollectiveRecord, KernelRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.places import op_name, place_of
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.traffic import num_bytes, tensor_bytes
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.regions.state import no_autocast
+from amp_fx.replaced import replaced
 from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from amp_fx.explanation.records import KernelRecord
     from amp_fx.graphs.collectives import Collective
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
 
 log = logging.getLogger(__name__)
 
+GENERATED, EXTERN = "generated", "extern"
+CAST, LAYOUT = "cast", "layout"
+
+
+class _ScheduledError(Exception):
+    """All is known: no code is wanted."""
+
+
+def scheduled_kernels(
+    gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> tuple[KernelRecord, ...]:
+    """The kernels that inductor would make of a graph of AOTAutograd; it is edited.
+
+    Relies on ``Scheduler.codegen`` having its final nodes in ``nodes``.
+    """
+    from torch._inductor import config, scheduler
+
+    found: list[KernelRecord] = []
+    was_scheduled = []
+
+    def counted(this: Any) -> None:
+        found.extend(k for node in this.nodes if (k := kernel_of(node)) is not None)
+        was_scheduled.append(True)
+        raise _ScheduledError
+
+    settings = {
+        "compile_threads": 1,
+        "fx_graph_cache": False,
+        "fx_graph_remote_cache": False,
+        "max_autotune": False,
+        "max_autotune_gemm": False,
+        "max_autotune_pointwise": False,
+    }
+    with replaced((scheduler.Scheduler, "codegen", counted)), config.patch(settings):
+        try:
+            compile_graph(gm, inputs, **kwargs)
+        except Exception:
+            if not was_scheduled:
+                raise
+    return tuple(found)
+
+
+def kernel_of(node: Any) -> KernelRecord | None:
+    """What one node of the scheduler becomes; None for what runs nothing."""
+    from torch._inductor.ir import MultiOutput
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    if isinstance(node, NopKernelSchedulerNode):
+        return None
+    num_bytes = int(node.get_read_write_buffers_sizes()) + _constant_bytes(node)
+    if isinstance(node, ExternKernelSchedulerNode):
+        if isinstance(node.node, MultiOutput):
+            return None
+        name = getattr(node.node, "python_kernel_name", None) or type(node.node).__name__
+        return KernelRecord(EXTERN, str(name), num_bytes)
+    return KernelRecord(_kind_of(node), _origins_of(node), num_bytes)
+
+
+def _constant_bytes(node: Any) -> int:
+    """What a kernel reads of frozen weights, at most all: inductor counts inputs and buffers only.
+
+    As there, an element of the kernel's ranges reads one of each.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+    from torch._inductor.virtualized import V
+
+    names = [dep.name for dep in node.read_writes.reads if dep.name in V.graph.constants]
+    constants = {name: V.graph.constants[name] for name in names}
+    sizes = {name: tensor_bytes(x) // x.element_size() for name, x in constants.items()}
+    if isinstance(node, SchedulerNode):
+        ranges = [
+            int(V.graph.sizevars.optimization_hint(n)) for part in node.get_ranges() for n in part
+        ]
+        sizes = {n: min(size, names.count(n) * math.prod(ranges)) for n, size in sizes.items()}
+    return sum(size * constants[name].element_size() for name, size in sizes.items())
+
+
+def _origins_of(node: Any) -> str:
+    origins = {o for part in node.get_nodes() if part.node for o in part.node.get_origins()}
+    targets = {o.target for o in origins if o.op == "call_function"}
+    return "+".join(sorted({getattr(target, "__name__", str(target)) for target in targets}))
+
+
+_MOVES = frozenset({"load", "store", "to_dtype", "get_index", "index_expr", "output"})
+"""What the loop of a kernel does that computes nothing."""
+
+
+def _kind_of(node: Any) -> str:
+    """Whether a generated kernel computes, only casts, or only copies."""
+    from torch._inductor.virtualized import V
+
+    bodies = [getattr(part, "_body", None) for part in node.get_nodes()]
+    if any(body is None or not body.op_counts.keys() <= _MOVES for body in bodies):
+        return GENERATED
+    touched = node.read_writes.reads | node.read_writes.writes
+    return LAYOUT if len({V.graph.get_dtype(dep.name) for dep in touched}) == 1 else CAST
+
 
 @dataclasses.dataclass(frozen=True)
 class LoweredGraph:
-    """A graph of AOTAutograd, as inductor gets it.
-
-    Attributes:
-        gm: The graph.
-        is_backward: Whether it is a backward.
-        collectives: What it sends, each as it was and as ``narrow_gathers`` left it.
-        kernels: The kernels that inductor would make of it, if they were asked for.
-    """
+    """A graph of AOTAutograd, as inductor gets it."""
 
     gm: fx.GraphModule
     is_backward: bool
@@ -65,13 +155,6 @@ def lowered_graphs(
 
     To be called when Dynamo has ended: inductor's patterns make symbols for sizes, of which Dynamo
     would make guards.
-
-    Args:
-        gm: The rewritten graph.
-        inputs: Its inputs, without the kept copies of weights.
-        options: What it would be compiled with.
-        is_grad_enabled: Whether gradients are recorded where it is called.
-        wants_kernels: Whether inductor is to schedule them, too.
 
     Returns:
         The forward, and the backward if there is one; nothing where inductor cannot take it.

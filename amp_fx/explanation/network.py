@@ -13,7 +13,7 @@ import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.records import GraphRecord
-from amp_fx.explanation.rows import CASTS
+from amp_fx.explanation.table import CASTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

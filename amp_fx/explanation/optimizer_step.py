@@ -38,16 +38,6 @@ def explain_step(
 
     Neither the optimizer nor anything that it refers to changes. Loss scaling and clipping are
     not part of it; what ``compile_step`` makes of all that is fused, and moves less.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model, whose names tell which casts are of weights that the step writes.
-        casts: The casts of its forward.
-        device: The device that is explained for, which decides between foreach and single ops.
-        is_imagined: Whether the CPU stands for it.
-
-    Raises:
-        ExplainError: The optimizer cannot take a step on fake tensors, or needs a closure.
     """
     with FakeTensorMode() as mode:
         try:

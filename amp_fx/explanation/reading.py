@@ -2,45 +2,194 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.reasons import decisions_on, origin_and_reason
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
-from amp_fx.explanation.work import NOTHING
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.graphs.metadata import CAST, ISLAND, KEPT_INPUT
+from amp_fx.graphs.decompose import NotPlainError, call_key
+from amp_fx.graphs.islands import is_bare_function, native_autocast
+from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, ISLAND, KEPT_INPUT, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
-from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.graphs.traffic import Moved, TrafficMode, num_bytes, tensor_bytes
+from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
+from amp_fx.policies.float8 import float8_product
 from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp_fx.explanation.work import WorkMeter
+    from amp_fx.graphs.decompose import OpDecision
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
+
+_KINDS = {
+    "input": "an argument of the graph",
+    "weight": "a parameter or buffer",
+    "copy": "a copy of a weight in a low dtype, kept across calls",
+    "output": "what the graph returns",
+    "kept_cast": "stands for a cast that is made once per update of the weight",
+}
+
+
+def origin_and_reason(
+    node: fx.Node, kind: str, start: AutocastState, fallback: str
+) -> tuple[str, str]:
+    """Where a node's treatment comes from (``NodeRecord.origin``), and a sentence on it."""
+    if kind in _KINDS:
+        return "", _KINDS[kind]
+    if kind == "cast":
+        return "", f"put in for {clean_reason(CAST.of(node).reason)}"
+    if fallback:
+        return "fallback", f"runs under native autocast: {fallback}"
+    if kind == "island" and SITE.is_on(node) and is_bare_function(node):
+        return "island", f"left as it is, in the dtypes of the program: {ISLAND.of(node)}"
+    if kind == "island":
+        return "island", f"left as it is, under native autocast: {ISLAND.of(node)}"
+    site = SITE.get(node)
+    if site is None:
+        return "", "derived from the forward"
+    state: AutocastState = site.state
+    if not state.enabled:
+        if start.enabled:
+            return "region", "autocast is off in the region around it"
+        return "off", "autocast is off"
+    region = "" if state == start else f", in a region of its own ({describe(state)})"
+    decisions = decisions_on(node)
+    if not decisions:
+        return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
+    if FLOAT8_NOTE.is_on(node):
+        region = f"; {FLOAT8_NOTE.of(node)}{region}"
+    origin = decisions[0].origin
+    if origin == "table" and state.policy is not start.policy:
+        origin = "region"
+    return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
+
+
+def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
+    """The decisions on a node; the last of the ops that it was decomposed into has the rest."""
+    return DECISIONS.get(node) or ()
+
+
+def _sentence(decision: OpDecision, state: AutocastState) -> str:
+    low = dtype_name(state.low_dtype(decision.device_type))
+    op = decision.op.removeprefix("aten::")
+    where = f"{decision.device_type} {decision.origin}"
+    return f"{op}: {decision.policy.value} ({where}), {decision.policy.effect(low)}"
+
+
+def describe(state: AutocastState) -> str:
+    """``"cpu bfloat16"``; ``"off"`` where no device autocasts."""
+    return ", ".join(region_names(state)) or "off"
+
+
+def region_names(state: AutocastState) -> tuple[str, ...]:
+    """Device types that autocast, with their dtypes."""
+    return tuple(f"{device} {dtype_name(state.low_dtype(device))}" for device in state.enabled)
+
+
+def clean_reason(reason: str) -> str:
+    """The op in ``Cast.reason``, without the addresses that Python prints."""
+    words = reason.strip("<>").split()
+    if words[:2] in (["built-in", "function"], ["built-in", "method"]):
+        return words[2]
+    if words[:1] in (["function"], ["OpOverload(op="]) and len(words) > 1:
+        return words[1]
+    return reason.removeprefix("aten.")
+
+
+class Work(NamedTuple):
+    """What one call of a node has to do."""
+
+    flops: int = 0
+    moved: Moved = Moved()
+    is_counted: bool = True
+
+
+NOTHING = Work()
+"""Of a view, say."""
+UNKNOWN = Work(is_counted=False)
+"""Of what cannot be called by itself."""
+
+
+class WorkMeter:
+    """Calls single nodes on fake tensors and counts what they do; equal calls are counted once."""
+
+    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
+        self._fake_mode = fake_mode
+        self._memo: dict[Any, Work] = {}
+
+    def measure(self, node: fx.Node) -> Work:
+        """What one call of a node does."""
+        if node.op not in ("call_function", "call_method") or node.target is kept_cast:
+            return NOTHING
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return _at_its_border(node)
+        if not tensors_in([recorded_value(n) for n in (node, *node.all_input_nodes)]):
+            return NOTHING
+        if self._fake_mode is None or any(not VALUE.is_on(n) for n in node.all_input_nodes):
+            return UNKNOWN
+        try:
+            key = call_key(node, node.all_input_nodes)
+        except NotPlainError:
+            return self._call(node)
+        if ISLAND.is_on(node):
+            return self._call(node)
+        if key not in self._memo:
+            self._memo[key] = self._call(node)
+        return self._memo[key]
+
+    def _call(self, node: fx.Node) -> Work:
+        traffic, counter = TrafficMode(), FlopCounterMode(display=False)
+        may_multiply = _may_multiply(node)
+        with contextlib.ExitStack() as stack:
+            if ISLAND.is_on(node):
+                stack.enter_context(native_autocast(node, self._fake_mode))
+                stack.enter_context(torch.no_grad())
+            else:
+                stack.enter_context(analysis(self._fake_mode, is_grad_enabled=False))
+            try:
+                given = argument_values(node)
+                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, given)
+                if may_multiply:
+                    stack.enter_context(counter)
+                stack.enter_context(traffic)
+                call_target(node, args, kwargs)
+            except Exception:  # noqa: BLE001 - neither islands nor bodies of vmap may run elsewhere
+                return UNKNOWN
+        flops = int(counter.get_total_flops()) if may_multiply else 0
+        return Work(flops, traffic.moved)
+
+
+def _at_its_border(node: fx.Node) -> Work:
+    """What a higher-order op takes and gives, if its bodies are not read by themselves."""
+    if is_rewritten(node):
+        return NOTHING
+    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
+    made = tensors_in(recorded_value(node))
+    return Work(0, Moved(sum(map(tensor_bytes, given)), sum(map(tensor_bytes, made))))
+
+
+def _may_multiply(node: fx.Node) -> bool:
+    """Every formula is for an op of at least two tensors: products, convolutions, attention."""
+    args, kwargs = argument_values(node)
+    return len(tensors_in(args, kwargs)) > 1
+
 
 _MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight", "copy")
 
 
 class GraphReader:
-    """Reads the nodes of one graph, bodies of higher-order ops included.
-
-    Args:
-        gm: The graph.
-        state: The autocast state where it begins.
-        frame: Where it was captured.
-        device: What the CPU stands for, where a device is imagined.
-        meter: Counts operations and bytes; None leaves them at 0.
-        fallback: Why the graph runs under native autocast, or ``""``.
-    """
+    """Reads the nodes of one graph, bodies of higher-order ops included."""
 
     def __init__(
         self,
@@ -180,6 +329,8 @@ def run_dtype(node: fx.Node) -> str:
     """The dtype that a node runs in (``NodeRecord.dtype``)."""
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
+    if node.target is float8_product:
+        results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]  # type: ignore[arg-type]
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         if floats:

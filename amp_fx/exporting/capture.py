@@ -6,8 +6,11 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
+from amp_fx.errors import ExportError
+from amp_fx.passes.refuse_islands import place_of
 from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
@@ -15,6 +18,38 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.export import ExportedProgram
+
+_MODULE = "torch._functorch"
+"""The modules of the functions that ``torch.export`` records of a transform."""
+
+
+def refuse_transforms(program: ExportedProgram) -> None:
+    """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program."""
+    for module in program.graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if _is_transform(node):
+                raise ExportError(
+                    f"{node.format_node()} is part of a torch.func transform{place_of(node)}. "
+                    f"{_advice(program)}"
+                )
+
+
+def _is_transform(node: fx.Node) -> bool:
+    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    return module.startswith(_MODULE) and name != "lazy_load_decompositions"
+
+
+def _advice(program: ExportedProgram) -> str:
+    constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, constants)):
+        return "torch.export itself bakes such tensors in as constants: it cannot export it"
+    return (
+        "Have torch.export resolve it, and give what comes out: "
+        "amp_fx.export(torch.export.export(model, args).run_decompositions({}))"
+    )
 
 
 def capture(
@@ -28,15 +63,8 @@ def capture(
 ) -> ExportedProgram:
     """Exports a model with ``torch.export``, outside of the calling thread's region.
 
-    Args:
-        model: It is left as it was.
-        args: As for ``torch.export.export``.
-        kwargs: Likewise.
-        state: The region that the model is called in, which the program then has around all of
-            it: Python code that reads dtypes or ``torch.is_autocast_enabled()`` sees it. None
-            for none.
-        dynamic_shapes: As for ``torch.export.export``.
-        strict: Likewise.
+    Python code of the model that reads dtypes or ``torch.is_autocast_enabled()`` sees the region
+    ``state``, which the program then has around all of it.
     """
     without = AutocastState.ambient().turned_off()
     with without.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):

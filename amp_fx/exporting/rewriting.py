@@ -10,18 +10,21 @@ from torch import fx
 
 from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.pipeline import run_passes
-from amp_fx.exporting.notes import clean, note_rewrite
+from amp_fx.errors import ExportError
+from amp_fx.exporting.capture import refuse_transforms
 from amp_fx.exporting.program import (
     WRITES,
+    clean,
     copied_graph,
     groups_by_storage,
+    note_rewrite,
     outputs_of,
     tensors_by_input,
     with_graph,
     written_inputs,
 )
-from amp_fx.exporting.transforms import refuse_transforms
 from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.metadata import DECISIONS
 from amp_fx.graphs.values import is_written, recorded_value, value_of
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
@@ -32,6 +35,7 @@ from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.regions.state import no_autocast
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,13 +51,7 @@ Dtypes = tuple["torch.dtype | None", ...]
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The region that a program is rewritten for.
-
-    Attributes:
-        state: Autocast's state where the program begins.
-        policy: Which op is cast how.
-        is_bare: Whether the program was captured outside of it.
-    """
+    """The region that a program is rewritten for."""
 
     state: AutocastState
     policy: Policy
@@ -101,12 +99,22 @@ def rewrite_program(
     )
     with no_autocast():
         reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
+    _refuse_float8(gm)
     if observer is not None:
         observer.rewritten(reports)
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
     note_rewrite(gm, region.policy, region.state)
     clean(gm)
     return with_graph(program, gm, written)
+
+
+def _refuse_float8(gm: torch.fx.GraphModule) -> None:
+    for node in gm.graph.nodes:
+        if any(d.policy is CastPolicy.FLOAT8 for d in DECISIONS.get(node) or ()):
+            raise ExportError(
+                f"{node.name} is to run in float8, which exported programs cannot hold: a program "
+                "would quantize its weights in every call; export with another policy"
+            )
 
 
 def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:

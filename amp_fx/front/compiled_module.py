@@ -49,14 +49,7 @@ class CompiledModule(OptimizedModule):
 
 
 def wrap_module(module: torch.nn.Module, compiled: Any, settings: RegionSettings) -> CompiledModule:
-    """A compiled module in a region.
-
-    Args:
-        module: The module.
-        compiled: What ``torch.compile`` made of it: the module itself under
-            ``TORCHDYNAMO_DISABLE=1``.
-        settings: The region.
-    """
+    """A compiled module in a region."""
     if compiled is module:
         return CompiledModule(module, _NullDecorator(), settings)
     result = CompiledModule(module, compiled.dynamo_ctx, settings)

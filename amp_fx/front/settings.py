@@ -10,8 +10,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx import dtypes
-from amp_fx.errors import OptionError
+from amp_fx.errors import CompileTargetError, OptionError
 from amp_fx.options import default_dtype
+from amp_fx.policies.policy import as_policy
+from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import autocast_device_types
 
@@ -128,14 +130,35 @@ def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def as_dtype(dtype: object) -> torch.dtype:
-    """The dtype that somebody means.
-
-    Raises:
-        OptionError: It is neither a dtype nor the name of one.
-    """
+    """The dtype that somebody means."""
     found = dtypes.as_dtype(dtype)
     if found is None:
         raise OptionError(
             f"dtype={dtype!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
         )
     return found
+
+
+NOT_COMPILED = RegionSettings(None, None, None)
+"""The settings of what ``amp_fx.compile`` has not compiled."""
+
+
+def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
+    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
+    if isinstance(step, type) or not callable(step):
+        raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
+    settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
+    if settings is not None and not isinstance(step, torch.nn.Module):
+        step = step.__wrapped__
+    inner = getattr(step, "_orig_mod", None)
+    if inner is None and not getattr(step, "_torchdynamo_disable", False):
+        inner = getattr(step, "_torchdynamo_orig_callable", None)
+    found = inner if callable(inner) else step
+    return found, settings or NOT_COMPILED
+
+
+def policy_for(policy: Any, given: RegionSettings) -> Policy:
+    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
+    if policy is None:
+        return given.policy or ambient_policy() or as_policy("torch")
+    return as_policy(policy)

@@ -6,11 +6,23 @@ A condition is a named function that finds a node which breaks it.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from amp_fx.graphs.metadata import SITE, VALUE
+from amp_fx.errors import GraphInvariantError
+from amp_fx.graphs.bodies import is_rewritten
+from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
+from amp_fx.graphs.metadata import ISLAND, SITE, VALUE
+from amp_fx.graphs.values import (
+    analysis,
+    argument_values,
+    call_target,
+    detect_fake_mode,
+    tensors_in,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,12 +35,7 @@ _CALLS = ("call_function", "call_method")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Something that holds of every node of a graph.
-
-    Attributes:
-        text: It, for a person to read.
-        holds: Whether it holds of one node.
-    """
+    """Something that holds of every node of a graph."""
 
     text: str
     holds: Callable[[fx.Node], bool] = dataclasses.field(repr=False)
@@ -46,3 +53,57 @@ VALUES_KNOWN = Condition(
     lambda node: node.op not in _CALLS or node.target in _MARKERS or VALUE.is_on(node),
 )
 """What ``insert_casts`` ensures, and every pass after it."""
+
+
+def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
+    """Checks a graph that went through ``insert_casts`` or a later pass.
+
+    Raises:
+        GraphInvariantError: The graph does not lint; a node has no fresh value; a cast
+            that we inserted casts another one, or casts to the dtype its source has.
+    """
+    try:
+        gm.graph.lint()
+    except Exception as error:
+        raise GraphInvariantError(f"after {pass_name}: the graph does not lint: {error}") from error
+    fake_mode = detect_fake_mode(gm.graph)
+    for node in gm.graph.nodes:
+        _check_cast(node, pass_name)
+        if node.op in ("call_function", "call_method") and _can_evaluate(node):
+            args, kwargs = argument_values(node)
+            with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
+                _check_value(node, call_target(node, args, kwargs), pass_name)
+
+
+def _can_evaluate(node: fx.Node) -> bool:
+    if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node):
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    return bool(tensors_in(*argument_values(node)))
+
+
+def _check_value(node: fx.Node, fresh: Any, pass_name: str) -> None:
+    recorded = [(t.dtype, t.dim(), t.device) for t in tensors_in(value_of(node))]
+    actual = [(t.dtype, t.dim(), t.device) for t in tensors_in(fresh)]
+    if recorded != actual:
+        raise GraphInvariantError(
+            f"after {pass_name}: {node.format_node()} produces {actual}, "
+            f"but its meta['val'] says {recorded}"
+        )
+
+
+_FORCED = (CAPTURED_DTYPE, KERNEL_RESULT)
+"""Reasons of casts that stand for an op's need; what comes after may cast their result."""
+
+
+def _check_cast(node: fx.Node, pass_name: str) -> None:
+    cast = inserted_cast(node)
+    if cast is None:
+        return
+    source = node.all_input_nodes[0]
+    if cast.dtype == cast.source_dtype:
+        raise GraphInvariantError(f"after {pass_name}: {node} casts to the dtype that {source} has")
+    inner = inserted_cast(source)
+    if inner is not None and inner.dtype == cast.source_dtype and inner.reason not in _FORCED:
+        raise GraphInvariantError(f"after {pass_name}: {node} casts {source}, itself a cast")

@@ -62,6 +62,8 @@ CAST: Key[Cast] = Key("cast")
 """The record of a cast that a pass put in (``casts``)."""
 RANGE_NOTE: Key[str] = Key("range_guard")
 """Which number the low dtype could not hold, and what was done about it."""
+FLOAT8_NOTE: Key[str] = Key("float8")
+"""How a product runs in float8, or why it does not (``quantize_products``)."""
 HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The graphs of a higher-order op hold casts of their own (``bodies``)."""
 KEPT_INPUT: Key[Any] = Key("kept_input")

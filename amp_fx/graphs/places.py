@@ -45,12 +45,7 @@ class Place(NamedTuple):
 
 
 def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> Place:
-    """The innermost module and source line that a node was captured in.
-
-    Args:
-        node: A node.
-        frame: Where its graph was captured.
-    """
+    """The innermost module and source line that a node was captured in."""
     module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
     file, line, _, code = [Line("", 0, "", ""), *lines_of(node)][-1]
     return Place(module, module_type, file, line, code)

@@ -88,13 +88,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.moved = Moved()
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op and counts it."""
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors_in(args, kwargs)):
@@ -109,14 +103,7 @@ class TrafficMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> Moved:
-    """Counts what one op reads and writes.
-
-    Args:
-        func: What the dispatcher called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        result: What it gave.
-    """
+    """Counts what one op reads and writes."""
     name = func._schema.name
     if func.is_view or name in FREE or torch.Tag.inplace_view in func.tags:
         return Moved()

@@ -27,7 +27,6 @@ from amp_fx.regions.state import no_autocast
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -159,13 +158,7 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._counts = _num_writes.setdefault(fake_mode, Counter())
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):

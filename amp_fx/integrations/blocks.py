@@ -68,11 +68,7 @@ def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def compile_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of ``torch.compile`` for code whose region is around it.
-
-    Raises:
-        OptionError: An option is unknown or has a value that is not allowed.
-    """
+    """Arguments of ``torch.compile`` for code whose region is around it."""
     options = {"bare_region": False} | dict(given.get("options") or {})
     mode = given.get("mode")
     if mode not in (None, "default"):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.numerics.table import render
-from amp_fx.numerics.words import number
+from amp_fx.numerics.records import number
+from amp_fx.numerics.report import render
 from amp_fx.reports import Report
 
 if TYPE_CHECKING:

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
-from amp_fx.front.settings import RegionSettings, as_dtype
+from amp_fx.errors import AccuracyError, OptionError, takes_inputs_later
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
-from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
 from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
-from amp_fx.policies.policy import as_policy
-from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
@@ -59,6 +57,7 @@ def accuracy(
 ) -> Callable[..., DtypeChoice]: ...
 
 
+@takes_inputs_later
 def accuracy(
     step: Callable[..., Any],
     *,
@@ -166,31 +165,6 @@ class Asked:
     modules: tuple[str, ...] | None = None
 
 
-def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it.
-
-    Raises:
-        CompileTargetError: It is neither a module nor a function.
-    """
-    if isinstance(step, type) or not callable(step):
-        raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
-    settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
-    if settings is not None and not isinstance(step, torch.nn.Module):
-        step = step.__wrapped__
-    inner = getattr(step, "_orig_mod", None)
-    if inner is None and not getattr(step, "_torchdynamo_disable", False):
-        inner = getattr(step, "_torchdynamo_orig_callable", None)
-    found = inner if callable(inner) else step
-    return found, settings or RegionSettings(None, None, None)
-
-
-def policy_for(policy: Any, given: RegionSettings) -> Policy:
-    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
-    if policy is None:
-        return given.policy or ambient_policy() or as_policy("torch")
-    return as_policy(policy)
-
-
 def _reference(reference: Any) -> torch.dtype:
     found = as_dtype(reference)
     if found not in REFERENCES:
@@ -199,11 +173,7 @@ def _reference(reference: Any) -> torch.dtype:
 
 
 def scale_for(scale: Any) -> float:
-    """A scale of the loss, checked.
-
-    Raises:
-        OptionError: It is no positive number.
-    """
+    """A scale of the loss, checked."""
     is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not is_number or not 0 < scale < math.inf:
         raise OptionError(f"scale={scale!r} is not a positive number")
@@ -238,11 +208,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
 
 
 def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
-    """The low dtype: the one asked for, the policy's, or autocast's for the device.
-
-    Raises:
-        OptionError: The device does not autocast to it.
-    """
+    """The low dtype: the one asked for, the policy's, or autocast's for the device."""
     dtype = asked.dtype or asked.policy.low_dtype(device_type) or default_dtype(device_type)
     if dtype.itemsize >= asked.reference.itemsize:
         raise OptionError(f"dtype={dtype} is not below the reference {asked.reference}")
@@ -258,12 +224,7 @@ def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
 def examine(
     step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
-    """Examines one call.
-
-    Raises:
-        AccuracyError: See ``accuracy``.
-        OptionError: The device does not autocast to the dtype.
-    """
+    """Examines one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     request = Request(

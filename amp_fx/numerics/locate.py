@@ -23,8 +23,8 @@ from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
-from amp_fx.graphs.attributes import with_attributes_as_inputs
 from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.graph_copy import with_attributes_as_inputs
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast
@@ -70,15 +70,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A rewritten graph of one call, and the inputs that it was called with.
-
-    Attributes:
-        gm: The graph.
-        inputs: Its inputs, copied before the call.
-        frame: Where it was captured.
-        has_grad: Whether gradients were recorded.
-        region: What it runs in: autocast, if it is as Dynamo captured it.
-    """
+    """A rewritten graph of one call, and the inputs that it was called with."""
 
     gm: fx.GraphModule
     inputs: tuple[Any, ...]
@@ -119,14 +111,7 @@ def capture(
 def first_difference(
     ours: Sequence[Captured], theirs: Sequence[Captured], options: Options, *, in_backward: bool
 ) -> Place | None:
-    """The first node that differs.
-
-    Args:
-        ours: The graphs of a program.
-        theirs: The same graphs with the bits of eager autocast; ours itself if they have them.
-        options: What ours is compiled with.
-        in_backward: Whether only gradients differ.
-    """
+    """The first node that differs."""
     if ours is not theirs:
         return next(filter(None, map(_first_of_two, ours, theirs)), None)
     searches = (_in_gradients,) if in_backward else (_in_values, _in_gradients)

@@ -2,6 +2,9 @@
 
 A policy names ops as autocast sees them (``linear``), the dispatcher runs what these are made of
 (``t``, ``addmm``). A function mode notes which function of torch the program has called.
+
+Branches and loops of torch run as they do in eager code, so that ops inside are seen: without a
+compiler ``torch.cond`` traces its branches, and modes see one op that holds a function.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
-from amp_fx.numerics.control_flow import eager_form
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
 from amp_fx.policies.module_path import name_of
@@ -28,6 +30,67 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from amp_fx.policies.module_path import ModuleStack
+
+
+def eager_form(op: Any) -> Callable[..., Any] | None:
+    """What runs a higher-order op as eager code does; None for what is none, or not known."""
+    if not isinstance(op, torch._ops.HigherOrderOperator):
+        return None
+    return _FORMS.get(str(op))
+
+
+def _cond(
+    predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
+) -> Any:
+    return true_fn(*operands) if predicate else false_fn(*operands)
+
+
+def _while_loop(
+    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, others: Any
+) -> Any:
+    while cond_fn(*carried, *others):
+        carried = body_fn(*carried, *others)
+    return tuple(carried)
+
+
+def _map(function: Callable[..., Any], rows: Any, others: Any) -> Any:
+    from torch._higher_order_ops.map import map_dense
+
+    return map_dense(function, rows, others)
+
+
+def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    run: Callable[..., Any] = generic_scan
+    return run(function, carried, rows, additional_inputs=others)
+
+
+def _flex_attention(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> Any:
+    """The one with matrix products; relies on the name of that function, and casts as autocast."""
+    from torch._higher_order_ops.flex_attention import sdpa_dense
+
+    query, key, value = _as_autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        return sdpa_dense(query, key, value, *others, **options)
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [t.to(dtype) if t.dtype == torch.float32 else t for t in tensors]
+
+
+_FORMS: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "while_loop": _while_loop,
+    "map_impl": _map,
+    "scan": _scan,
+    "flex_attention": _flex_attention,
+}
+
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("numerics", "regions", "front"))
@@ -63,13 +126,7 @@ class CallNotes(TorchFunctionMode):
         self.on_backward: Callable[[Any], None] | None = None
         """Called with what ``Tensor.backward`` is called of, before it runs."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function; what holds ops, such as a branch, as eager code."""
         form = eager_form(func)
         if form is not None:
@@ -178,10 +235,6 @@ Python's, made of several."""
 @functools.lru_cache(maxsize=4096)
 def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
     """What a policy calls an op.
-
-    Args:
-        function: The function of torch that the program has called, if any.
-        kernel: The op of the dispatcher: ``"aten::addmm"``.
 
     Returns:
         The name; empty for what no policy changes, such as views and writes.

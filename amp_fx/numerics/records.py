@@ -1,4 +1,4 @@
-"""What a report consists of: plain frozen records of strings and numbers."""
+"""What a report consists of: plain records, ``Seen``, which a run fills in, and words for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,74 @@ import torch
 from amp_fx.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from amp_fx.numerics.seen import Seen
+    from amp_fx.numerics.measures import Measures
+    from amp_fx.numerics.places import Site
+
+
+@dataclasses.dataclass
+class Seen:
+    """One op that ran, as it is filled in.
+
+    Attributes:
+        index: Its number.
+        stage: ``"forward"`` or ``"backward"``.
+        site: Where it runs; in the backward where its forward ran.
+        kernel: The op of the dispatcher.
+        dtype: The dtype of its result.
+        shape: The sizes of its first result.
+        measures: Its numbers.
+        error_in: The largest relative error of its inputs.
+        inputs: Numbers of the ops that made them.
+        effect: What its error does to the loss, to first order; None if that is not known.
+        effect_sq: The squares of the same, element by element, summed up.
+        magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
+        is_origin: Whether the reference becomes infinite or NaN here.
+        integers: The largest of integers that enter a product rounded; 0 where none do.
+        exponents: Binary exponents of a sample of the shadow, in a low backward.
+    """
+
+    index: int
+    stage: str
+    site: Site
+    kernel: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    measures: Measures
+    error_in: float = 0.0
+    inputs: tuple[int, ...] = ()
+    effect: float | None = None
+    effect_sq: float = 0.0
+    magnitude: float = 0.0
+    is_origin: bool = False
+    integers: float = 0.0
+    exponents: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Rounding:
+    """The error of one result of a forward op, kept until its gradient is there.
+
+    Attributes:
+        seen: The op that made the error.
+        position: Which of the results.
+        eps: The error.
+        is_written: Whether the op has written it in place.
+        geometry: Sizes, strides and offset where it was written to a view.
+    """
+
+    seen: Seen
+    position: int
+    eps: torch.Tensor
+    is_written: bool = False
+    geometry: tuple[Any, ...] | None = None
+
+    def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of the result, given that of the node; None where it is another's."""
+        if self.geometry is not None and gradient.shape != self.eps.shape:
+            is_whole = gradient.is_contiguous() and gradient.storage_offset() == 0
+            return gradient.as_strided(*self.geometry) if is_whole else None
+        return gradient if gradient.shape == self.eps.shape else None
+
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """The largest relative error of one rounding, by dtype."""
@@ -133,8 +200,6 @@ class OpRecord:
     @property
     def reason(self) -> str:
         """What was measured, as a sentence."""
-        from amp_fx.numerics.words import sentence_on
-
         return sentence_on(self)
 
 
@@ -204,40 +269,16 @@ class Suspect:
 
 def record_of(seen: Seen) -> OpRecord:
     """The record of what was seen of one op."""
-    measures, site = seen.measures, seen.site
+    measures = seen.measures
     return OpRecord(
-        index=seen.index,
-        stage=seen.stage,
-        module=site.module,
-        module_type=site.module_type,
-        op=site.op,
-        kernel=seen.kernel,
+        **{name: getattr(seen.site, name) for name in _OF_SITE},
+        **{name: getattr(seen, name) for name in _OF_SEEN},
+        **{name: getattr(measures, name) for name in (*_COUNTS, *_ERRORS)},
         dtype=dtype_name(seen.dtype),
-        shape=seen.shape,
-        file=site.file,
-        line=site.line,
-        code=site.code,
-        inputs=seen.inputs,
         num_batches=1,
-        numel=measures.numel,
-        local=measures.local,
-        accumulated=measures.accumulated,
         accumulated_in=seen.error_in,
-        effect=seen.effect,
         effect_rms=math.sqrt(seen.effect_sq),
-        overflows=measures.overflows,
-        fills=measures.fills,
-        inherited=measures.inherited,
-        poisoned=measures.poisoned,
-        singular=measures.singular,
-        flushed=measures.flushed,
-        nonzero=measures.nonzero,
-        lost=measures.lost,
-        flips=measures.flips,
-        max_abs=measures.max_abs,
         norm=math.sqrt(measures.shadow_sq),
-        is_origin=seen.is_origin,
-        integers=seen.integers,
     )
 
 
@@ -246,27 +287,23 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
     effects = [e for e in (ours.effect, theirs.effect) if e is not None]
     return dataclasses.replace(
         ours,
-        num_batches=ours.num_batches + theirs.num_batches,
-        numel=ours.numel + theirs.numel,
-        local=max(ours.local, theirs.local),
-        accumulated=max(ours.accumulated, theirs.accumulated),
-        accumulated_in=max(ours.accumulated_in, theirs.accumulated_in),
+        **{name: getattr(ours, name) + getattr(theirs, name) for name in ("num_batches", *_COUNTS)},
+        **{name: max(getattr(ours, name), getattr(theirs, name)) for name in (*_ERRORS, *_INPUTS)},
         effect=sum(effects) if effects else None,
         effect_rms=math.hypot(ours.effect_rms, theirs.effect_rms),
-        overflows=ours.overflows + theirs.overflows,
-        fills=ours.fills + theirs.fills,
-        inherited=ours.inherited + theirs.inherited,
-        poisoned=ours.poisoned + theirs.poisoned,
-        singular=ours.singular + theirs.singular,
-        flushed=ours.flushed + theirs.flushed,
-        nonzero=ours.nonzero + theirs.nonzero,
-        lost=ours.lost + theirs.lost,
-        flips=ours.flips + theirs.flips,
-        max_abs=max(ours.max_abs, theirs.max_abs),
         norm=math.hypot(ours.norm, theirs.norm),
         is_origin=ours.is_origin or theirs.is_origin,
-        integers=max(ours.integers, theirs.integers),
     )
+
+
+_OF_SITE = ("module", "module_type", "op", "file", "line", "code")
+_OF_SEEN = ("index", "stage", "kernel", "shape", "inputs", "effect", "is_origin", "integers")
+_COUNTS = (
+    *("numel", "overflows", "fills", "inherited", "poisoned", "singular"),
+    *("flushed", "nonzero", "lost", "flips"),
+)
+_INPUTS = ("accumulated_in", "integers")
+_ERRORS = ("local", "accumulated", "max_abs")
 
 
 def as_plain(value: Any) -> Any:
@@ -280,3 +317,52 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def number(value: float) -> str:
+    """A number with two digits: ``1.2e-04``, ``0.12``, ``3.4``."""
+    if value == 0 or value != value or abs(value) == float("inf"):
+        return f"{value:.0f}"
+    if 0.01 <= abs(value) < 1000:
+        return f"{value:.2g}"
+    return f"{value:.1e}"
+
+
+def share(value: float) -> str:
+    """A share in per cent, with a sign of its own where it is none: ``1.2 %``."""
+    return f"{100 * value:.3g} %"
+
+
+def limit_of(dtype: str) -> float:
+    """The largest number of a dtype."""
+    return float(torch.finfo(getattr(torch, dtype)).max)
+
+
+def overflow_words(record: OpRecord) -> str:
+    """How much of a result overflowed."""
+    part = f"{record.overflows} of {record.numel} elements overflow"
+    limit = limit_of(record.dtype)
+    if record.max_abs > limit and record.max_abs != float("inf"):
+        return f"{part}: |x| is up to {number(record.max_abs)}, the limit is {limit:.6g}"
+    return part
+
+
+def flush_words(record: OpRecord) -> str:
+    """How much of a result was flushed to zero."""
+    return f"{share(record.underflow)} of its elements are flushed to zero"
+
+
+def sentence_on(record: OpRecord) -> str:
+    """What was measured of an op."""
+    parts = [f"its own error is {number(record.local)}" if record.local else "makes no error"]
+    if record.accumulated:
+        parts.append(f"that since the start {number(record.accumulated)}")
+    if record.effect:
+        parts.append(f"it moves the loss by {number(record.effect)}")
+    if record.overflows:
+        parts.append(overflow_words(record))
+    if record.flushed:
+        parts.append(flush_words(record))
+    if record.flips:
+        parts.append(f"{record.flips} discrete elements differ")
+    return "; ".join(parts)

@@ -1,4 +1,12 @@
-"""``amp_fx.search``."""
+"""``amp_fx.search``.
+
+A small set of which all members are needed, found by asking of few sets whether they do.
+
+The ranking comes first: sets are the beginnings of it, twice as long each time, and the first one
+that does is then divided as QuickXplain does it (Junker, AAAI 2004): which of the later half is
+needed if all of the former is there? That takes about 2 k log2(n / k) questions for k of n. If
+more is never worse, the set is 1-minimal; whether it is gets asked in the end in any case.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,16 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, SearchError
+from amp_fx.errors import AmpFxError, OptionError, SearchError, takes_inputs_later
+from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
-from amp_fx.front.settings import as_dtype
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.entry import (
     Asked,
     caller_of,
@@ -23,18 +32,15 @@ from amp_fx.numerics.entry import (
     examine,
     low_dtype_of,
     name_of,
-    policy_for,
     scale_for,
-    unwrap,
 )
-from amp_fx.numerics.minimize import Minimizer
-from amp_fx.numerics.places import CallNotes
-from amp_fx.numerics.policies import with_reasons
-from amp_fx.numerics.repeat import tensors_in
+from amp_fx.numerics.places import CallNotes, is_inside
+from amp_fx.numerics.records import number
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
+from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import GuardMode, guard_of, modules_of
-from amp_fx.numerics.units import Unit, faults_of, units_of
+from amp_fx.numerics.suspects import common_pattern, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.regions.region import autocast
 from amp_fx.tables.presets import torch_version
@@ -43,10 +49,207 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
+    from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.policies.policy import Policy
 
 
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """An op inside of alike modules.
+
+    Attributes:
+        module: A pattern for their paths: ``"h.*.attn"``; ``"*"`` for the outermost one.
+        op: What a policy calls it.
+        why: What the report has on it.
+        order: The number of the first of its ops.
+    """
+
+    module: str
+    op: str
+    why: str = dataclasses.field(compare=False)
+    order: int = dataclasses.field(compare=False)
+
+    def __str__(self) -> str:
+        """``h.*.attn: matmul``."""
+        return f"{self.module}: {self.op}"
+
+
+def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], int]:
+    """All units, the most promising first, and how many of these are suspects.
+
+    Overflows come first, by time, then the other suspects; what is left is ranked by what its
+    errors do to the loss, whatever their signs.
+    """
+    groups = _groups(report)
+    suspects = [s for s in report.suspects if s.is_mendable]
+    reasons = {(without_numbers(s.module.replace("*", "0")), s.op): s.why for s in suspects}
+    order = {key: place for place, key in enumerate(reasons)}
+    kept = {key: nodes for key, nodes in groups.items() if not _is_kept(nodes, keep)}
+    ranked = sorted(kept, key=lambda key: (order.get(key, len(order)), -_weight(kept[key])))
+    units = [_unit(kept[key], reasons.get(key, "")) for key in ranked]
+    return units, sum(key in reasons for key in ranked)
+
+
+def _groups(report: AccuracyReport) -> dict[tuple[str, str], list[OpRecord]]:
+    groups: dict[tuple[str, str], list[OpRecord]] = {}
+    for node in report.nodes:
+        if node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16"):
+            groups.setdefault((without_numbers(node.module), node.op), []).append(node)
+    return groups
+
+
+def faults_of(report: AccuracyReport, units: Sequence[Unit]) -> list[Unit]:
+    """The units in which something of the forward overflows, the earliest first."""
+    overflows = [s for s in report.suspects if s.kind == "overflow" and s.stage == "forward"]
+    members = {index for suspect in overflows for index in suspect.members}
+    keys = {(without_numbers(n.module), n.op) for n in report.nodes if n.index in members}
+    by_order = {unit.order: unit for unit in units}
+    found = [by_order.get(nodes[0].index) for key, nodes in _groups(report).items() if key in keys]
+    return sorted((u for u in found if u is not None), key=lambda u: u.order)
+
+
+def _is_kept(nodes: Iterable[OpRecord], keep: Sequence[str]) -> bool:
+    return any(is_inside(path, keep) for path in {node.module for node in nodes})
+
+
+def _weight(nodes: Iterable[OpRecord]) -> float:
+    several = list(nodes)
+    signed = abs(sum(n.effect or 0.0 for n in several))
+    return max(signed, math.hypot(*(n.effect_rms for n in several)))
+
+
+def _unit(nodes: list[OpRecord], why: str) -> Unit:
+    modules = list(dict.fromkeys(node.module for node in nodes))
+    worst = max(nodes, key=lambda n: n.local)
+    return Unit(
+        module=common_pattern(modules) or "*",
+        op=nodes[0].op,
+        why=why or f"its own error is {number(worst.local)}",
+        order=nodes[0].index,
+    )
+
+
+T = TypeVar("T")
+
+
+class OutOfBudgetError(Exception):
+    """No question is left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Minimized(Generic[T]):
+    """What was found.
+
+    Attributes:
+        chosen: The set, in the order of the ranking; None if no set that was asked about does.
+        is_minimal: Whether it was asked of each member, and none can be left out.
+        is_spent: Whether the questions were used up before.
+    """
+
+    chosen: tuple[T, ...] | None
+    is_minimal: bool
+    is_spent: bool = False
+
+
+class Minimizer(Generic[T]):
+    """Finds a small set that does, of members that are ranked with the most promising first.
+
+    It begins with the first ``first`` of them. ``rivals`` names members that may stand for two
+    others together. ``does`` is asked once for each set, at most ``budget`` times.
+    """
+
+    def __init__(
+        self,
+        ranked: Sequence[T],
+        does: Callable[[tuple[T, ...]], bool],
+        budget: int,
+        first: int = 1,
+        rivals: Callable[[T, T], Iterable[T]] = lambda _a, _b: (),
+    ) -> None:
+        self._ranked = list(ranked)
+        self._rank = {member: place for place, member in enumerate(self._ranked)}
+        self._does = does
+        self._budget = budget
+        self._first = max(1, first)
+        self._rivals = rivals
+        self._known: dict[frozenset[T], bool] = {}
+        self._best: tuple[T, ...] | None = None
+
+    def run(self) -> Minimized[T]:
+        """Finds it."""
+        try:
+            prefix = self._shortest_prefix()
+            if prefix is None:
+                return Minimized(None, is_minimal=False)
+            chosen = self._divide([], prefix, is_changed=False) if prefix else []
+            if not self._asks(chosen):
+                chosen = prefix  # more was worse somewhere
+            chosen = self._merged(self._shrunk(chosen))
+            return Minimized(self._sorted(self._shrunk(chosen)), is_minimal=True)
+        except OutOfBudgetError:
+            return Minimized(self._best, is_minimal=False, is_spent=True)
+
+    def _asks(self, members: Iterable[T]) -> bool:
+        key = frozenset(members)
+        if key not in self._known:
+            if len(self._known) >= self._budget:
+                raise OutOfBudgetError
+            chosen = self._sorted(key)
+            self._known[key] = self._does(chosen)
+            is_smaller = self._best is None or len(chosen) < len(self._best)
+            if self._known[key] and is_smaller:
+                self._best = chosen
+        return self._known[key]
+
+    def _sorted(self, members: Iterable[T]) -> tuple[T, ...]:
+        return tuple(sorted(members, key=self._rank.__getitem__))
+
+    def _shortest_prefix(self) -> list[T] | None:
+        length = 0
+        while True:
+            if self._asks(self._ranked[:length]):
+                return self._ranked[:length]
+            if length >= len(self._ranked):
+                return None
+            length = max(self._first, 2 * length)
+
+    def _divide(self, given: list[T], members: list[T], *, is_changed: bool) -> list[T]:
+        """What of ``members`` is needed besides ``given``."""
+        if is_changed and self._asks(given):
+            return []
+        if len(members) == 1:
+            return members
+        half = (len(members) + 1) // 2
+        former, latter = members[:half], members[half:]
+        second = self._divide(given + former, latter, is_changed=True)
+        first = self._divide(given + second, former, is_changed=bool(second))
+        return first + second
+
+    def _shrunk(self, chosen: list[T]) -> list[T]:
+        """Without what can be left out, the least promising first.
+
+        What is needed next to others need not be without them: until nothing changes any more.
+        """
+        before = len(chosen)
+        for member in reversed(self._sorted(chosen)):
+            fewer = [other for other in chosen if other != member]
+            if self._asks(fewer):
+                chosen = fewer
+        return chosen if len(chosen) == before else self._shrunk(chosen)
+
+    def _merged(self, chosen: list[T]) -> list[T]:
+        """With one member in the place of two, where that does."""
+        for index, one in enumerate(chosen):
+            for other in chosen[index + 1 :]:
+                rest = [m for m in chosen if m not in (one, other)]
+                for rival in self._rivals(one, other):
+                    if rival not in chosen and self._asks([*rest, rival]):
+                        return self._merged([*rest, rival])
+        return chosen
+
+
+@takes_inputs_later
 def search(
     step: Callable[..., Any],
     *,

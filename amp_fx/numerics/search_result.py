@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.numerics.records import as_plain
-from amp_fx.numerics.words import number
+from amp_fx.numerics.records import as_plain, number
 from amp_fx.reports import Report, new_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from amp_fx.numerics.report import AccuracyReport
-    from amp_fx.numerics.units import Unit
+    from amp_fx.numerics.search import Unit
     from amp_fx.policies.policy import Policy
 
 

@@ -1,4 +1,4 @@
-"""What tensors would be in the reference precision: a second value for each storage.
+"""What tensors would be in the reference precision, and ops run once more in it.
 
 A tensor in the reference dtype that no low op has touched is its own shadow. Others have a second
 storage of as many elements, in which every view of the first finds its part by strides and offset:
@@ -7,12 +7,103 @@ views and writes in place need no special case.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import random
+import sys
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
-from amp_fx.numerics.torch_private import StorageReference, address_of
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch._ops import OpOverload
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage: equal for tensors that share one."""
+    return cast("int", tensor.untyped_storage()._cdata)
+
+
+class StorageReference:
+    """A weak reference to a storage; as long as it is held no other one has its address.
+
+    Relies on ``StorageWeakRef``, and on what is weakly referred to keeping its place in memory.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def is_dead(self) -> bool:
+        """Whether nobody else holds the storage."""
+        return bool(self._reference.expired())
+
+
+def latest_node_number() -> int:
+    """The number of the node of autograd that was made last in this thread.
+
+    While an op runs below autograd, that is its own, if a gradient is recorded. Relies on
+    ``torch.autograd._get_sequence_nr``, as AOTAutograd does.
+    """
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def number_of(node: Any) -> int:
+    """The number of a node of autograd."""
+    return cast("int", node._sequence_nr())
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node of autograd is that of a custom function."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def running_node() -> Any:
+    """The node whose backward is running in this thread; None if none is."""
+    return torch._C._current_autograd_node()
+
+
+def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
+    """Lets autograd not know of writes to tensors that are taken back, as in a running backward.
+
+    Relies on ``torch.autograd._unsafe_preserve_version_counter``.
+    """
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    context: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    return context
+
+
+def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
+    """The options and ``dynamic`` that amp_fx compiled a program with; none if it did not.
+
+    Relies on compiled modules and the closures of compiled functions holding a context, and on
+    ``_torchdynamo_orig_backend`` leading from its ``callback`` to what ``torch.compile`` was given.
+    """
+    compiled = step
+    while (contexts := _contexts(compiled)) == [] and hasattr(compiled, "__wrapped__"):
+        compiled = compiled.__wrapped__
+    for context in contexts:
+        backend = context.callback
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        if getattr(backend, "compiler_name", None) == "amp_fx":
+            given = {name: value for name, value in backend.kwargs.items() if value is not None}
+            return {**given.pop("options", {}), **given}, backend.dynamic
+    return {}, None
+
+
+def _contexts(compiled: Any) -> list[Any]:
+    cells = getattr(compiled, "__closure__", None) or ()
+    known = [vars(compiled).get("dynamo_ctx")] if isinstance(compiled, torch.nn.Module) else []
+    known += [cell.cell_contents for cell in cells]
+    return [each for each in known if hasattr(each, "callback")]
+
 
 SWEEP_EVERY = 32
 """New storages after which shadows of dead ones are let go."""
@@ -38,11 +129,7 @@ class Entry:
 
 
 class Shadows:
-    """The shadows of all storages of one run.
-
-    Args:
-        reference: The dtype of the reference: float32, or float64.
-    """
+    """The shadows of all storages of one run."""
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
@@ -93,13 +180,7 @@ class Shadows:
         return _view(found.shadow, tensor, self.wide(tensor.dtype))
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor, *, is_fresh: bool) -> None:
-        """Gives a tensor a shadow.
-
-        Args:
-            tensor: The tensor.
-            value: Its shadow, of the same shape and of the wide dtype.
-            is_fresh: Whether nothing else holds the value, so that it may be kept as it is.
-        """
+        """Gives a tensor a shadow, kept as it is if ``is_fresh``: nothing else holds the value."""
         found = self.note(tensor)
         dtype = self.wide(tensor.dtype)
         if is_fresh and _has_same_layout(tensor, value) and value.dtype == dtype:
@@ -206,3 +287,177 @@ def _has_same_layout(tensor: torch.Tensor, value: torch.Tensor) -> bool:
         and tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         == value.untyped_storage().nbytes() // value.dtype.itemsize
     )
+
+
+aten = torch.ops.aten
+
+_HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
+"""Ops that can be told to widen: they refuse that for what is wide already."""
+
+_EMPTY = tuple(
+    getattr(aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *(
+            "clone",
+            "_unsafe_view",
+            "unsafe_split",
+            "cat",
+            "stack",
+            "gather",
+            "index",
+            "index_select",
+        ),
+        *("embedding", "where", "masked_fill", "relu", "threshold", "neg", "abs", "flip", "roll"),
+        *("constant_pad_nd", "repeat", "max_pool2d_with_indices", "sort", "topk", "max", "min"),
+    )
+)
+"""Ops that round nothing: they move and choose."""
+
+
+_SAVING = (
+    *("aten::native_", "aten::_native_", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+    *("aten::_scaled_dot_product_", "aten::_fused_rms_norm", "aten::_flash_", "aten::_efficient_"),
+)
+"""How ops are called whose results but the first are for the backward alone."""
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpFacts:
+    """What the schema of an op says.
+
+    Attributes:
+        name: ``"aten::addmm"``.
+        writes: Positions and names of arguments that it writes to.
+        is_view: Whether it only looks at its input in another way.
+        is_random: Whether it takes random numbers.
+        is_empty: Whether it makes memory with nothing in it.
+        saves: Whether its results but the first are for the backward alone.
+    """
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    is_view: bool
+    is_random: bool
+    is_empty: bool
+    saves: bool
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes to."""
+        found = []
+        for index, name in self.writes:
+            value = args[index] if index < len(args) else kwargs.get(name)
+            found += tensors_in(value)
+        return found
+
+
+@functools.cache
+def facts_of(op: OpOverload) -> OpFacts:
+    """What is known of an op."""
+    schema = op._schema
+    arguments = list(enumerate(schema.arguments))
+    writes = tuple((i, a.name) for i, a in arguments if _is_written(a))
+    returns = [result.alias_info for result in schema.returns]
+    is_view = bool(returns) and not writes and all(alias is not None for alias in returns)
+    return OpFacts(
+        name=schema.name,
+        writes=writes,
+        is_view=is_view,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_empty=op.overloadpacket in _EMPTY,
+        saves=schema.name.startswith(_SAVING) and "backward" not in schema.name,
+    )
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that kernels of batch normalization write to, though their schemas do not say so."""
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    alias = argument.alias_info
+    return argument.name in _STATISTICS or (alias is not None and alias.is_write)
+
+
+def in_reference(
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    swap: Callable[[torch.Tensor], torch.Tensor],
+    reference: torch.dtype,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with tensors swapped, and wide dtypes where it names low ones."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return swap(value)
+        return wide_dtype(value, reference) if isinstance(value, torch.dtype) else value
+
+    args, kwargs = pytree.tree_map(change, (args, kwargs))
+    if op in _HALF_TO_FLOAT and len(args) == 3:
+        args = (*args[:2], False)
+    return args, kwargs
+
+
+def names_low_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.dtype) -> bool:
+    """Whether a call asks for a dtype below the reference."""
+    return any(
+        isinstance(value, torch.dtype) and wide_dtype(value, reference) != value
+        for value in (*args, *kwargs.values())
+    )
+
+
+@contextlib.contextmanager
+def below_everything() -> Iterator[None]:
+    """Neither autocast, nor autograd, nor function modes see what is run inside.
+
+    Relies on ``_DisableAutocast``, ``_AutoDispatchBelowAutograd`` and ``DisableTorchFunction``.
+    """
+    with (
+        torch._C._DisableAutocast(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Takes the state of the random numbers of a device; call what is returned to go back."""
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+        return lambda: torch.set_rng_state(state)
+    module = getattr(torch, device.type)
+    state = module.get_rng_state(device)
+    return lambda: module.set_rng_state(state, device)
+
+
+def python_random_state() -> Callable[[], None]:
+    """Takes the states of ``random`` and of NumPy, if that is there; call it to go back."""
+    numpy: Any = sys.modules.get("numpy")
+    ours = random.getstate()
+    theirs = numpy.random.get_state() if numpy is not None else None
+
+    def go_back() -> None:
+        random.setstate(ours)
+        if theirs is not None:
+            numpy.random.set_state(theirs)
+
+    return go_back
+
+
+def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:
+    """``native_dropout`` of a shadow, with the mask that the low program has drawn."""
+    probability, is_training = args[1], args[2]
+    if is_training is False:
+        return shadow.clone()
+    scale = 1 / (1 - probability) if probability < 1 else 0.0
+    return shadow * mask * scale

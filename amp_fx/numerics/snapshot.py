@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.records import UNIT, as_plain
+from amp_fx.numerics.records import UNIT, as_plain, number
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.numerics.words import number
 from amp_fx.reports import new_table, printed
 
 if TYPE_CHECKING:
@@ -35,11 +34,7 @@ Change = tuple[str, str, str, str]
 
 
 def of(report: Any) -> dict[str, Any]:
-    """The snapshot of a report, as JSON has it.
-
-    Raises:
-        AccuracyError: There are several reports.
-    """
+    """The snapshot of a report, as JSON has it."""
     if not isinstance(report, AccuracyReport):
         raise AccuracyError("a snapshot is of one dtype: call check once for each")
     known = {"loss": report.loss_magnitude or 0.0}
@@ -58,12 +53,21 @@ def of(report: Any) -> dict[str, Any]:
         "loss_error_by_chance": _ratio(chance, known["loss"]),
         "output_error": report.output_error,
         "gradient_error": report.gradient_error,
+        "reference_problem": _problem(report),
         "suspects": sorted({f"{s.module}: {s.op} ({s.stage}, {s.kind})" for s in report.suspects}),
         "parameters": {g.name: list(g.shape) for g in report.gradients},
         "modules": _modules(report.nodes),
     }
     plain: dict[str, Any] = as_plain(found)
     return plain
+
+
+def _problem(report: AccuracyReport) -> str | None:
+    """Where the reference program becomes infinite or NaN; older snapshots do not have it."""
+    at = report.reference_problem
+    return (
+        None if at is None else f"infinite or NaN, first {at.label} in {at.module or report.model}"
+    )
 
 
 def _ratio(value: float | None, whole: float) -> float | None:
@@ -105,6 +109,9 @@ def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Cha
         for name, value in new["options"].items()
         if old["options"][name] != value
     ]
+    before, after = (str(s.get("reference_problem") or "-") for s in (old, new))
+    if before != after:
+        rows.append(("", f"reference ({new['options']['reference']})", before, after))
     rows += [("", "suspect", s, "-") for s in old["suspects"] if s not in new["suspects"]]
     rows += [("", "suspect", "-", s) for s in new["suspects"] if s not in old["suspects"]]
     for name in {**old["parameters"], **new["parameters"]}:
@@ -113,8 +120,8 @@ def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Cha
             rows.append((name, "shape", str(shapes[0]), str(shapes[1])))
     is_same_torch = _version(old) == _version(new)
     for name in {**old["modules"], **new["modules"]}:
-        before, after = (s["modules"].get(name, {"ops": {}, "error": None}) for s in (old, new))
-        rows += _op_changes(name, before["ops"], after["ops"], is_same_torch=is_same_torch)
+        first, then = (s["modules"].get(name, {"ops": {}})["ops"] for s in (old, new))
+        rows += _op_changes(name, first, then, is_same_torch=is_same_torch)
     return rows + list(_error_changes(old, new, factor))
 
 

@@ -17,21 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.repeat import MOVES, below_everything, facts_of, tensors_in
-from amp_fx.numerics.shadow import is_wrapped
-from amp_fx.numerics.torch_private import StorageReference, address_of
+from amp_fx.numerics.shadow import (
+    MOVES,
+    StorageReference,
+    address_of,
+    below_everything,
+    facts_of,
+    is_wrapped,
+    tensors_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
 class StateGuard:
-    """What a run may write to, as it was before.
-
-    Args:
-        modules: Modules whose attributes are put back too, as far as they are bound to others.
-        optimizers: Optimizers whose states and options are put back too.
-    """
+    """What a run may write to, as it was before."""
 
     def __init__(
         self,
@@ -59,11 +60,7 @@ class StateGuard:
         return any(are_meta) and (self.has_wrappers or (self.has_sizes and all(are_meta)))
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Takes down the tensors that an op is called with.
-
-        Raises:
-            AccuracyError: One has no numbers.
-        """
+        """Takes down the tensors that an op is called with."""
         for tensor in tensors:
             refuse_strange(tensor)
             if tensor.is_floating_point():
@@ -75,11 +72,7 @@ class StateGuard:
             self._leaves[id(tensor)] = (tensor, tensor.grad)
 
     def refuse_other_dtypes(self) -> None:
-        """Refuses a program of which nothing is in float32.
-
-        Raises:
-            AccuracyError: No op has met a float32 parameter or, if there are none, tensor.
-        """
+        """Refuses a program of which nothing is in float32."""
         found = self._parameter_dtypes or self._dtypes
         if not found:
             raise AccuracyError(
@@ -213,12 +206,7 @@ def leaves_of(step: Any) -> list[torch.Tensor]:
 
 
 def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
-    """What puts back what a step does to its modules and optimizers, and to tensors.
-
-    Args:
-        step: The step.
-        others: Optimizers that it does not know.
-    """
+    """What puts back what a step does to its modules and optimizers, and to tensors."""
     optimizers = [v for v in _known_to(step) if isinstance(v, torch.optim.Optimizer)]
     optimizers += others
     return StateGuard(modules_of(step), dict.fromkeys(optimizers))
@@ -256,12 +244,7 @@ def _has_content(cell: Any) -> bool:
 
 
 class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, with a guard, and counts what examining it will take.
-
-    Args:
-        guard: Told of every write.
-        reference: The dtype of the reference.
-    """
+    """Runs a program as it is, with a guard, and counts what examining it will take."""
 
     supports_higher_order_operators = True
 
@@ -272,14 +255,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self._off: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs one op."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_in((args, kwargs))
         if any(map(is_wrapped, tensors)):
@@ -340,11 +316,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refuse_strange(tensor: torch.Tensor) -> None:
-    """Refuses what has no numbers.
-
-    Raises:
-        AccuracyError: The tensor is fake or on the ``meta`` device.
-    """
+    """Refuses what has no numbers."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
         raise AccuracyError(

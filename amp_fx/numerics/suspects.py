@@ -9,19 +9,125 @@ norm, such as a probability that becomes zero, is no harm and not told.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.explanation.rows import without_numbers
-from amp_fx.numerics.causes import OpGraph, weight_of
-from amp_fx.numerics.records import UNIT, OpRecord, Suspect
-from amp_fx.numerics.words import flush_words, number, overflow_words, share
+from amp_fx.explanation.table import without_numbers
+from amp_fx.numerics.records import (
+    UNIT,
+    OpRecord,
+    Suspect,
+    flush_words,
+    limit_of,
+    number,
+    overflow_words,
+    share,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from amp_fx.policies.policy import Policy
+
+HOPS = 4
+"""How far up the cause of an overflow or a cancellation is looked for."""
+FEW_FLIPS = 0.05
+"""The share of discrete elements that may differ because values were near to each other."""
+
+
+class OpGraph:
+    """The ops of a report, and which of them made the inputs of which."""
+
+    def __init__(self, nodes: Sequence[OpRecord]) -> None:
+        self.nodes = nodes
+        self._by_index = {node.index: node for node in nodes}
+
+    def upstream(self, node: OpRecord, *, is_inside: bool = False) -> list[OpRecord]:
+        """The ops that made its inputs and those of these, the nearest first, ``HOPS`` far.
+
+        With ``is_inside`` it goes as far as the ops of its module do.
+        """
+        found: dict[int, OpRecord] = {}
+        level = [node]
+        for _ in range(len(self.nodes) if is_inside else HOPS):
+            above = {n.index: n for below in level for n in reversed(self.inputs(below))}
+            level = [n for index, n in above.items() if index not in found]
+            if is_inside:
+                level = [n for n in level if n.module == node.module]
+            if not level:
+                break
+            found |= {n.index: n for n in level}
+        return list(found.values())
+
+    def maker_of_error(self, node: OpRecord) -> OpRecord:
+        """The op that made most of an error: up the largest, to where half of it is the op's own.
+
+        Indices and masks pass errors on, though they have none in numbers.
+        """
+        seen = {node.index}
+        while node.local < node.accumulated / 2 or not node.is_float:
+            above = [n for n in self.inputs(node) if n.index not in seen]
+            above = [n for n in above if n.accumulated or not n.is_float]
+            if not above:
+                break
+            node = max(above, key=lambda n: n.accumulated)
+            seen.add(node.index)
+        return node
+
+    @functools.cached_property
+    def chosen(self) -> frozenset[int]:
+        """The ops of the forward that take elements of which a few were chosen otherwise.
+
+        Where two values are near to each other, it is chance which of them is the larger one: one
+        token goes to another expert, and sorted by experts all others stand elsewhere. The error
+        of what is taken is then as large as the numbers, and no harm. What counts is how many
+        elements differ in the first discrete result.
+        """
+        shares: dict[int, float] = {}
+        found = set()
+        for node in self._forward():
+            above = max((shares.get(n.index, 0.0) for n in self.inputs(node)), default=0.0)
+            if 0 < above < FEW_FLIPS:
+                found.add(node.index)
+            if node.flips:
+                numel = max(1, math.prod(node.shape) * node.num_batches)
+                shares[node.index] = above or node.flips / numel
+        return frozenset(found)
+
+    @functools.cached_property
+    def entered(self) -> dict[int, float]:
+        """The errors with which what ops of the forward work on came into their modules."""
+        found: dict[int, float] = {}
+        for node in self._forward():
+            errors = [node.accumulated if node.index in self.chosen else 0.0]
+            for index in node.inputs:
+                above = self._by_index.get(index)
+                if above is None:  # it was not measured
+                    errors.append(node.accumulated_in)
+                elif above.module == node.module:
+                    errors.append(found.get(index, above.accumulated))
+                else:
+                    errors.append(above.accumulated)
+            found[node.index] = max(errors)
+        return found
+
+    def _forward(self) -> list[OpRecord]:
+        return [node for node in self.nodes if node.stage == "forward"]
+
+    def inputs(self, node: OpRecord) -> list[OpRecord]:
+        """The ops that made its inputs, as far as they were measured."""
+        return [self._by_index[i] for i in node.inputs if i in self._by_index]
+
+
+def weight_of(nodes: Sequence[OpRecord]) -> float:
+    """What ops do to the loss together: with the signs of their errors, or with signs by chance."""
+    signed = abs(sum(n.effect or 0.0 for n in nodes))
+    return max(signed, math.hypot(*(n.effect_rms for n in nodes)))
+
 
 LOCAL_UNITS = 8.0
 """Roundings that an op's own error may amount to: a sound kernel makes about half a one."""
@@ -80,15 +186,9 @@ def find_suspects(
 ) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 
-    Overflows come first, by time; then what else harms the forward, and then the backward, by how
-    far it is over its threshold.
-
-    Args:
-        nodes: The records of all ops, in order.
-        loss: How large the loss of the reference program is; None without one.
-        room: How many times larger the scale of the loss may be. What that keeps from being
-            flushed to zero is a matter of the scale and no op's fault.
-        gradient_error: The relative error of all gradients together.
+    ``room`` says how many times larger the scale of the loss may be; what that keeps from being
+    flushed to zero is not a fault of the op. Overflows come first, by time; then what else harms
+    the forward, and then the backward, by how far it is over its threshold.
     """
     graph = OpGraph(nodes)
     findings = [f for node in nodes for f in _findings(node, graph, room)]
@@ -306,3 +406,48 @@ def common_pattern(paths: Sequence[str]) -> str:
     """One pattern for paths that differ in numbers only: ``h.*.attn``."""
     columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
     return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)
+
+
+def with_reasons(policy: Policy, entries: Iterable[tuple[str, str, str]]) -> Policy:
+    """A policy with some ops of modules in float32, and the reasons for a file.
+
+    Entries are module patterns (``""`` is the whole program), ops (``""`` is all of the module)
+    and reasons.
+    """
+    for pattern, op, why in entries:
+        value = {op: "fp32"} if op else "fp32"
+        changed = policy.with_modules({pattern or "*": value})
+        reasoned = dataclasses.replace(changed.modules[-1], why=why)
+        policy = dataclasses.replace(changed, modules=(*changed.modules[:-1], reasoned))
+    return policy
+
+
+def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
+    """A policy that runs suspects of the forward in float32."""
+    entries = [(s.module, s.op, s.why) for s in suspects if s.stage == "forward" and s.is_mendable]
+    return with_reasons(base, entries)
+
+
+def policy_of_ranges(nodes: Iterable[OpRecord], max_abs: float, base: Policy) -> Policy:
+    """A policy that runs ops in float32 whose inputs or results exceed a value."""
+    seen: dict[tuple[str, str], OpRecord] = {}
+    for node in nodes:
+        is_low = node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16")
+        if not is_low or not node.max_abs > max_abs:
+            continue
+        key = (node.module, node.op)
+        if key not in seen or node.max_abs > seen[key].max_abs:
+            seen[key] = node
+    entries = [
+        (common_pattern([module]), op, _range_words(node, max_abs))
+        for (module, op), node in seen.items()
+    ]
+    return with_reasons(base, entries)
+
+
+def _range_words(node: OpRecord, max_abs: float) -> str:
+    limit = limit_of(node.dtype)
+    return (
+        f"|x| is up to {number(node.max_abs)}, more than {max_abs:g}; "
+        f"the limit of {node.dtype} is {limit:.6g}"
+    )

@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.errors import OptionError
+from amp_fx.errors import OptionError, takes_inputs_later
 from amp_fx.explanation.running import isolated, optimized
-from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of, policy_for, unwrap
+from amp_fx.front.settings import policy_for, unwrap
+from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import Difference, differences
 from amp_fx.numerics.locate import Captured, capture, first_difference
-from amp_fx.numerics.repeat import tensors_in
 from amp_fx.numerics.running import undisturbed
+from amp_fx.numerics.shadow import compiled_with, tensors_in
 from amp_fx.numerics.state import guard_of, leaves_of, modules_of
-from amp_fx.numerics.torch_private import compiled_with
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
 from amp_fx.policies.policy import preset
@@ -54,6 +54,7 @@ NEEDED = "a pass that cannot be disabled, such as insert_casts"
 """The cause where what Dynamo captures has the bits of eager code."""
 
 
+@takes_inputs_later
 def verify(
     step: Callable[..., Any],
     *,

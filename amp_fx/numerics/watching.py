@@ -17,20 +17,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
-from amp_fx.front.settings import as_dtype
-from amp_fx.numerics.entry import (
-    Asked,
-    caller_of,
-    device_type_of,
-    low_dtype_of,
-    policy_for,
-    report_of,
-    unwrap,
-)
-from amp_fx.numerics.repeat import tensors_in
+from amp_fx.front.settings import as_dtype, policy_for, unwrap
+from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
+from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
-from amp_fx.numerics.torch_private import unseen_writes
-from amp_fx.numerics.words import number, share
+from amp_fx.numerics.shadow import tensors_in, unseen_writes
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -92,13 +93,6 @@ def apply_policy(
 ) -> Call:
     """One call as autocast would make it.
 
-    Args:
-        policy: The op's policy on this device type.
-        call: ``(op, args, kwargs)``; arguments are tensors (real or fake) and constants.
-        device_type: Only tensors on this device type are cast.
-        low_dtype: What ``lower_precision_fp`` casts to.
-        kept: Names of arguments that are left alone.
-
     Returns:
         The call to make instead; the same object if nothing changes.
 
@@ -124,23 +118,13 @@ def apply_policy(
 
 
 def lower_first(call: Call, device_type: str, low_dtype: torch.dtype) -> Call:
-    """The first half of ``lower_precision_io``: the first tensor input in the low dtype.
-
-    Args:
-        call: The call as the program makes it.
-        device_type: Only a tensor on this device type is cast.
-        low_dtype: What it is cast to.
-    """
+    """The first half of ``lower_precision_io``: the first tensor input in the low dtype."""
     first = castable_arguments(call[0])[:1]
     return cast_arguments(call, dict.fromkeys(first, low_dtype), device_type)
 
 
 def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
     """Returns the result dtype of ``same_as_input`` and ``lower_precision_io``: the first input's.
-
-    Args:
-        call: The call before ``apply_policy``.
-        device_type: Only tensors on this device type count.
 
     Returns:
         None where results stay as they are: the first input is float32, or there is none.
@@ -150,12 +134,7 @@ def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
 
 
 def restore_results(results: Any, dtype: torch.dtype | None) -> Any:
-    """The second half of both: float32 results in the dtype of the input.
-
-    Args:
-        results: What the op gave, a tensor or nested tensors.
-        dtype: As ``result_dtype`` says; None leaves the results alone.
-    """
+    """The second half of both: float32 results in the dtype of the input."""
     if dtype is None:
         return results
 
@@ -185,7 +164,7 @@ def promoted_dtype(
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
-_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE)
+_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, CastPolicy.FLOAT8)
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:
@@ -220,11 +199,6 @@ def _append_dtype(call: Call, device_type: str) -> Call:
 
 def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: str) -> Call:
     """A call with its eligible tensors cast.
-
-    Args:
-        call: ``(op, args, kwargs)``.
-        dtypes: By name of an argument that can be cast, the dtype for its tensors.
-        device_type: Only tensors on this device type are cast.
 
     Returns:
         The call to make instead; the same object if nothing changes.
@@ -283,13 +257,7 @@ def castable_arguments(op: OpOverload) -> list[str]:
 
 
 def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
-    """Whether a policy can be laid down for an op overload.
-
-    Args:
-        op: Its qualified name; one that is not registered takes anything.
-        policy: The policy.
-        is_listed: Whether a table has the op, so that somebody knows that it can be cast.
-    """
+    """Whether a policy can be laid down for an op overload."""
     name, _, overload = op.partition(".")
     if not torch._C._dispatch_has_kernel(op) and not has_schema(op):
         return True
@@ -300,6 +268,8 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
         return any(arg.name == "dtype" and arg.default_value is None for arg in schema.arguments)
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return op in _WITH_DTYPE
+    if policy is CastPolicy.FLOAT8:
+        return op in PRODUCTS
     if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
         return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
     return computes(schema)

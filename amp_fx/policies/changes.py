@@ -16,6 +16,7 @@ from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.policies.names import find_object
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.op_names import (
     find_overloads,
     is_functional,
@@ -45,11 +46,17 @@ MODULE_POLICIES = (
     CastPolicy.SAME_AS_INPUT,
     CastPolicy.LOWER_PRECISION_IO,
     CastPolicy.DEMOTE,
+    CastPolicy.FLOAT8,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 
 SAME_AS = "same_as:"
-ARGUMENT_POLICIES = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.FP32, CastPolicy.KEEP)
+ARGUMENT_POLICIES = (
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.FP32,
+    CastPolicy.KEEP,
+    CastPolicy.FLOAT8,
+)
 _REGEX, CLASS = "re:", "class:"
 
 
@@ -166,16 +173,7 @@ class ArgOverride:
 
 
 def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPolicy) -> CastPolicy:
-    """A cast policy from its name, or as it is.
-
-    Args:
-        where: What it is for, to begin a message with.
-        value: What was given.
-        allowed: The policies that can be used there.
-
-    Raises:
-        PolicyError: There is no such policy, or it cannot be used there; lists those allowed.
-    """
+    """A cast policy from its name, or as it is."""
     names = [policy.value for policy in allowed]
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
@@ -194,10 +192,6 @@ def op_overrides(
         given: Policies by op: a packet, an overload or a glob, with or without ``aten::``, or
             the op itself.
         listed: Ops that tables have, perhaps of another torch version.
-
-    Raises:
-        PolicyError: An op or a policy is unknown, an op is named twice with different
-            policies, or none of the overloads can take the policy.
     """
     known = frozenset(listed)
     entries = [_op_override(op_text(op), value, known) for op, value in given.items()]
@@ -235,6 +229,9 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no optional dtype argument to set"
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return f"{names} has no overload that takes a dtype and is otherwise the same"
+    if policy is CastPolicy.FLOAT8:
+        products = ", ".join(PRODUCTS)
+        return f"{names} is no product that runs in float8; those are {products}"
     return (
         f"{names} writes to its inputs, gives a view of them or takes no tensor; "
         "autocast leaves such calls alone"
@@ -255,11 +252,7 @@ def _refuse_contradictions(entries: list[OpOverride]) -> None:
 
 
 def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
-    """The overloads that a name or a glob means: the functional ones, if there are any.
-
-    Raises:
-        PolicyError: There is none; suggests similar names.
-    """
+    """The overloads that a name or a glob means: the functional ones, if there are any."""
     if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
     glob = qualified_pattern(pattern)
@@ -293,10 +286,6 @@ def module_overrides(
             mapping gives policies to single ops inside of the module.
         listed: Ops that tables have, perhaps of another torch version.
         find_class: Finds a class by its name, once the policy of the entry is known to be one.
-
-    Raises:
-        PolicyError: A pattern is none of these, an op or a policy is unknown, or the op is one
-            that modules cannot change.
     """
     known = frozenset(listed)
     return tuple(
@@ -372,14 +361,7 @@ def _is_class(cls: type | str, wanted: type) -> bool:
 
 
 def rule_override(function: object) -> RuleOverride:
-    """A user's function as an override.
-
-    Args:
-        function: It, or ``"package.module:name"`` to import it by.
-
-    Raises:
-        PolicyError: It cannot be called, or cannot be imported.
-    """
+    """A user's function as an override."""
     if isinstance(function, str):
         function = find_object(function)
     if not callable(function) or isinstance(function, type):
@@ -392,12 +374,7 @@ def rule_override(function: object) -> RuleOverride:
 def arg_override(
     op: object, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
 ) -> ArgOverride:
-    """The entry that a call of ``with_args`` makes.
-
-    Raises:
-        PolicyError: The op is unknown or has no such tensor argument, or what shall be done
-            with one is not allowed.
-    """
+    """The entry that a call of ``with_args`` makes."""
     pattern = op_text(op)
     found = expand_ops(pattern, listed)
     taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})
@@ -408,7 +385,22 @@ def arg_override(
     entries = tuple(
         (name, _directive(pattern, name, value, taking)) for name, value in args.items()
     )
+    if any(value == CastPolicy.FLOAT8.value for _, value in entries):
+        _check_float8(pattern, dict(entries), taking)
     return ArgOverride(pattern, entries, taking)
+
+
+def _check_float8(pattern: str, args: Mapping[str, str], overloads: tuple[str, ...]) -> None:
+    """Refuses one argument in float8 alone: no unit multiplies float8 by another dtype."""
+    for op in overloads:
+        operands = PRODUCTS.get(op)
+        wanted = () if operands is None else (operands.input, operands.weight)
+        given = tuple(name for name, value in args.items() if value == CastPolicy.FLOAT8.value)
+        if not wanted or set(given) != set(wanted):
+            both = " and ".join(wanted) or f"both operands of one of {', '.join(PRODUCTS)}"
+            raise PolicyError(
+                f"op {pattern!r} with {', '.join(given)} in float8: name {both}, and no others"
+            )
 
 
 def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...]) -> str:

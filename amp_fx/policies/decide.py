@@ -28,6 +28,7 @@ from amp_fx.policies.calls import (
     takes_policy,
 )
 from amp_fx.policies.changes import SAME_AS, to_policy
+from amp_fx.policies.float8 import operands_of
 from amp_fx.policies.module_path import path_of
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
@@ -56,6 +57,15 @@ class Decision:
     policy: CastPolicy
     origin: str
     args: tuple[tuple[str, str], ...] = ()
+
+    def is_float8(self, op: OpOverload) -> bool:
+        """Whether a call of an op runs in float8, if it fits: both operands are to."""
+        operands = operands_of(op)
+        if operands is None:
+            return False
+        default, args = self.policy.value, dict(self.args)
+        names = (operands.input, operands.weight)
+        return all(args.get(name, default) == CastPolicy.FLOAT8.value for name in names)
 
     def apply(
         self, call: Call, device_type: str, low_dtype: torch.dtype
@@ -89,7 +99,7 @@ class Decision:
                 dtypes[name] = other.dtype
             elif directive == CastPolicy.FP32.value:
                 dtypes[name] = torch.float32
-            elif directive == CastPolicy.LOWER_PRECISION_FP.value:
+            elif directive in (CastPolicy.LOWER_PRECISION_FP.value, CastPolicy.FLOAT8.value):
                 dtypes[name] = low_dtype
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
@@ -118,8 +128,20 @@ class Resolver:
                 _, before = self._args.get(op, ("", {}))
                 origin = f"args {override.pattern!r}"
                 self._args[op] = origin, {**before, **dict(override.args)}
+        float8 = CastPolicy.FLOAT8
+        self._has_float8 = bool(
+            policy.rules
+            or any(float8 is p for table in policy.tables.values() for p in table.values())
+            or any(float8 is override.policy for override in policy.modules)
+            or any(float8.value in dict(override.args).values() for override in policy.args)
+        )
         self._by_op = functools.cache(self._find_by_op)
         self.module_overrides = functools.cache(self._find_module_overrides)
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether any call may run in float8."""
+        return self._has_float8
 
     @property
     def depends_on_module(self) -> bool:
@@ -133,23 +155,25 @@ class Resolver:
         return self.module_overrides(stack) if self._modules else None
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
-        """Decides what is done to a call; returns None if no entry is for its op.
-
-        Raises:
-            PolicyError: A rule raised, or gave no cast policy.
-        """
+        """Decides what is done to a call; returns None if no entry is for its op."""
         # The table of registered ops only grows: its size says whether an answer is out of date.
         by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
         if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
             return by_op
         for rule in reversed(self._rules):
             policy = _ask(rule, call, stack)
+            if policy is CastPolicy.FLOAT8 and operands_of(call[0]) is None:
+                return by_op
             if policy is not None:
                 return Decision(policy, f"rule {rule.name}")
         overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
         name = qualified_name(call[0])
         override = next((m for m in overrides if m.holds_for(name)), None)
-        return by_op if override is None else Decision(override.policy, override.origin)
+        if override is None or (
+            override.policy is CastPolicy.FLOAT8 and operands_of(call[0]) is None
+        ):
+            return by_op
+        return Decision(override.policy, override.origin)
 
     def _is_adjustable(self, call: Call, device_type: str, by_op: Decision | None) -> bool:
         if by_op is None and not is_adjustable(call[0]):
@@ -199,6 +223,8 @@ def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | Non
     if answer is None:
         return None
     policy = to_policy(f"{where} returned", answer)
+    if policy is CastPolicy.FLOAT8:
+        return policy  # where the op is no product, the tables decide
     if not takes_policy(name, policy, is_listed=True):
         raise PolicyError(f"{where} returned {policy.value}, which the op cannot take")
     return policy

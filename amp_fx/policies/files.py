@@ -31,9 +31,6 @@ class Document:
 
     Attributes:
         data: Its entries, as ``tomllib`` gives them.
-
-    Raises:
-        PolicyError: It is no TOML.
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -46,12 +43,7 @@ class Document:
             raise PolicyError(f"{source} is not valid TOML: {error}") from error
 
     def error(self, where: tuple[Any, ...], message: str) -> PolicyError:
-        """An error about one entry, with its line and key.
-
-        Args:
-            where: Keys from the outside in; a number is that of one of several tables.
-            message: What is wrong.
-        """
+        """An error about one entry, with its line and key."""
         line = _line_of(self._text, where)
         place = f", line {line}" if line else ""
         key = ".".join(str(part) for part in where if not isinstance(part, int))

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def find_object(name: str) -> Any:
-    """Resolves a dotted name; imports what it must.
-
-    Raises:
-        PolicyError: It cannot be imported.
-    """
+    """Resolves a dotted name; imports what it must."""
     parts = name.replace(":", ".").split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
@@ -47,9 +43,6 @@ class Trust:
     Args:
         trusted: True for everything, False for nothing, or the names of modules, each of which
             stands for what is inside of it as well.
-
-    Raises:
-        PolicyError: It is none of these.
     """
 
     def __init__(self, trusted: bool | Iterable[str]) -> None:
@@ -59,22 +52,14 @@ class Trust:
         self._modules = () if isinstance(trusted, bool) else tuple(trusted)
 
     def check_rule(self, name: str) -> None:
-        """Refuses a function that is not trusted.
-
-        Raises:
-            PolicyError: Says how to trust it.
-        """
+        """Refuses a function that is not trusted."""
         if not self._allows(name):
             raise PolicyError(
                 f"{name!r} is a function that would be called; {_HOW.format(_module_of(name))}"
             )
 
     def check_class(self, name: str) -> None:
-        """Refuses a class whose module would have to be imported, and is not trusted.
-
-        Raises:
-            PolicyError: Says how to trust it.
-        """
+        """Refuses a class whose module would have to be imported, and is not trusted."""
         if not self._allows(name) and _imported(name) is None:
             module = _module_of(name)
             raise PolicyError(
@@ -83,11 +68,7 @@ class Trust:
             )
 
     def find_class(self, name: str) -> Any:
-        """The class of a name, which ``check_class`` has passed.
-
-        Raises:
-            PolicyError: It cannot be imported.
-        """
+        """The class of a name, which ``check_class`` has passed."""
         found = _imported(name)
         return find_object(name) if found is None else found
 

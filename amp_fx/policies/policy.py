@@ -20,6 +20,7 @@ from amp_fx.policies.changes import (
 from amp_fx.policies.decide import Resolver
 from amp_fx.policies.module_path import path_of
 from amp_fx.tables.build import check_entry
+from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from amp_fx.tables.cast_policy import CastPolicy
 
 
+_FLOAT8 = Float8()
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """Which op is cast how: op tables per device type, and changes to them; cannot be changed.
@@ -61,6 +65,7 @@ class Policy:
         args: What ``with_args`` laid down, in order.
         rules: What ``with_rule`` laid down, in order.
         dtypes: By device type the low dtype of regions that name none.
+        float8: How products run that are treated as ``"float8"``.
 
     Raises:
         PolicyError: A name is not qualified, or a policy is not a ``CastPolicy``.
@@ -73,6 +78,7 @@ class Policy:
     args: tuple[ArgOverride, ...] = ()
     rules: tuple[RuleOverride, ...] = ()
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    float8: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
         """Checks the entries and replaces the tables by read-only copies."""
@@ -202,6 +208,35 @@ class Policy:
         devices = self.tables if device_type is None else (device_type,)
         dtypes = dict(self.dtypes) | dict.fromkeys(devices, found)
         return dataclasses.replace(self, dtypes=tuple(sorted(dtypes.items(), key=str)))
+
+    def with_float8(
+        self,
+        recipe: str | None = None,
+        *,
+        least_in: int | None = None,
+        least_out: int | None = None,
+    ) -> Policy:
+        """A copy that runs products otherwise that are treated as ``"float8"``.
+
+        Args:
+            recipe: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise-gw-hp"``.
+            least_in: Products that sum over fewer elements stay in the low dtype.
+            least_out: Products with fewer outputs stay in the low dtype.
+
+        Raises:
+            PolicyError: There is no such recipe, or a size is no positive integer.
+        """
+        given = {"recipe": recipe, "least_in": least_in, "least_out": least_out}
+        changed: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
+        if recipe is not None and recipe not in RECIPES:
+            near = difflib.get_close_matches(str(recipe), RECIPES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise PolicyError(f"recipe={recipe!r} is not one of {', '.join(RECIPES)}{meant}")
+        for name in ("least_in", "least_out"):
+            size = changed.get(name, 1)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PolicyError(f"{name}={size!r} is not a positive integer")
+        return dataclasses.replace(self, float8=dataclasses.replace(self.float8, **changed))
 
     def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
         """A copy that casts some ops otherwise, on all device types.
@@ -393,7 +428,8 @@ def preset(name: str) -> Policy:
             ``"torch-2.11"`` and its like, what it did in another; ``"ipex"`` takes the CPU
             lists of Intel Extension for PyTorch, and torch's own for all other devices;
             ``"lean"`` is torch's, with norms that take and give low values and residual sums in the
-            low dtype.
+            low dtype; ``"float8-tensorwise"``, ``"float8-rowwise"`` and ``"float8-rowwise-gw-hp"``
+            are torch's, with products in float8.
 
     Raises:
         PolicyError: There is no such preset; lists those there are.
@@ -424,7 +460,8 @@ _added: dict[str, Table] = {}
 
 @functools.cache
 def _build(name: str) -> Policy:
-    return Policy(name, {**PRESETS[name](), **_added})
+    tables = {**PRESETS[name](), **_added}
+    return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
 
 
 def _read_only(table: Table) -> Table:

@@ -2,6 +2,7 @@
 
     base = "torch"
     dtype = "float16"                    # or: dtype = { cuda = "float16" }
+    float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
     rules = ["mypackage.rules:my_rule"]
 
     [ops]
@@ -40,6 +41,7 @@ from amp_fx.policies.changes import (
 )
 from amp_fx.policies.names import Trust, find_object
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
+from amp_fx.tables.float8 import Float8
 
 if TYPE_CHECKING:
     import os
@@ -50,21 +52,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEYS = (
-    *("format", "name", "base", "devices", "dtype", "rules"),
+    *("format", "name", "base", "devices", "dtype", "float8", "rules"),
     *("tables", "ops", "modules", "args"),
 )
 
 
 def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads a policy file.
-
-    Args:
-        path: Of the file.
-        trusted: What it may import (``Policy.load``).
-
-    Raises:
-        PolicyError: It cannot be read, is no TOML, or an entry is wrong; names line and key.
-    """
+    """Reads a policy file."""
     trust = Trust(trusted)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -74,15 +68,7 @@ def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False)
 
 
 def loads(text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads the text of a policy file.
-
-    Args:
-        text: Of the file.
-        trusted: What it may import (``Policy.load``).
-
-    Raises:
-        PolicyError: It is no TOML, or an entry is wrong; names line and key.
-    """
+    """Reads the text of a policy file."""
     return _Reader(files.Document(text, "policy"), Trust(trusted)).policy()
 
 
@@ -126,7 +112,7 @@ class _Reader:
         devices = self._checked(("devices",), data.get("devices", [*base.tables]), list, list)
         tables = self._checked(("tables",), data.get("tables", {}), dict, dict)
         kept = {device: table for device, table in base.tables.items() if device in devices}
-        policy = Policy(name, kept)
+        policy = self._with_float8(Policy(name, kept, float8=base.float8), data)
         for device, table in tables.items():
             where = ("tables", device)
             entries = self._checked(where, table, dict, dict).items()
@@ -136,6 +122,15 @@ class _Reader:
             if device not in policy.tables:
                 raise self._error(("devices",), f"{device!r} has no table in {base.name!r}")
         return policy
+
+    def _with_float8(self, policy: Policy, data: dict[str, Any]) -> Policy:
+        given = self._checked(("float8",), data.get("float8", {}), dict, dict)
+        fields = {field.name for field in dataclasses.fields(Float8)}
+        if unknown := sorted(set(given) - fields):
+            allowed = ", ".join(sorted(fields))
+            raise self._error(("float8",), f"{unknown[0]!r} is not one of {allowed}")
+        changed: Policy = self._call(("float8",), functools.partial(policy.with_float8, **given))
+        return changed
 
     def _with_changes(self, policy: Policy, data: dict[str, Any]) -> Policy:
         dtypes = data.get("dtype", {})
@@ -211,11 +206,7 @@ def _unknown_key(key: str) -> str:
 
 
 def save(policy: Policy, path: str | os.PathLike[str]) -> None:
-    """Writes a policy file.
-
-    Raises:
-        PolicyError: A rule or a class of modules cannot be imported by name.
-    """
+    """Writes a policy file."""
     for override in policy.rules:
         _check_importable(override.function, f"the rule {override.name}")
     for module in policy.modules:
@@ -251,6 +242,8 @@ def to_text(policy: Policy) -> str:
     if set(policy.tables) != set(base.tables):
         entries["devices"] = [*policy.tables]
     entries |= _dtype_entry(policy)
+    if policy.float8 != base.float8:
+        entries["float8"] = dataclasses.asdict(policy.float8)
     if policy.rules:
         entries["rules"] = [_import_name(rule.function) for rule in policy.rules]
     tables = {

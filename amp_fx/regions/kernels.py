@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.csrc import load_kernels
+from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.decide import is_adjustable
+from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
 from amp_fx.policies.policy import preset
 from amp_fx.regions.cache_keys import put_policies_in_keys
-from amp_fx.regions.module_stack import current_stack
+from amp_fx.regions.module_stack import current_stack, is_linear_end
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.tables.kernels import opaque_result
 from amp_fx.tables.op_names import all_ops
@@ -245,7 +247,10 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
         with torch._C._ExcludeDispatchKeyGuard(own_key):
             if decision is not None:
                 low_dtype = torch.get_autocast_dtype(device_type)
-                call, restored_dtype = decision.apply(call, device_type, low_dtype)
+                lowered, restored_dtype = decision.apply(call, device_type, low_dtype)
+                if policy is not None and decision.is_float8(op):
+                    return _run_float8(call, lowered, low_dtype, decision, policy)
+                call = lowered
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
 
     return kernel
@@ -255,6 +260,22 @@ def _decide(resolver: Resolver, call: Call, device_type: str) -> Decision | None
     put_policies_in_keys()  # Dynamo may have been imported inside of the region
     stack = current_stack() if resolver.depends_on_module else ()
     return resolver.decide(call, device_type, stack)
+
+
+def _run_float8(
+    call: Call, lowered: Call, low_dtype: torch.dtype, decision: Decision, policy: Policy
+) -> Any:
+    """Runs a product in float8, if it fits and a leaf is its weight; else in the low dtype."""
+    weight, has_rows = weight_of(call)
+    is_end = decision.origin == "table" and weight is not None and is_linear_end(weight)
+    if weight is None or is_end:
+        return lowered[0](*lowered[1], **lowered[2])
+    settings = policy.float8
+    if why_not_float8(lowered, weight, low_dtype, settings, has_rows_of_outputs=has_rows):
+        return lowered[0](*lowered[1], **lowered[2])
+    if weight.device.type == "cpu":
+        warn_of_slowness()
+    return run_float8(lowered, weight, settings.recipe, has_rows_of_outputs=has_rows)
 
 
 def _what(decision: Decision | None) -> object:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from amp_fx.errors import PolicyWarning
 from amp_fx.policies.module_path import join_path, module_path, name_of, path_of
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType, FrameType
 
     from torch import fx
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    from amp_fx.policies.module_path import ModuleStack
+    from amp_fx.policies.changes import ModuleOverride
+    from amp_fx.policies.module_path import ModuleEntry, ModuleStack
+    from amp_fx.policies.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +58,7 @@ NO_FRAME = CompileFrame()
 
 
 def module_stack(node: fx.Node, frame: CompileFrame = NO_FRAME) -> ModuleStack:
-    """The modules that a node of a captured graph stands in.
-
-    Args:
-        node: Its ``meta["nn_module_stack"]`` counts; in a backward graph that of its forward.
-        frame: Where the graph was captured.
-    """
+    """The modules that a node stands in; for one of a backward graph, those of its forward."""
     entries = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _inside(frame, entries.values())
 
@@ -83,6 +84,20 @@ def variable_path(name: str, frame: CompileFrame) -> str:
     if frame.own and name.startswith(frame.own):
         return join_path(name_of(frame.stack), module_path(name.removeprefix(frame.own)))
     return module_path(name)
+
+
+def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
+    """The weights of the first and the last linear layer, by path; None without any."""
+    named = [pair for each in modules for pair in each.named_modules()]
+    linears = [(join_path(path, "weight"), m) for path, m in named if isinstance(m, nn.Linear)]
+    return {path: m.weight for path, m in (linears[0], linears[-1])} if linears else None
+
+
+def is_linear_end(weight: torch.Tensor) -> bool:
+    """Whether a weight is of the first or last linear layer of the model that runs."""
+    root = _running_modules(sys._getframe(1)).root
+    ends = None if root is None else linear_ends((root,))
+    return ends is not None and any(weight is end for end in ends.values())
 
 
 def current_stack() -> ModuleStack:
@@ -277,3 +292,96 @@ def _is_at(root: nn.Module, name: str, module: nn.Module) -> bool:
         return root.get_submodule(name) is module
     except AttributeError:
         return False
+
+
+def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None:
+    """Warns of patterns that no module fits, once for each pattern and model or function.
+
+    A function's modules are those that its variables hold and those that its graph has calls of.
+    It is asked about where it is compiled whole: another graph may have the rest of them.
+    """
+    program: Any = frame.root if frame.root is not None else frame.function
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if program is None or (frame.root is None and getattr(reason, "graph_break", False)):
+        return
+    done = _checked.setdefault(program, set())
+    patterns = [m for m in policy.modules if m.pattern not in done]
+    if not patterns:
+        return
+    done.update(override.pattern for override in patterns)
+    modules = _modules_of(frame, gm)
+    for override in patterns:
+        if not any(_fits(override, module) for module in modules):
+            _warn(override, frame, [name for *_, name in modules])
+        elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
+            warnings.warn(
+                f"the modules that match {override.text!r} of the policy hold no weight with two "
+                "dimensions: no product runs in float8 there",
+                PolicyWarning,
+                stacklevel=2,
+            )
+
+
+def _holds_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
+    if frame.root is None:
+        return False
+    fitting = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
+    return not any(weight.dim() == 2 for module in fitting for weight in module.parameters())
+
+
+_checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
+"""Patterns that were looked for, by outermost module or by the code of a function."""
+
+
+def _modules_of(frame: CompileFrame, gm: fx.GraphModule) -> list[ModuleEntry]:
+    roots: Mapping[str, nn.Module] = {"": frame.root} if frame.root is not None else frame.held
+    held = [
+        (path, type(module), join_path(name, path))
+        for name, root in roots.items()
+        for path, module in _reachable(root)
+    ]
+    called = [entry for node in gm.graph.nodes for entry in module_stack(node, frame)]
+    return list(dict.fromkeys([*held, *called]))
+
+
+def _reachable(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model, and those that plain lists and dictionaries of its modules hold."""
+    seen: set[int] = set()
+    pending = [("", root)]
+    while pending:
+        start, outer = pending.pop()
+        for path, module in outer.named_modules(prefix=start):
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield path, module
+                pending += _held_plainly(path, module)
+
+
+def _held_plainly(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in vars(module).items():
+        if name == "_modules" or not isinstance(value, (list, tuple, dict)):
+            continue
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, nn.Module):
+                yield join_path(path, name, str(key)), item
+
+
+def _fits(override: ModuleOverride, module: ModuleEntry) -> bool:
+    return override.fits((module,))
+
+
+def _warn(override: ModuleOverride, frame: CompileFrame, names: Iterable[str]) -> None:
+    names = list(names)
+    near = difflib.get_close_matches(override.text, names, n=3)
+    some = ", ".join(map(repr, near or names[1:6] or names)) or "none"
+    if frame.root is not None:
+        where, begin = type(frame.root).__name__, "the compiled module"
+    else:
+        assert frame.function is not None
+        where, begin = frame.function.co_name, "a variable of the function, or the module it holds"
+    warnings.warn(
+        f"no module of {where} matches {override.text!r} of the policy; paths begin at "
+        f"{begin}: {some}",
+        PolicyWarning,
+        stacklevel=2,
+    )

@@ -58,11 +58,7 @@ _pinned: dict[int, Policy] = {}
 
 
 def interned(policy: Policy) -> Policy:
-    """The one of all equal policies that has a number, for as long as somebody holds it.
-
-    Raises:
-        PolicyError: More policies are in use than there are codes (some 1,600).
-    """
+    """The one of all equal policies that has a number, for as long as somebody holds it."""
     with _lock:
         number = _numbers.get(policy)
         found = None if number is None else _policies[number]()

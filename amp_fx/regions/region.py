@@ -110,11 +110,7 @@ def _checked_dtype(dtype: object) -> Any:
 
 
 def check_device_type(device_type: object) -> None:
-    """Refuses what is no device type that autocast knows.
-
-    Raises:
-        RegionError: Names those there are.
-    """
+    """Refuses what is no device type that autocast knows."""
     known = autocast_device_types()
     if isinstance(device_type, str) and device_type in known:
         return

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import CompileTargetError, StoreError
-from amp_fx.explanation.entry import label, unwrap
-from amp_fx.explanation.stand_in import (
+from amp_fx.errors import CompileTargetError, StoreError, takes_inputs_later
+from amp_fx.explanation.entry import label
+from amp_fx.explanation.running import (
     is_usable,
     leaf_tensors,
     module_tensors,
     target_device,
 )
-from amp_fx.front.settings import as_dtype
+from amp_fx.front.settings import as_dtype, unwrap
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.regions.policy_codes import ambient_policy
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@takes_inputs_later
 def store_low(
     model: nn.Module,
     *,
@@ -55,9 +56,9 @@ def store_low(
     and what is done is refused for weights whose dtype would change what the program does.
     Only a program that looks at numbers is run, on a copy. One call is looked at: give arguments
     such as the model will get. Weights stay that several names or tensors share, that belong to
-    modules with hooks or to parametrizations, and all of them if there is a graph break, or code
-    around the graph that Dynamo skips. ``model.state_dict()`` has the low ones;
-    ``load_state_dict`` rounds float32 ones that are loaded into them.
+    modules with hooks or to parametrizations, and all of them if a graph fell back.
+    ``model.state_dict()`` has the low ones; ``load_state_dict`` rounds float32 ones that are
+    loaded into them.
 
     Args:
         model: A module in evaluation mode; one that was compiled is looked into.
@@ -79,15 +80,14 @@ def store_low(
         ExplainError: When called: the model cannot be traced with these arguments. Nothing has
             been changed then.
     """
-    target, settings = unwrap(model) if isinstance(model, nn.Module) else (model, None)
-    if not isinstance(target, nn.Module):
+    if not isinstance(model, nn.Module):
         raise CompileTargetError(f"amp_fx.store_low takes a torch.nn.Module, not {model!r}")
-    given = None if dtype is None else as_dtype(dtype)
-    if given is None and settings is not None:
-        given = settings.dtype
+    target, settings = unwrap(model, "amp_fx.store_low")
+    assert isinstance(target, nn.Module)
+    given = settings.dtype if dtype is None else as_dtype(dtype)
     found = as_policy(policy)
     if found == preset("torch"):
-        found = (settings.policy if settings else None) or ambient_policy() or found
+        found = settings.policy or ambient_policy() or found
     _refuse_training(target)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())

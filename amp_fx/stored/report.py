@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.explanation.rows import folded_path, without_numbers
+from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.reports import Report, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:

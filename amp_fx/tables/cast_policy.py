@@ -10,8 +10,8 @@ class CastPolicy(enum.Enum):
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
-    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO`` and ``DEMOTE`` are amp_fx's own: no table of
-    PyTorch's has them.
+    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE`` and ``FLOAT8`` are amp_fx's own: no
+    table of PyTorch's has them.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -36,6 +36,9 @@ class CastPolicy(enum.Enum):
     DEMOTE = "demote"
     """Cast eligible inputs to the autocast dtype where one of them has it and all are of one
     shape, with two dimensions or more: a low branch and the float32 stream that it is added to."""
+    FLOAT8 = "float8"
+    """Compute a product with a weight in float8, with scales; where it does not fit, cast every
+    eligible tensor input to the autocast dtype. What is no product is left to the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """Describes what happens to a call, in a few words.
@@ -57,4 +60,5 @@ _EFFECTS = {
     CastPolicy.SAME_AS_INPUT: "computes in float32, gives back its first input's dtype",
     CastPolicy.LOWER_PRECISION_IO: "takes and gives {low}, computes in float32",
     CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
+    CastPolicy.FLOAT8: "a product with a weight runs in float8; others get inputs in {low}",
 }

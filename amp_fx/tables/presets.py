@@ -12,6 +12,7 @@ import torch
 from amp_fx.errors import TorchVersionWarning
 from amp_fx.tables import DEVICES
 from amp_fx.tables.build import build_table
+from amp_fx.tables.float8 import FLOAT8_PRESETS, float8_table
 from amp_fx.tables.ipex import IPEX_ROWS
 from amp_fx.tables.lean import lean
 from amp_fx.tables.op_names import is_functional, overloads_by_packet
@@ -61,6 +62,10 @@ def _lean_tables() -> dict[str, Table]:
     return {device_type: lean(table) for device_type, table in _installed_tables().items()}
 
 
+def _float8_tables() -> dict[str, Table]:
+    return {device_type: float8_table(table) for device_type, table in _installed_tables().items()}
+
+
 def _expand(names: Iterable[str], packets: Mapping[str, list[str]]) -> list[str]:
     """Packets as their functional overloads; a packet that is gone stands as it is."""
     found = [packet for name in names for packet in fnmatch.filter(packets, name) or (name,)]
@@ -73,5 +78,6 @@ PRESETS: Mapping[str, Callable[[], dict[str, Table]]] = {
     "ipex": _ipex_tables,
     "lean": _lean_tables,
     **{"torch-{}.{}".format(*v): functools.partial(_tables_of, v) for v in VERSIONS},
+    **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
 }
 """What makes the tables, by name."""

@@ -59,11 +59,7 @@ class FrozenGraph:
     handed_out: tuple[int, ...]
 
     def values(self, names: Mapping[int, str]) -> tuple[FrozenValue, ...]:
-        """The values that its constants are, in order.
-
-        Args:
-            names: What the user's program calls the weights, by position.
-        """
+        """The values that its constants are, in order."""
         return tuple(FrozenValue(recipe, names) for recipe in self._distinct())
 
     def bind(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
@@ -84,12 +80,7 @@ class FrozenGraph:
 
 
 class FrozenValue:
-    """Describes one constant that a frozen graph keeps of its weights.
-
-    Args:
-        recipe: How it is made.
-        names: What the user's program calls the weights, by position.
-    """
+    """Describes one constant that a frozen graph keeps of its weights."""
 
     def __init__(self, recipe: Recipe, names: Mapping[int, str]) -> None:
         self.recipe = recipe
@@ -170,11 +161,7 @@ def folded(
 ) -> dict[Recipe, torch.Tensor]:
     """The constants that a graph is left with when its weights are frozen, by their recipes.
 
-    Args:
-        gm: The graph, as for ``compile_frozen``; it is changed.
-        example_inputs: Its inputs, fake.
-        weights: The inputs that are weights, by position, fake: nothing is computed.
-        folds_batch_norm: As for ``compile_frozen``.
+    Tensors are fake, so that nothing is computed; the graph is changed.
     """
     with _fake_packing():
         recipes, _, _ = _freeze(gm, example_inputs, weights, folds_batch_norm)

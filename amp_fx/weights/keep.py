@@ -18,9 +18,8 @@ from amp_fx.errors import KeepError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_inputs import verify_level
-from amp_fx.weights.store import STORE, making_values, storage_address_of, watch
+from amp_fx.weights.store import STORE, before_swaps, making_values, storage_address_of, watch
 from amp_fx.weights.stream_order import accelerator_devices
-from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import DEVICES, is_watchable, may_watch
 
 if TYPE_CHECKING:
@@ -339,9 +338,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {0, *self._weights}
         self._made: list[torch.Tensor] = []  # as long as they live, nobody has their identities
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, torch.Tensor):

@@ -136,13 +136,7 @@ class KeptCall:
     def adopt(
         self, values: Sequence[Any], started: Any, weights: Mapping[int, torch.Tensor]
     ) -> None:
-        """Takes values that were made while the graph was compiled, on the CPU.
-
-        Args:
-            values: The values, one for each that is wanted.
-            started: What ``STORE.start`` gave for the weights before that.
-            weights: The weights by position, in that order.
-        """
+        """Takes values that were made while the graph was compiled, on the CPU."""
         if accelerator_devices(weights.values()):
             return
         order = {position: i for i, position in enumerate(weights)}
@@ -336,9 +330,6 @@ class FrozenCall(KeptCall):
 
     def __call__(self, given: list[Any]) -> Any:
         """Calls the graph.
-
-        Args:
-            given: The inputs of the graph, weights among them; emptied.
 
         Raises:
             GaveUpError: The other variant is to be called, with the same inputs.

@@ -16,8 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.graphs.places import lines_of
 from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.managed import is_distributed, is_managed, is_of_plain_module
+from amp_fx.weights.kept_float8 import Float8Slot, unpacked
 from amp_fx.weights.spread import (
+    is_distributed,
+    is_managed,
+    is_of_plain_module,
     is_spread,
     part_of,
     spec_like,
@@ -28,7 +31,7 @@ from amp_fx.weights.spread import (
 from amp_fx.weights.write_signals import DEVICES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +45,7 @@ def keepable_weights(
     """The placeholders that are weights: parameters, and buffers of modules.
 
     Subclasses other than DTensor (quantized weights) are left out: their storage is not plain. So
-    are weights that a library shards (``amp_fx.weights.managed``).
+    are weights that a library shards (``amp_fx.weights.spread``).
 
     Returns:
         For each, its name and the names of all inputs that share its storage.
@@ -98,6 +101,12 @@ def _is_module_buffer(node: fx.Node) -> bool:
     return tensor_dict.get("_dynamo_static_input_type") is not None
 
 
+def is_weight(node: fx.Node, example: Any) -> bool:
+    """Whether an input is a parameter, or a buffer of a module."""
+    is_tensor = isinstance(example, torch.Tensor)
+    return isinstance(example, torch.nn.Parameter) or (is_tensor and _is_module_buffer(node))
+
+
 class KeptInputs(KeptCall):
     """The kept casts and aliases that a graph takes as inputs.
 
@@ -133,7 +142,13 @@ class KeptInputs(KeptCall):
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the inputs that Dynamo knows."""
-        return with_parts(self.spread, super().wrap(spreading(self.specs, compiled)))
+        taken = spreading(self.specs, unpacked(compiled, self.slots))
+        return with_parts(self.spread, super().wrap(taken))
+
+
+def slots_of(placeholders: Iterable[fx.Node]) -> list[Slot]:
+    """What is kept, in order; a quantized weight is one value and two placeholders."""
+    return list(dict.fromkeys(KEPT_INPUT.of(n) for n in placeholders if KEPT_INPUT.is_on(n)))
 
 
 def kept_inputs(
@@ -147,19 +162,12 @@ def kept_inputs(
 ) -> tuple[KeptInputs | None, Sequence[Any]]:
     """The kept inputs of a rewritten graph, None if it has none, and what it is compiled for.
 
-    Args:
-        gm: The graph; the inputs that it does not need are removed.
-        example_inputs: What Dynamo gave.
-        verify: ``Options.verify``.
-        root: The class of the outermost module that is compiled, if it is one.
-        more: Values that are not inputs.
-        may_give_up: As for ``KeptCall``.
+    The inputs that the graph does not need are removed.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    kept = [n for n in placeholders if KEPT_INPUT.is_on(n)]
-    if not kept and not more:
+    slots = slots_of(placeholders)
+    if not slots and not more:
         return None, example_inputs
-    slots = [KEPT_INPUT.of(node) for node in kept]
     weights = [example_inputs[slot.source_index] for slot in slots]
     specs = {
         i: spec_like(weight, slots[i].dtype)
@@ -228,10 +236,14 @@ def example_copies(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[to
     context = TracingContext.try_get()
     fake_mode: FakeTensorMode | None = context.fake_mode if context is not None else None
     copies = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        kept = KEPT_INPUT.get(node)
-        if kept is not None:
-            copies.append(_example_copy(example_inputs[kept.source_index], kept, fake_mode))
+    for slot in slots_of(gm.graph.find_nodes(op="placeholder")):
+        weight = example_inputs[slot.source_index]
+        if isinstance(slot, Float8Slot):
+            with fake_mode or contextlib.nullcontext(), torch.no_grad():
+                empty = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                copies += slot.make((empty,))
+        else:
+            copies.append(_example_copy(weight, slot, fake_mode))
     return copies
 
 

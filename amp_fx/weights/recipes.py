@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight as it is.
-
-    Attributes:
-        position: Among the inputs of the graph.
-    """
+    """A weight as it is."""
 
     position: int
 
@@ -117,12 +113,7 @@ def _with_parts(recipe: Made, fill: Callable[[Recipe], Any]) -> tuple[Any, Any]:
 
 
 def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Makes a value.
-
-    Args:
-        recipe: Its recipe.
-        weights: The weights, by position.
-    """
+    """Makes a value."""
     made = _made(recipe, weights)
     value: torch.Tensor = made[recipe]
     return value
@@ -131,20 +122,13 @@ def make(recipe: Recipe, weights: Mapping[int, torch.Tensor]) -> torch.Tensor:
 def key_of(recipe: Recipe, identities: Mapping[int, int]) -> str:
     """The same for what the same ops make of the same weights, in whatever graph.
 
-    Args:
-        recipe: How a value is made.
-        identities: Of the weights, by position. They and the recipe must live as long as the key.
+    The identities of the weights and the recipe must live as long as the key.
     """
     return _keys(recipe, identities)[recipe]
 
 
 def packing_key(recipe: Recipe, identities: Mapping[int, int]) -> str:
-    """The same for all that the last op makes of the same values, whatever else it is told.
-
-    Args:
-        recipe: How a value is made.
-        identities: As for ``key_of``.
-    """
+    """The same for all that the last op makes of the same values, whatever else it is told."""
     keys = _keys(recipe, identities)
     op = recipe.op if isinstance(recipe, Made) else None
     return str((op, *(keys[part] for part in _ingredients(recipe))))
@@ -168,12 +152,7 @@ def _keys(recipe: Recipe, identities: Mapping[int, int]) -> dict[Recipe, str]:
 def steps(
     recipe: Recipe, weights: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Makes a value and tells of each op what it takes and gives, where that is one tensor.
-
-    Args:
-        recipe: Its recipe.
-        weights: The weights, by position.
-    """
+    """Makes a value and tells of each op what it takes and gives, where that is one tensor."""
     made = _made(recipe, weights)
     for part, value in made.items():
         if isinstance(part, Made) and isinstance(value, torch.Tensor):

@@ -5,6 +5,14 @@ The graph takes the copy as a DTensor that lies over the processes as the weight
 
 Relies on ``DTensor(local_tensor, spec, requires_grad=...)``, on its ``_local_tensor``, and on its
 ``_spec``, a dataclass whose ``tensor_meta`` (a named tuple) holds shape, strides and dtype.
+
+Nothing is kept of weights that belong to a library which shards them.
+
+FSDP gathers a weight before it is used and frees its storage behind (``resize_``). A storage that
+is watched must not be resized: torch keeps half of what watching set, and the next write to it is
+an error. A copy that is kept would also undo what sharding saves. DeepSpeed's ZeRO-3 puts other
+storages into the same parameters. What ``DistributedDataParallel`` and its kin do to weights are
+writes like any others, which are seen.
 """
 
 from __future__ import annotations
@@ -13,12 +21,67 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch
+
+def is_distributed() -> bool:
+    """Whether the program has a process group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def is_of_plain_module(source: Any) -> bool:
+    """Whether Dynamo read an input from a module that FSDP does not manage.
+
+    Of weights that come as arguments nobody knows who manages them.
+
+    Relies on ``Source.guard_source``, which both FSDPs' modules have as ``is_fsdp_module``
+    (``_is_fsdp_managed_module``), other modules as ``is_unspecialized_nn_module`` or
+    ``is_specialized_nn_module``.
+    """
+    found = getattr(source, "guard_source", None)
+    guard = found() if callable(found) else found
+    if guard is None or guard.is_fsdp_module():
+        return False
+    return bool(guard.is_unspecialized_nn_module() or guard.is_specialized_nn_module())
+
+
+def is_managed(weight: torch.Tensor) -> bool:
+    """Whether a weight is sharded by FSDP2, its ``replicate``, or DeepSpeed.
+
+    A graph that was compiled for the weights of one module may be called with those of another.
+    """
+    if hasattr(weight, "ds_id"):  # DeepSpeed's, on each parameter that it partitions
+        return True
+    storage = weight.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == storage for other in _gathered_by_fsdp2())
+
+
+def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
+    """The weights of FSDP2 as modules see them between gathering and freeing.
+
+    Relies on ``torch.distributed._composable_state._module_state_mapping``, which holds the state
+    of every module that ``fully_shard`` or ``replicate`` was called with, on that state's
+    ``_fsdp_param_groups`` (one ``_fsdp_param_group`` before 2.13), and on ``_unsharded_param`` of
+    their parameters, which the first gathering makes.
+    """
+    if "torch.distributed.fsdp._fully_shard" not in sys.modules:
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for ref in list(_module_state_mapping.values()):
+        state: Any = ref()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            params = () if group is None else group.fsdp_params
+            yield from (
+                part_of(p._unsharded_param) for p in params if hasattr(p, "_unsharded_param")
+            )
 
 
 def is_spread(value: Any) -> bool:

@@ -55,12 +55,7 @@ class StepCopies:
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
-        """Lets a step write weights and their copies; the step must end before the context does.
-
-        Args:
-            weights: plain tensors, each once. Their copies are those that calls take, and each
-                has to be given the weight's new value, rounded.
-        """
+        """Lets a step write weights and their copies; the step must end before the context does."""
         devices = accelerator_devices(weights)
         pairs = [] if not has_hook() or is_capturing(devices) else self._pairs(weights)
         begun = _begin(pairs, devices)

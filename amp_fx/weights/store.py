@@ -5,6 +5,11 @@ An entry holds a value, how to make it, and what its weights were when it was ma
 weights share one entry. A value is made again before the first use after a write to any of its
 weights; ``amp_fx.weights.write_signals`` says how writes are noticed. It is made in the same
 memory, so that it keeps its address, unless somebody may still be reading the old one.
+
+``torch.utils.swap_tensors`` may take tensors that are watched weakly.
+It refuses a tensor that anything refers to weakly, as it cannot tell who would be misled;
+``Module.to`` and ``load_state_dict`` swap too, where the program asks them to. Whoever
+watches tensors is told first here, and lets go of them.
 """
 
 from __future__ import annotations
@@ -25,7 +30,6 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
-from amp_fx.weights.tensor_swaps import before_swaps
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
 
 if TYPE_CHECKING:
@@ -33,8 +37,39 @@ if TYPE_CHECKING:
 
     from amp_fx.weights.kept_call import KeptCall
 
+    LetGo = Callable[[torch.Tensor], Callable[[], None] | None]
     Weights = tuple[torch.Tensor, ...]
     Key = tuple[Hashable, ...]
+
+_let_go: list[LetGo] = []
+
+
+def before_swaps(let_go: LetGo) -> None:
+    """Calls a function with each tensor that is about to be swapped.
+
+    What it returns, unless that is None, is called once the tensors are swapped.
+
+    Replaces ``torch.utils.swap_tensors`` once; a reference to it that was taken before
+    still refuses.
+    """
+    if not _let_go:
+        torch.utils.swap_tensors = _telling(torch.utils.swap_tensors)
+    _let_go.append(let_go)
+
+
+def _telling(
+    swap: Callable[[torch.Tensor, torch.Tensor], None],
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        behind = [let_go(tensor) for let_go in _let_go for tensor in (t1, t2)]
+        try:
+            swap(t1, t2)
+        finally:
+            for act in filter(None, behind):
+                act()
+
+    return swap_tensors
 
 
 class Wanted(Protocol):
@@ -271,14 +306,7 @@ class Store:
             return started
 
     def adopt(self, entry: Entry, value: Any, started: Any, positions: tuple[int, ...]) -> None:
-        """Takes a value that was made after ``start``; it is stale if a write came since then.
-
-        Args:
-            entry: Gets the value, unless it has one.
-            value: The value.
-            started: What ``start`` gave.
-            positions: Where the weights of the entry stand among those of ``start``.
-        """
+        """Takes a value that was made after ``start``; it is stale if a write came since then."""
         weights = entry.weights()
         if weights is not None and entry.value is None:
             entry.kept.adopt(started, positions)

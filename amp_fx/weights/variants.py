@@ -46,12 +46,7 @@ MOST_PATIENCE = 1024
 
 
 class Unchanged:
-    """Stands among the values of a graph for nothing but whether a weight was written.
-
-    Args:
-        position: Of the weight among the inputs.
-        name: What the user's program calls it.
-    """
+    """Stands among the values of a graph for nothing but whether a weight was written."""
 
     ops = ()
     is_alias = False
@@ -74,23 +69,14 @@ class Unchanged:
 
 @dataclasses.dataclass(frozen=True)
 class Casting:
-    """The variant of a graph that casts.
-
-    Attributes:
-        inputs: Its inputs, aliases of weights among them, and an ``Unchanged``.
-        compiled: What is called with them.
-    """
+    """The variant of a graph that casts."""
 
     inputs: KeptCall
     compiled: Compiled
 
 
 class Later(Generic[T]):
-    """A variant that is compiled when it is first called.
-
-    Args:
-        make: Makes it for the inputs of that call.
-    """
+    """A variant that is compiled when it is first called."""
 
     def __init__(self, make: Callable[[Sequence[Any]], T]) -> None:
         self._make: Callable[[Sequence[Any]], T] | None = make
@@ -116,13 +102,7 @@ class Later(Generic[T]):
 
 
 class TwoVariants:
-    """A compiled graph that keeps values of weights where that saves any work.
-
-    Args:
-        keeping: The variant that keeps; raises ``GaveUpError`` where that does not pay.
-        casting: The variant that casts.
-        is_keeping: Which variant is called first.
-    """
+    """A compiled graph that keeps values of weights where that saves any work."""
 
     def __init__(
         self, keeping: Later[Compiled], casting: Later[Casting], *, is_keeping: bool

@@ -37,8 +37,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.weights.engine import engine, has_hook
-from amp_fx.weights.managed import is_managed
-from amp_fx.weights.spread import parts_of
+from amp_fx.weights.spread import is_managed, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,7 +133,7 @@ def is_capturing(devices: Iterable[torch.device]) -> bool:
 def is_watchable(weight: Any) -> bool:
     """Whether every write to a weight would be noticed: a plain tensor, on a known device.
 
-    Its storage must be its own to keep, too (``amp_fx.weights.managed``).
+    Its storage must be its own to keep, too (``amp_fx.weights.spread``).
     """
     return (
         type(weight) in (torch.Tensor, torch.nn.Parameter)

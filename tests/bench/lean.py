@@ -23,11 +23,10 @@ from torch import nn
 
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, Case
-from amp_fx.bench.compare import Comparison, Figure, Measured
-from amp_fx.bench.memory import MemoryMeter
+from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import Size
-from amp_fx.demo.text import NUM_BYTES, corpus, random_batch
+from amp_fx.demo.train import NUM_BYTES, corpus, random_batch
 from amp_fx.policies.policy import preset
 from tests.bench.pictures import NOISE, ResNet, UNet, shapes
 

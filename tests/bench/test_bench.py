@@ -23,8 +23,8 @@ from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker, timing
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, gpt, mlp, overhead
-from amp_fx.bench.compare import Comparison, Figure, Measured, compare
+from amp_fx.bench.cases import CASES, compile_time, models, overhead
+from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
     BY_NAME,
@@ -37,7 +37,6 @@ from amp_fx.bench.contenders import (
     prepare,
     with_own_code,
 )
-from amp_fx.bench.memory import MemoryMeter
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
@@ -409,7 +408,7 @@ def test_own_code_does_what_the_shared_one_does() -> None:
 
 def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     """The contender trains, and keeps one copy for each weight that it casts."""
-    [workload, *_] = gpt.train_workloads(TINY)
+    [workload, *_] = models.gpt_training(TINY)
     [contender] = [c for c in CONTENDERS if c.name == AMP_FX]
     step = prepare(contender, workload, TINY)
     weight_cache.clear()
@@ -434,20 +433,20 @@ def test_the_optimizer_is_fused_for_every_contender(
         return optimizer
 
     monkeypatch.setattr(torch.optim, "AdamW", spy)
-    prepare(contender, next(mlp.train_workloads(TINY)), TINY)()
-    prepare(contender, next(gpt.train_workloads(TINY)), TINY)
+    prepare(contender, next(models.mlp_training(TINY)), TINY)()
+    prepare(contender, next(models.gpt_training(TINY)), TINY)
     assert made == [True, True]
 
 
 def test_mlp_training_has_the_micro_batches_of_gpt() -> None:
-    mine, theirs = list(mlp.train_workloads(TINY)), list(gpt.train_workloads(TINY))
+    mine, theirs = list(models.mlp_training(TINY)), list(models.gpt_training(TINY))
     assert [w.micro_batches for w in mine] == [w.micro_batches for w in theirs] == [1, 4, 16]
     assert len({w.name for w in mine}) == 3
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_the_uncached_contender_keeps_no_casts(*, is_trained: bool) -> None:
-    make = gpt.train_workloads if is_trained else mlp.workloads
+    make = models.gpt_training if is_trained else models.mlp
     [contender] = [c for c in CONTENDERS if c.name == UNCACHED]
     weight_cache.clear()
     step = prepare(contender, next(make(TINY)), TINY)
@@ -459,7 +458,7 @@ def test_the_uncached_contender_keeps_no_casts(*, is_trained: bool) -> None:
 def test_recompilation_while_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = iter(range(100))
     monkeypatch.setattr(comparing, "_num_graphs", lambda: next(counted))
-    [workload, *_] = mlp.workloads(TINY)
+    [workload, *_] = models.mlp(TINY)
     comparison, _ = compare(workload, TINY, ignore, [BY_NAME[NATIVE]])
     assert comparison.num_recompiled == 1
     console = Console(file=io.StringIO(), record=True)

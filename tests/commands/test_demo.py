@@ -18,8 +18,18 @@ from amp_fx.commands.cli import main
 from amp_fx.demo import train
 from amp_fx.demo.generate import TEXTS, Texts, Writing, generate
 from amp_fx.demo.models import GPT, Loss, Size
-from amp_fx.demo.text import NUM_BYTES, Vocabulary, corpus, random_batch, statements
-from amp_fx.demo.train import Comparison, Run, Settings, initialize, learning_rate
+from amp_fx.demo.train import (
+    NUM_BYTES,
+    Comparison,
+    Run,
+    Settings,
+    Vocabulary,
+    corpus,
+    initialize,
+    learning_rate,
+    random_batch,
+    statements,
+)
 
 TINY = Settings(
     steps=20,

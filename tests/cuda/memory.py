@@ -129,7 +129,8 @@ class Kernel:
         self.op = op
         self.compute = cuda_only.computed_by(op)
         self.is_seeded = torch.Tag.nondeterministic_seeded in op.tags
-        self.notes_writes = not LIST_WRITES.match(op.name())
+        asks = op is not torch.ops.aten.record_stream.default  # its kernel takes a const pointer
+        self.notes_writes = asks and not LIST_WRITES.match(op.name())
         arguments = op._schema.arguments
         self.tensors = {i for i, a in enumerate(arguments) if str(a.type) == "Tensor"}
         self.written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_fx
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import ExplainError, OptionError
-from amp_fx.explanation.rows import bare_op
+from amp_fx.explanation.table import bare_op
 from tests.explanation.models import CASES, mlp
 
 if TYPE_CHECKING:

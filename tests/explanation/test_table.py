@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import amp_fx
-from amp_fx.explanation.rows import folded_path
-from amp_fx.explanation.table import render
+from amp_fx.explanation.table import folded_path, render
 from amp_fx.reports import human, printed
 from tests.explanation.models import CASES, gpt, mlp
 

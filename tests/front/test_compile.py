@@ -505,3 +505,10 @@ def test_bad_output_dtype() -> None:
         amp_fx.compile(nn.Linear(4, 4), output_dtype="low")
     with pytest.raises(OptionError, match=r"give output_dtype to amp_fx\.compile itself"):
         amp_fx.compile(nn.Linear(4, 4), options={"output_dtype": "original"})
+
+
+@pytest.mark.parametrize("name", ["accuracy", "explain", "search", "store_low", "verify"])
+def test_inputs_that_are_given_at_once(name: str) -> None:
+    function: Any = getattr(amp_fx, name)
+    with pytest.raises(TypeError, match=rf"returns a function.*amp_fx\.{name}\(model\)\(x\)"):
+        function(nn.Linear(4, 4), torch.randn(2, 4))

@@ -11,7 +11,7 @@ import torch
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.casts import add_cast
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.values import set_value
 from tests.programs import site
 

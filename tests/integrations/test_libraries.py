@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -184,3 +185,22 @@ def test_lightning(precision: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert plugin.compiled == ["net.layers.0", "net.layers.1", "net.layers.2"]
     assert num_graphs() > before
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({}, "pass bf16=True"), ({"bf16": True, "torch_compile": True}, "leave it")],
+)
+def test_arguments_without_effect_are_told(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
+    with pytest.warns(amp_fx.errors.DtypeWarning, match=message):
+        transformers.Trainer(nn.Linear(2, 2), args, callbacks=[integrations.TrainerCallback()])
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_a_name() -> None:
+    callback, args = integrations.TrainerCallback(), SimpleNamespace(bf16=True, torch_compile=False)
+    callback.on_init_end(args, None, None, model=nn.Linear(2, 2))
+    assert callback.compiled == ["Linear"]

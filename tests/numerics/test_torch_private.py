@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.repeat import below_everything, facts_of
-from amp_fx.numerics.torch_private import (
+from amp_fx.numerics.shadow import (
     StorageReference,
     address_of,
+    below_everything,
+    facts_of,
     latest_node_number,
     number_of,
     running_node,

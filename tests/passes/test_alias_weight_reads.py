@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from amp_fx.backend.pipeline import run_passes
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts

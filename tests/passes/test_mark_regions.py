@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from amp_fx.backend.pipeline import default_passes, run_passes
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
 from tests.programs import (

@@ -207,10 +207,21 @@ def _asks_its_size(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.linear(x) * self.linear.weight.element_size()  # type: ignore[no-any-return]
 
 
-def _breaks(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _reads_between_graphs(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.linear(x)
     torch._dynamo.graph_break()
-    return y + 1  # type: ignore[no-any-return]
+    return y + _not_compiled(self.linear.weight)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _not_compiled(weight: torch.Tensor) -> torch.Tensor:
+    return weight.sum()
+
+
+def _reads_in_the_next_graph(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    torch._dynamo.graph_break()
+    return y + self.linear.weight.sum()  # type: ignore[no-any-return]
 
 
 def _hands_out(self: Any, x: torch.Tensor) -> Any:
@@ -233,7 +244,8 @@ def _writes(self: Any, x: torch.Tensor) -> Any:
         _only_with_gradients_reads,
         _asks_its_dtype,
         _asks_its_size,
-        _breaks,
+        _reads_between_graphs,
+        _reads_in_the_next_graph,
         _hands_out,
         _writes,
     ],
@@ -274,12 +286,6 @@ def _hooked() -> nn.Module:
     return model
 
 
-def _hooked_outside() -> nn.Module:
-    model = Program(lambda self, x: self.linear(x))
-    model.register_forward_pre_hook(torch.compiler.disable(lambda *_: None))  # type: ignore[no-untyped-call]
-    return model
-
-
 def _parametrized() -> nn.Module:
     model = Program(lambda self, x: self.linear(x))
     parametrizations.weight_norm(model.linear)
@@ -299,7 +305,6 @@ def _identity_parametrized() -> nn.Module:
         _buffer_over_a_weight,
         _held_as_an_attribute,
         _hooked,
-        _hooked_outside,
         _parametrized,
         _identity_parametrized,
     ],
@@ -345,8 +350,35 @@ def test_a_program_that_looks_at_numbers_is_run_on_a_copy() -> None:
 
 def test_a_warning_says_that_nothing_was_stored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "amp_fx.stored"), torch.no_grad():
-        amp_fx.store_low(Program(_breaks).eval())(torch.randn(2, 8))
-    assert "graph break" in caplog.text
+        program = Program(lambda self, x: (x, self.linear.weight, self.linear.bias))
+        amp_fx.store_low(program.eval())(torch.randn(2, 8))
+    assert "no weight of Program was stored low: the model hands it out" in caplog.text
+
+
+def test_weights_of_several_graphs_are_stored() -> None:
+    """Those too that both graphs read, or only code that is not compiled."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x).relu()
+            torch._dynamo.graph_break()
+            x = self.second(self.first(x)).relu()
+            return torch.compiler.disable(self.third)(x)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = Parts().eval(), torch.randn(2, 8)
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        report = amp_fx.store_low(model)(x)
+    assert stored_names(report) >= {"first.weight", "second.weight"}
+    assert torch.equal(call(model, (x,)), call(plain, (x,)))
+    compiled = [
+        torch.compile(m, backend="amp_fx", options={"compiler": "eager"}) for m in (model, plain)
+    ]
+    assert torch.equal(*(call(m, (x,)) for m in compiled))
 
 
 # State dicts

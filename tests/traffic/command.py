@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.machine import versions
 from amp_fx.bench.report import three_digits
+from amp_fx.bench.settings import versions
 from amp_fx.dtypes import dtype_name, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from tests.traffic.models import CASES, TINY

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from amp_fx.explanation.kernels import kernel_of
+from amp_fx.explanation.lowered import kernel_of
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import tensors_in

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.backend.pipeline import run_passes
-from amp_fx.graphs.checker import check_graph
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts

@@ -171,7 +171,7 @@ def by_collected_garbage(write: Callable[[], Any]) -> Callable[[], Any]:
 
     def collect() -> None:
         Garbage()
-        gc.collect()
+        gc.collect(0)  # the youngest objects, of which this is one
 
     return collect
 

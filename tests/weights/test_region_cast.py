@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.weights.region_cast import region_cast
+from amp_fx.weights.kept_cast import region_cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,17 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import (
-    compile_time,
-    conv,
-    fairness,
-    gpt,
-    lstm,
-    mlp,
-    overhead,
-    scaler,
-    vit,
-)
+from amp_fx.bench.cases import compile_time, fairness, models, overhead, scaler
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -28,12 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something to time.
-
-    Attributes:
-        about: What it is, in a line.
-        run: Measures, and gives what came out.
-    """
+    """Something to time."""
 
     about: str
     run: Callable[[Settings, Watch], Iterator[Comparison | Figure]]
@@ -52,16 +37,16 @@ def _workloads(about: str, make: Callable[[Settings], Iterator[Workload]]) -> Ca
 
 
 CASES = {
-    "mlp": _workloads("inference of stacked linear layers, batch 1 and 4", mlp.workloads),
+    "mlp": _workloads("inference of stacked linear layers, batch 1 and 4", models.mlp),
     "mlp-train": _workloads(
         "fused AdamW steps of 1, 4 and 16 micro-batches, stacked linear layers",
-        mlp.train_workloads,
+        models.mlp_training,
     ),
-    "gpt-decode": _workloads("one token after a context, GPT-2 small", gpt.decode_workloads),
-    "gpt-train": _workloads("fused AdamW steps of 1, 4 and 16 micro-batches", gpt.train_workloads),
-    "vit": _workloads("a small vision Transformer, inference and training", vit.workloads),
-    "conv": _workloads("shaped like ResNet-18, inference and training", conv.workloads),
-    "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", lstm.workloads),
+    "gpt-decode": _workloads("one token after a context, GPT-2 small", models.gpt_decode),
+    "gpt-train": _workloads("fused AdamW steps of 1, 4 and 16 micro-batches", models.gpt_training),
+    "vit": _workloads("a small vision Transformer, inference and training", models.vit),
+    "conv": _workloads("shaped like ResNet-18, inference and training", models.conv),
+    "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", models.lstm_cell),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
     "overhead": Case("what a call and a refresh cost where 300 weights are cached", overhead.run),
     "fairness": Case("native beside a second native: what the ratios are worth now", fairness.run),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import mlp
+from amp_fx.bench.cases import models
 from amp_fx.bench.compare import compare, paired_figure
 from amp_fx.bench.contenders import BY_NAME, NATIVE
 
@@ -25,7 +25,7 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """A small training step: what it takes is mostly weights, which the two do not share."""
     if not settings.takes_part(NATIVE):
         return
-    workload = next(mlp.train_workloads(settings))
+    workload = next(models.mlp_training(settings))
     comparison, _ = compare(workload, settings, watch, (BY_NAME[NATIVE], TWIN))
     yield comparison
     figure = paired_figure(comparison, NATIVE, TWIN.name)

@@ -1,0 +1,138 @@
+"""Float8 products as data: which ops, which recipes, which sizes.
+
+Source of the recipes: ``Float8LinearConfig.from_recipe_name`` in torchao 0.18; of the sizes: the
+requirements of ``torch._scaled_mm`` on CUDA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from amp_fx.tables.cast_policy import CastPolicy
+
+if TYPE_CHECKING:
+    from amp_fx.tables.build import Table
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+MULTIPLE = 16
+"""Both sizes of a weight have to be multiples of this."""
+
+
+class Operands(NamedTuple):
+    """Names the arguments of a product.
+
+    Attributes:
+        input: Has the summed dimension last.
+        weight: A matrix.
+        bias: What is added; empty if the op adds nothing.
+        has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``, as that of a linear layer.
+    """
+
+    input: str
+    weight: str
+    bias: str = ""
+    has_rows_of_outputs: bool = False
+
+
+PRODUCTS = {
+    "aten::linear": Operands("input", "weight", "bias", has_rows_of_outputs=True),
+    "aten::matmul": Operands("self", "other"),
+    "aten::mm": Operands("self", "mat2"),
+    "aten::addmm": Operands("mat1", "mat2", "self"),
+}
+"""Products that can run in float8, if one side is a weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """Says how one operand is quantized.
+
+    Attributes:
+        dtype: The float8 dtype.
+        is_by_row: Whether each row along the summed dimension has a scale, or the tensor one.
+    """
+
+    dtype: torch.dtype
+    is_by_row: bool
+
+    def __str__(self) -> str:
+        name = {E4M3: "e4m3", E5M2: "e5m2"}[self.dtype]
+        return f"{name} with {'a scale per row' if self.is_by_row else 'one scale'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Says how the three products of a layer are quantized.
+
+    Attributes:
+        forward: Input and weight of the product itself, and the input of the weight gradient.
+        grad: The incoming gradient.
+        weight_back: The weight where the gradient of the input is computed.
+        has_float8_weight_grads: Whether weight gradients are products in float8, too.
+        has_power_of_two_scales: Whether scales are rounded down to powers of two.
+    """
+
+    forward: Scaling
+    grad: Scaling
+    weight_back: Scaling
+    has_float8_weight_grads: bool
+    has_power_of_two_scales: bool
+
+    def __str__(self) -> str:
+        grads = "float8" if self.has_float8_weight_grads else "the low dtype"
+        return f"input and weight {self.forward}, gradient {self.grad}, weight gradients in {grads}"
+
+
+_BY_TENSOR, _BY_ROW = Scaling(E4M3, is_by_row=False), Scaling(E4M3, is_by_row=True)
+
+RECIPES = {
+    "tensorwise": Recipe(
+        _BY_TENSOR,
+        Scaling(E5M2, is_by_row=False),
+        _BY_TENSOR,
+        has_float8_weight_grads=True,
+        has_power_of_two_scales=False,
+    ),
+    "rowwise": Recipe(
+        _BY_ROW, _BY_ROW, _BY_ROW, has_float8_weight_grads=True, has_power_of_two_scales=True
+    ),
+    "rowwise-gw-hp": Recipe(
+        _BY_ROW, _BY_ROW, _BY_TENSOR, has_float8_weight_grads=False, has_power_of_two_scales=True
+    ),
+}
+"""Recipes by name; ``gw-hp`` is for weight gradients in high precision."""
+
+LIMITS = {E4M3: 448, E5M2: 57344}
+"""The largest numbers of the float8 dtypes; scales bring the largest element of a tensor there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8:
+    """Says how the products of a policy run in float8.
+
+    Attributes:
+        recipe: A name of ``RECIPES``.
+        least_in: Products that sum over fewer elements stay in the low dtype.
+        least_out: Products with fewer outputs stay in the low dtype.
+    """
+
+    recipe: str = "tensorwise"
+    least_in: int = MULTIPLE
+    least_out: int = MULTIPLE
+
+
+FLOAT8_PRESETS = {f"float8-{name}": Float8(name) for name in RECIPES}
+"""The settings of presets, by name."""
+
+
+def float8_table(table: Table) -> dict[str, CastPolicy]:
+    """A table whose products run in float8 instead of the low dtype."""
+    low = CastPolicy.LOWER_PRECISION_FP
+    return {
+        op: CastPolicy.FLOAT8 if op in PRODUCTS and policy is low else policy
+        for op, policy in table.items()
+    }

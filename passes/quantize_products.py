@@ -1,0 +1,217 @@
+"""Runs products with a weight in float8, where the policy says so and they fit.
+
+Before:
+    %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
+    %y               = aten.linear(%x_bfloat16, %weight_bfloat16, %bias_bfloat16)
+After:
+    %weight_float8   = amp_fx.float8_weight(%weight, 'rowwise', True, False)
+    %data, %factors  = %weight_float8
+    %weight_back     = amp_fx.float8_weight(%weight, 'rowwise', True, True)
+    %data_1, %f_1    = %weight_back
+    %product         = amp_fx.float8_product(%x_bfloat16, %weight, 'rowwise', %data, ..., True)
+    %y               = aten.add(%product, %bias_bfloat16)
+
+A weight is quantized once for all its products, as it is stored. Left alone on purpose, with the
+reason in ``metadata.FLOAT8_NOTE``: what ``why_not_float8`` names, products without a weight, and,
+where a preset says float8, the first and the last product of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from amp_fx.devices.float8 import warn_of_slowness
+from amp_fx.graphs.bodies import bodies_of, is_rewritten
+from amp_fx.graphs.bodies import operands_of as operands_passed
+from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
+from amp_fx.graphs.metadata import CAPTURED, DECISIONS, FLOAT8_NOTE, SITE, provenance
+from amp_fx.graphs.values import (
+    analysis,
+    argument_values,
+    captured_value,
+    detect_fake_mode,
+    evaluate,
+    is_written,
+    set_value,
+    value_of,
+)
+from amp_fx.passes.base import PassResult
+from amp_fx.policies.calls import bind, qualified_name
+from amp_fx.policies.float8 import (
+    float8_product,
+    float8_weight,
+    operands_of,
+    turned_base,
+    why_not_float8,
+)
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import RECIPES
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
+    from amp_fx.policies.policy import Policy
+    from amp_fx.tables.float8 import Operands
+
+    Weights = dict[tuple[fx.Node, str, bool, bool], tuple[fx.Node, fx.Node]]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeProducts:
+    """Replaces products that the policy has in float8.
+
+    Attributes:
+        policy: Has the recipe and the least sizes, unless a region has a policy of its own.
+        weights: Names of the placeholders that are weights.
+        ends: Those of the first and the last product of the model; None for those of the graph.
+    """
+
+    name: ClassVar[str] = "quantize_products"
+    requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    policy: Policy
+    weights: tuple[str, ...]
+    ends: tuple[str, ...] | None = None
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``products_in_float8`` and ``products_not_in_float8``, bodies included."""
+        found = _Quantizer(gm, self)
+        found.run()
+        for node in filter(is_rewritten, gm.graph.nodes):
+            for body in bodies_of(gm, node):
+                found.counts.update(self._inside(node, body).call(body).counts)
+        return PassResult(found.counts)
+
+    def _inside(self, node: fx.Node, body: fx.GraphModule) -> QuantizeProducts:
+        """The same for a body, where weights have the names of its own placeholders."""
+        pairs = zip(body.graph.find_nodes(op="placeholder"), operands_passed(node), strict=False)
+        names = {getattr(operand, "name", ""): inner.name for inner, operand in pairs}
+        weights, ends = (
+            tuple(names[name] for name in given or () if name in names)
+            for given in (self.weights, self.ends)
+        )
+        return dataclasses.replace(self, weights=weights, ends=ends)
+
+
+class _Quantizer:
+    """One walk over a graph."""
+
+    def __init__(self, gm: fx.GraphModule, settings: QuantizeProducts) -> None:
+        self.gm, self.graph, self.settings = gm, gm.graph, settings
+        self.fake_mode = detect_fake_mode(gm.graph)
+        self.counts: Counter[str] = Counter()
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        names = settings.weights
+        self.sources = {id(value_of(n)): n for n in placeholders if n.name in names}
+        self.quantized: Weights = {}
+
+    def run(self) -> None:
+        products = [(node, o) for node in self.graph.nodes if (o := _float8_operands(node))]
+        found = [(node, o, self._weight_of(node, o)) for node, o in products]
+        ends = self.settings.ends
+        if ends is None:
+            names = [weight[0].name for *_, weight in found if weight is not None]
+            ends = (names[0], names[-1]) if names else ()
+        for node, operands, weight in found:
+            why = self._why_not(node, weight, ends)
+            if why:
+                FLOAT8_NOTE.put(node, f"not in float8: {why}")
+            else:
+                assert weight is not None
+                self._quantize(node, operands, *weight)
+            self.counts["products_not_in_float8" if why else "products_in_float8"] += 1
+
+    def _weight_of(self, node: fx.Node, operands: Operands) -> tuple[fx.Node, bool] | None:
+        """The placeholder of a product's weight, and whether its rows are outputs."""
+        given = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
+        source = given.args[0] if inserted_cast(given) is not None else given
+        value, has_rows = value_of(source), operands.has_rows_of_outputs
+        if id(value) in self.sources:
+            return self.sources[id(value)], has_rows
+        with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
+            base = turned_base(value)
+        return (self.sources[id(base)], not has_rows) if id(base) in self.sources else None
+
+    def _why_not(self, node: fx.Node, weight: Any, ends: tuple[str, ...]) -> str:
+        if weight is None:
+            return "neither side is a weight of the graph"
+        source, has_rows = weight
+        if source.name in ends and DECISIONS.of(node)[0].origin == "table":
+            which = "first" if source.name == ends[0] else "last"
+            return f"it is the {which} product of the model"
+        args, kwargs = argument_values(node)
+        value = value_of(source)
+        state, settings = SITE.of(node).state, self._policy_at(node).float8
+        low_dtype = state.low_dtype(value.device.type)
+        call = (node.target, args, kwargs)
+        return why_not_float8(call, value, low_dtype, settings, has_rows_of_outputs=has_rows)  # type: ignore[arg-type]
+
+    def _policy_at(self, node: fx.Node) -> Policy:
+        return SITE.of(node).state.policy or self.settings.policy
+
+    def _quantize(self, node: fx.Node, operands: Operands, weight: fx.Node, has_rows: bool) -> None:
+        recipe = self._policy_at(node).float8.recipe
+        bound = bind(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+        x, bias = bound[operands.input], bound.get(operands.bias)
+        has_gradient = SITE.of(node).is_grad_enabled
+        forward = self._quantized(node, weight, recipe, has_rows, is_back=False)
+        back: tuple[Any, Any] = (None, None)
+        if has_gradient and value_of(x).requires_grad:
+            back = self._quantized(node, weight, recipe, has_rows, is_back=True)
+        own = weight if has_gradient and value_of(weight).requires_grad else None
+        args = (x, own, recipe, *forward, *back, has_rows)
+        result = self._add(node, float8_product, args)
+        note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
+        FLOAT8_NOTE.put(result, note)
+        DECISIONS.put(result, DECISIONS.of(node))
+        if bias is not None:
+            result = self._add(node, torch.ops.aten.add.Tensor, (result, bias))
+        CAPTURED.put(result, captured_value(node))
+        unused = bound[operands.weight]
+        name = node.name
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+        result._rename(name)
+        while not unused.users and unused.op != "placeholder":
+            source = unused.all_input_nodes[0]
+            self.graph.erase_node(unused)
+            unused = source
+        if value_of(result).device.type == "cpu":
+            warn_of_slowness()
+
+    def _quantized(
+        self, node: fx.Node, weight: fx.Node, recipe: str, has_rows: bool, *, is_back: bool
+    ) -> tuple[fx.Node, fx.Node]:
+        key = weight, recipe, has_rows, is_back
+        if key in self.quantized and not is_written(weight):
+            return self.quantized[key]
+        both = self._add(node, float8_weight, (weight, recipe, has_rows, is_back))
+        data, factors = (self._add(node, operator.getitem, (both, i)) for i in (0, 1))
+        self.quantized[key] = data, factors
+        return data, factors
+
+    def _add(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(target, args)
+        new.meta = provenance(node)
+        with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
+            set_value(new, evaluate(new))
+        return new
+
+
+def _float8_operands(node: fx.Node) -> Operands | None:
+    """The operands of a product that the policy has in float8."""
+    operands = operands_of(node.target)
+    if operands is None:
+        return None
+    name = qualified_name(node.target)  # type: ignore[arg-type]
+    found = DECISIONS.get(node) or ()
+    is_float8 = any(d.op == name and d.policy is CastPolicy.FLOAT8 for d in found)
+    return operands if is_float8 and not FLOAT8_NOTE.is_on(node) else None
