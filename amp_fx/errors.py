@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import typing
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-P = ParamSpec("P")
-R = TypeVar("R")
+P = typing.ParamSpec("P")
+R = typing.TypeVar("R")
 
 
 class AmpFxError(Exception):
