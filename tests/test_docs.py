@@ -9,8 +9,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -224,25 +226,83 @@ def test_there_is_a_run_of_each_example() -> None:
     assert {path.stem for path in (ROOT / "docs" / "examples").glob("*.py")} == {*EXAMPLES}
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings", "mkdocs_jupyter"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}: pip install .[docs]")
-    run(ROOT, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site"))
-    pages = {path.relative_to(tmp_path / "site") for path in tmp_path.rglob("index.html")}
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    run(ROOT, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    return folder
+
+
+def test_the_site_has_its_pages_and_all_public_names(site: Path) -> None:
+    pages = {path.relative_to(site) for path in site.rglob("index.html")}
     assert {Path(name, "index.html") for name in ("changelog", "contributing", "security")} <= pages
     assert Path("notebooks/01_quickstart/index.html") in pages
     reference = "".join(
-        path.read_text(encoding="utf-8")
-        for path in (tmp_path / "site" / "reference").glob("*/index.html")
+        path.read_text(encoding="utf-8") for path in (site / "reference").glob("*/index.html")
     )
     missing = [n for n in amp_fx.__all__ if n[0] != "_" and f'id="amp_fx.{n}"' not in reference]
     assert missing == []
     assert re.findall(r'id="amp_fx\.[\w.]*\._\w*"', reference) == []
-    texts = {path: (tmp_path / "site" / path).read_text(encoding="utf-8") for path in pages}
+    texts = {path: (site / path).read_text(encoding="utf-8") for path in pages}
     assert [path for path, text in texts.items() if re.search(r"--8\s*&lt;", text)] == []
-    examples = (tmp_path / "site" / "examples" / "index.html").read_text(encoding="utf-8")
+    examples = (site / "examples" / "index.html").read_text(encoding="utf-8")
     assert "argparse" in examples  # the programs themselves, not the lines that include them
+
+
+class Page(HTMLParser):
+    """What a page links to, and what can be linked to on it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.marks: set[str | None] = {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
+        """Notes links and marks of one element."""
+        given = dict(attrs)
+        self.marks |= {given.get("id"), given.get("name")}
+        self.links += [link for key in ("href", "src") if (link := given.get(key))]
+
+
+def test_no_link_of_the_site_is_dead(site: Path) -> None:
+    pages = {path: Page(path) for path in site.rglob("index.html")}
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            marks = pages[target].marks if target in pages else {unquote(parts.fragment)}
+            if not target.exists() or unquote(parts.fragment) not in marks:
+                dead.append((str(path.relative_to(site)), link))
+    assert dead == []
+
+
+@pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages_are_no_wider_than_the_window(site: Path, tmp_path: Path, width: int) -> None:
+    pytest.importorskip("selenium")
+    from tests.drawing import test_page
+
+    names = ("", "benchmarks", "limits", "support", "examples", "guide/numerics", "guide/float8")
+    reference = [f"reference/{path.stem}" for path in (ROOT / "docs/reference").glob("[!i]*.md")]
+    too_wide = []
+    with test_page.opened(site / "index.html", tmp_path) as browser:
+        for name in (*names, *reference, "notebooks/02_reading_the_casts"):
+            url = (site / name / "index.html").as_uri()
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            browser.get(url)
+            found = browser.execute_script("return document.documentElement.scrollWidth")
+            if found > width:
+                too_wide.append((name, found))
+    assert too_wide == []
 
 
 @pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")
