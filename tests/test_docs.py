@@ -285,7 +285,8 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
 
 
 CUT_OFF = """
-const scrolls = e => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+const moves = e => /auto|scroll/.test(getComputedStyle(e).overflowX);
+const scrolls = e => e && (moves(e) || scrolls(e.parentElement));
 return [...document.querySelectorAll("article *")]
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e))
   .map(e => e.outerHTML.slice(0, 80)).slice(0, 3);
