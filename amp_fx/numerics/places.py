@@ -53,7 +53,7 @@ def _while_loop(
     return tuple(carried)
 
 
-def _map(function: Callable[..., Any], rows: Any, others: Any) -> Any:
+def _map(function: Callable[..., Any], rows: Any, others: Any, **_: Any) -> Any:
     from torch._higher_order_ops.map import map_dense
 
     return map_dense(function, rows, others)

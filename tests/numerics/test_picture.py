@@ -61,7 +61,7 @@ def test_the_page_has_a_switch(tmp_path: Path) -> None:
     assert found is not None
     data = json.loads(found[1])
     assert data["paints"] == ["effect", "error", "headroom", "dtype"]
-    assert all(f'data-view="after-op-{paint}"' in text for paint in data["paints"])
+    assert all(f'data-view="|after|op|{paint}"' in text for paint in data["paints"])
 
 
 def test_colors_are_checked() -> None:
