@@ -104,7 +104,7 @@ def test_steps_with_float16_and_a_scaler_have_the_bits_of_eager_code() -> None:
                 with torch.autocast("cpu", torch.float16):
                     y = called(torch.randn(16, 32))
                     loss = functional.cross_entropy(y, torch.randint(8, (16,)))
-                scaler.scale(loss).backward()
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

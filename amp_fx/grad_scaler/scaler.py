@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from amp_fx.grad_scaler.gradients import Flags, GradGroup, NamedParameters
     from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
     from amp_fx.grad_scaler.states import OptimizerState
+
+Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], dict[Any, Any])
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -154,6 +156,12 @@ class GradScaler(torch.amp.GradScaler):
         self._is_updated_by_step = False
 
     # Scaling -------------------------------------------------------------------------------------
+
+    @overload
+    def scale(self, outputs: Outputs) -> Outputs: ...
+
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies outputs by the scale.

@@ -488,7 +488,7 @@ def test_a_loss_outside_of_the_region_trains_in_float16() -> None:
     call = amp_fx.compile(model, dtype=f16, output_dtype="original", **EAGER)
     scaler = amp_fx.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(nn.functional.cross_entropy(call(x), y)).backward()
+    scaler.scale(nn.functional.cross_entropy(call(x), y)).backward()  # type: ignore[no-untyped-call]
     scaler.step(optimizer)
     assert scaler.last_step is not None
     assert not scaler.last_step.skipped

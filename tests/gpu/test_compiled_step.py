@@ -48,7 +48,7 @@ def train(name: str, *, compiles: bool, mode: str | None = None) -> tuple[list[f
     for x, y in batches(12):
         optimizer.zero_grad(set_to_none=False)
         loss = nn.functional.mse_loss(compiled(x), y)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if step is not None:
             step()
         else:
@@ -89,7 +89,7 @@ def test_an_iteration_of_float16_training_waits_for_nothing(
         is_warm = number >= 5
         with counted_waits() as found:
             optimizer.zero_grad()
-            scaler.scale(nn.functional.mse_loss(compiled(x), y)).backward()
+            scaler.scale(nn.functional.mse_loss(compiled(x), y)).backward()  # type: ignore[no-untyped-call]
             if step is not None:
                 step()
             else:

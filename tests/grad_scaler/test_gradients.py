@@ -253,7 +253,7 @@ def test_differentiable_gradients(call: str) -> None:
     scaler = make_scaler()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, once a process, of cycles that this test breaks
-        scaler.scale(x**2).backward(create_graph=True)
+        scaler.scale(x**2).backward(create_graph=True)  # type: ignore[no-untyped-call]
     assert x.grad is not None
     history = x.grad.grad_fn
     optimizer = torch.optim.SGD([x], lr=1.0)

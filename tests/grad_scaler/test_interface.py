@@ -64,7 +64,7 @@ def test_scale_refuses_what_is_no_tensor(value: Any) -> None:
 
 def test_scale_is_differentiable() -> None:
     x = torch.tensor(3.0, requires_grad=True)
-    make_scaler().scale(x * x).backward()
+    make_scaler().scale(x * x).backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     assert x.grad.item() == 4.0 * 6.0
 

@@ -187,7 +187,7 @@ def steps_of_a_loss(dtype: torch.dtype, *, num: int, init_scale: float, factor: 
     scaler = amp_fx.GradScaler("cpu", init_scale=init_scale)
     for _ in range(num):
         optimizer.zero_grad()
-        scaler.scale((master.half() * weight.detach()).to(dtype).sum()).backward()
+        scaler.scale((master.half() * weight.detach()).to(dtype).sum()).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
     return scaler

@@ -46,7 +46,7 @@ def train(scaler: amp_fx.GradScaler, loss_weight: float, *, is_float16: bool = T
         with torch.autocast("cpu", torch.float16, enabled=is_float16):
             logits = model(windows[:, :-1])
         loss = nn.functional.cross_entropy(logits.float(), windows[:, -1])
-        scaler.scale(loss * loss_weight).backward()
+        scaler.scale(loss * loss_weight).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
