@@ -18,6 +18,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from amp_fx.tables.generated import EXACT_POWERS, INEXACT, INEXACT_IN_FLOAT32, MOVES, SCALING
@@ -103,6 +104,12 @@ def _laid_out_as_product(*args: Any) -> torch.Tensor:
     return grad * other
 
 
+def _batch_norm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Gradients of a batch norm; that of the input is in the input's own memory format."""
+    grad, *others = _aten.native_batch_norm_backward.default(*args)
+    return grad.contiguous(memory_format=suggest_memory_format(args[1])), *others
+
+
 def _own_op(op: Any, fake: Callable[..., Any]) -> Any:
     """An op of ours that calls one of ATen's."""
     schema = str(op._schema).removeprefix("aten::").replace(f".{op._overloadname}(", "(")
@@ -143,6 +150,9 @@ GRADIENTS = {
         _aten.softplus_backward.default,
     )
 }
+_batch_norm_backward = _aten.native_batch_norm_backward.default
+GRADIENTS[_batch_norm_backward] = _own_op(_batch_norm_backward, _batch_norm_gradients)
+NORMS[_batch_norm_backward] = GRADIENTS[_batch_norm_backward]
 """What stands for ops of which torch's fake kernels say other strides than their kernels give."""
 
 _index_put = _own_op(_aten.index_put.default, _aten.index_put.default)

@@ -190,6 +190,24 @@ def test_gradients_of_other_strides_than_their_inputs(activation: Callable[..., 
     assert torch.equal(gradient(compiled(forward)), gradient(forward))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_batch_norm_whose_gradient_is_transposed(dtype: torch.dtype) -> None:
+    """Its gradient lies as its input does, which torch's fake kernel does not know."""
+    norm = nn.BatchNorm1d(8)
+
+    def gradients(program: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, 16).to(dtype).requires_grad_()
+        y = program(x)
+        return list(torch.autograd.grad(y, [x, *norm.parameters()], torch.randn(y.shape).to(y)))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return norm(x).mT.contiguous().relu().mT.contiguous() * x
+
+    expected = gradients(forward)
+    assert all(map(torch.equal, gradients(compiled(forward)), expected))
+
+
 def test_what_cannot_be_had_on_another_device_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
