@@ -45,6 +45,7 @@ from amp_fx.graphs.places import module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 
@@ -244,7 +245,8 @@ def explain(
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def explain_call(*args: Any, **kwargs: Any) -> Explanation:
-        return _explain(target, request, args, kwargs)
+        with working(f"explaining {_name(target)}"):
+            return _explain(target, request, args, kwargs)
 
     return explain_call
 
