@@ -77,8 +77,7 @@ def test_can_be_turned_off(switch: str) -> None:
 
 
 def test_a_pipe_gets_nothing() -> None:
+    env = environment(FORCE_COLOR="1")
     command = [sys.executable, "-c", BEGIN]
-    done = subprocess.run(
-        command, env=environment(FORCE_COLOR="1"), capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
