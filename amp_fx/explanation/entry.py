@@ -371,6 +371,8 @@ def capture_call(
         inner = _root_cause(error)
         if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
+        if isinstance(error, dynamo_exc.TorchRuntimeError):
+            error.__traceback__ = None  # frames of Dynamo; where the program fails is in the text
         raise _as_explain_error(stand_in.program, error) from error
 
 
@@ -394,8 +396,8 @@ def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
     frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
     at = "; at {}:{}".format(*frames[-1]) if frames else ""
     return ExplainError(
-        f"{_name(model)} cannot be traced with these arguments: {head}{at}. Does it run with them "
-        "uncompiled?"
+        f"{_name(model)} cannot be traced with these arguments: {head.rstrip('.')}{at}. Does it "
+        "run with them uncompiled?"
     )
 
 
