@@ -59,7 +59,7 @@ def _line() -> Iterator[None]:
 
     def text() -> Text:
         seconds = time.monotonic() - began
-        line = f"amp_fx: {', '.join(_STEPS)} ({seconds:.0f} s)"
+        line = f"amp_fx ({seconds:.0f} s): {', '.join(_STEPS)}"
         return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
     live = Live(
