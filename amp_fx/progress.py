@@ -44,8 +44,12 @@ def _is_wanted() -> bool:
     env = os.environ
     if env.get(SWITCH) == "0" or env.get("LOCAL_RANK", "0") != "0" or env.get("TERM") == "dumb":
         return False
-    is_read_later = "PYTEST_CURRENT_TEST" in env or "TORCH_LOGS" in env
-    return not is_read_later and getattr(sys.stderr, "isatty", bool)()
+    if "PYTEST_CURRENT_TEST" in env or "TORCH_LOGS" in env:
+        return False
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
 
 
 @contextlib.contextmanager
@@ -77,4 +81,5 @@ def _line() -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        live.stop()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            live.stop()
