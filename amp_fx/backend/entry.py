@@ -23,6 +23,7 @@ from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
 from amp_fx.options import Options
 from amp_fx.passes.lay_out_kept_copies import lay_out_kept_copies
+from amp_fx.progress import working
 from amp_fx.regions.cache_keys import guard_disabled_region
 from amp_fx.regions.checkpoint import restore_regions
 from amp_fx.regions.region import skip_in_dynamo
@@ -82,7 +83,11 @@ def amp_fx(
         BannedOpError: The graph makes an op that autocast bans on its device.
     """
     csrc.start()
-    parsed = Options.parse(options, mode)
+    with working(f"compiling a graph of {len(gm.graph.nodes)} nodes"):
+        return _compiled(gm, example_inputs, Options.parse(options, mode))
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     if parsed.bare_region:
         guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)

@@ -43,6 +43,7 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
+from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
 from amp_fx.weights.kept_cast import taken_outside
@@ -342,7 +343,8 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     from torch._inductor.compile_fx import compile_fx_inner
 
     parts = apart(gm, kwargs.get("static_input_idxs") or ())
-    with repaired():
+    stage = "backward" if kwargs.get("is_backward") else "forward"
+    with working(f"inductor's {stage}"), repaired():
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "current_callable"):
         compiled.current_callable = parts.wrap(compiled.current_callable)

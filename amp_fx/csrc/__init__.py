@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.csrc import build
+from amp_fx.progress import working
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -127,7 +128,8 @@ def _imported(name: str, source: Path) -> ModuleType:
         except ImportError as error:  # built against a newer C library, for example
             log.info("building %s again: %s", source.name, error)
     building = building or build.start(name, source, rejected=found)
-    return _import(name, building.result())
+    with working(f"building {source.name}, once on this machine"):
+        return _import(name, building.result())
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -10,6 +10,7 @@ import shutil
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.drawing.dot import FONT
 from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import DrawError
 from amp_fx.explanation.table import bare_op, human, treatment
@@ -30,6 +31,9 @@ MOST_MODULES = 24
 MOST_OUTER = 10
 """How many boxes the picture of a whole model may have before its modules stay closed."""
 
+MEASURED = "Arial"
+"""The font whose words Graphviz in the browser knows the widths of."""
+
 MOST_OPS = 250
 """How many boxes a picture of all ops may have to go into the page: larger ones take long."""
 
@@ -44,7 +48,7 @@ def page_of(drawing: Drawing) -> str:
     has_dot = shutil.which("dot") is not None
     templates = "\n".join(
         f'<template data-view="{html.escape("|".join(name))}">'
-        f"{_inline(view.svg) if has_dot else html.escape(view.source)}</template>"
+        f"{_inline(view.svg) if has_dot else _to_lay_out(view.source)}</template>"
         for name, view in views.items()
     )
     data = {
@@ -157,6 +161,10 @@ def _guess_level(drawing: Drawing) -> str:
 
 def _inline(svg: str) -> str:
     return svg[svg.index("<svg") :]
+
+
+def _to_lay_out(source: str) -> str:
+    return html.escape(source.replace(FONT, MEASURED))
 
 
 def _members(drawing: Drawing) -> dict[str, list[str]]:

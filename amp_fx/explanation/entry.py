@@ -45,6 +45,7 @@ from amp_fx.graphs.places import module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 
@@ -244,7 +245,8 @@ def explain(
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def explain_call(*args: Any, **kwargs: Any) -> Explanation:
-        return _explain(target, request, args, kwargs)
+        with working(f"explaining {_name(target)}"):
+            return _explain(target, request, args, kwargs)
 
     return explain_call
 
@@ -369,6 +371,8 @@ def capture_call(
         inner = _root_cause(error)
         if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
+        if isinstance(error, dynamo_exc.TorchRuntimeError):
+            error.__traceback__ = None  # frames of Dynamo; where the program fails is in the text
         raise _as_explain_error(stand_in.program, error) from error
 
 
@@ -392,8 +396,8 @@ def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
     frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
     at = "; at {}:{}".format(*frames[-1]) if frames else ""
     return ExplainError(
-        f"{_name(model)} cannot be traced with these arguments: {head}{at}. Does it run with them "
-        "uncompiled?"
+        f"{_name(model)} cannot be traced with these arguments: {head.rstrip('.')}{at}. Does it "
+        "run with them uncompiled?"
     )
 
 

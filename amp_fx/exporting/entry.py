@@ -19,6 +19,7 @@ from amp_fx.exporting.rewriting import (
 )
 from amp_fx.front.settings import RegionSettings
 from amp_fx.options import Options
+from amp_fx.progress import working
 from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Option
     return Options.parse(given if dtype is None else {**given, "dtype": dtype})
 
 
+@working("exporting a program")
 def _export_program(
     program: ExportedProgram, options: Options, *, stores_low: bool
 ) -> ExportedProgram:
@@ -136,6 +138,7 @@ def _export_program(
     return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
 
 
+@working("exporting a module")
 def _export_module(
     model: nn.Module,
     args: tuple[Any, ...],

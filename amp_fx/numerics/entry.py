@@ -19,6 +19,7 @@ from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.progress import working
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ def examine(
         loss=asked.loss,
         modules=asked.modules,
     )
-    run = run_step(caller_of(step), args, kwargs, request)
+    with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
+        run = run_step(caller_of(step), args, kwargs, request)
     if asked.modules is not None and not run.seen:
         raise AccuracyError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"

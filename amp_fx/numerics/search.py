@@ -42,6 +42,7 @@ from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.suspects import common_pattern, with_reasons
 from amp_fx.options import COMPILERS
+from amp_fx.progress import working
 from amp_fx.regions.region import autocast
 from amp_fx.tables.presets import torch_version
 
@@ -313,7 +314,8 @@ def search(
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def search_call(*args: Any, **kwargs: Any) -> SearchResult:
-        return _Search(target, asked, options, args, kwargs).run()
+        with working(f"searching {name_of(target)}"):
+            return _Search(target, asked, options, args, kwargs).run()
 
     return search_call
 
@@ -439,7 +441,9 @@ class _Search:
         return with_reasons(self.asked.policy, [(u.module, u.op, u.why) for u in units])
 
     def _does(self, units: tuple[Unit, ...]) -> bool:
-        value = self._value(self._outcome(self._policy(units)))
+        run = f"run {len(self.history) + 1} of at most {self.options.budget}"
+        with working(f"{run}, {len(units)} ops in float32"):
+            value = self._value(self._outcome(self._policy(units)))
         is_enough = value <= self.options.tolerance
         self.history.append(Evaluation(tuple(map(str, units)), value, is_enough))
         return is_enough

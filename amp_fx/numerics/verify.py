@@ -25,6 +25,7 @@ from amp_fx.numerics.state import guard_of, leaves_of, modules_of
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
 from amp_fx.policies.policy import preset
+from amp_fx.progress import working
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
 
@@ -107,7 +108,7 @@ def verify(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def verify_call(*args: Any, **kwargs: Any) -> VerifyReport:
         trial = _Trial(target, args, kwargs, asked, loss, optimizer, steps, dynamic)
-        with trial.undisturbed(), isolated():
+        with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
             return _report(trial, options)
 
     return verify_call
@@ -276,7 +277,8 @@ def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[s
 
     def is_equal(more: Mapping[str, Any]) -> bool:
         try:
-            return not differences(expected, trial.run(trial.compiled(_merged(options, more))))
+            with working(f"trying {more}"):
+                return not differences(expected, trial.run(trial.compiled(_merged(options, more))))
         except Exception:  # noqa: BLE001 - options that do not go together, whatever is raised
             return False
 

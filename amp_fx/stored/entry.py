@@ -21,6 +21,7 @@ from amp_fx.explanation.running import (
 from amp_fx.front.settings import as_dtype, unwrap
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset
+from amp_fx.progress import working
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
@@ -93,7 +94,8 @@ def store_low(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def store_call(*args: Any, **kwargs: Any) -> StorageReport:
         _refuse_training(target)
-        return _store(target, given, found, args, kwargs)
+        with working(f"storing the weights of {type(target).__name__}"):
+            return _store(target, given, found, args, kwargs)
 
     return store_call
 

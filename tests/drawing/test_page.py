@@ -202,6 +202,7 @@ def test_it_zooms_and_pans(browser: Any) -> None:
         result: float = svg.rect["width"]
         return result
 
+    find(browser, "#fit")[0].click()
     before = width()
     find(browser, "#in")[0].click()
     assert width() == pytest.approx(before * 1.25, rel=0.01)

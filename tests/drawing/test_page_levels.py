@@ -36,6 +36,23 @@ def titles(browser: Any) -> str:
     return " ".join(e.get_attribute("textContent") for e in test_page.find(browser, ".node text"))
 
 
+LEAST_ROOM = """
+return Math.min(...[...document.querySelectorAll('#picture .node[id^=box]')].flatMap((node) => {
+  const shapes = [...node.querySelectorAll('polygon, path, ellipse')].map((e) => e.getBBox());
+  const left = Math.min(...shapes.map((box) => box.x));
+  const right = Math.max(...shapes.map((box) => box.x + box.width));
+  return [...node.querySelectorAll('text')].map((e) => e.getBBox())
+    .map((box) => Math.min(box.x - left, right - box.x - box.width));
+}))
+"""
+"""How far the words of boxes stay away from the sides, at the least."""
+
+SMALLEST_WORD = """
+return Math.min(...[...document.querySelectorAll('#picture .node[id^=box] text')]
+  .map((e) => e.getBoundingClientRect().height))
+"""
+
+
 @pytest.mark.parametrize("has_dot", [False, True])
 def test_clicks_unfold_a_model_down_to_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_dot: bool
@@ -53,6 +70,13 @@ def test_clicks_unfold_a_model_down_to_ops(
         amp_fx.draw(explanation, tmp_path / "gpt2.html")
     with test_page.opened(tmp_path / "gpt2.html", tmp_path / "profile") as browser:
         WebDriverWait(browser, 60).until(lambda b: test_page.find(b, "#picture svg"))
+        assert browser.execute_script(LEAST_ROOM) >= 3
+        assert browser.execute_script(SMALLEST_WORD) >= 8  # pixels
+        browser.set_window_size(400, 800)
+        [svg], [room] = (test_page.find(browser, f"#picture{e}") for e in (" svg", ""))
+        assert svg.rect["width"] <= room.rect["width"]
+        assert browser.execute_script(SMALLEST_WORD) >= 5
+        browser.set_window_size(1280, 800)
         test_page.press(browser, level="model")
         assert [text.split()[0] for text in opened_boxes(browser)] == ["transformer"]
         open_module(browser, "transformer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -366,9 +367,13 @@ def test_an_ambient_region_holds() -> None:
     assert explanation.dtype == "float16"
 
 
-def test_wrong_shapes_are_told_by_the_op_and_the_line() -> None:
-    with pytest.raises(ExplainError, match=r"Sequential cannot be traced.*reduction dim"):
+def test_wrong_shapes_are_told_by_the_op_and_the_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ExplainError, match=r"Sequential cannot be traced.*reduction dim") as raised:
         amp_fx.explain(mlp())(torch.randn(8, 17))
+    assert capfd.readouterr().err == ""  # torch logs the traceback of the op
+    text = "".join(traceback.format_exception(raised.value))
+    assert "from user code" in text
+    assert "symbolic_convert.py" not in text  # nor some 80 lines of Dynamo
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
