@@ -24,9 +24,9 @@ from amp_fx.explanation.records import (
     PassRecord,
     WeightRecord,
 )
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
-from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes

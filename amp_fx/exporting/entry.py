@@ -9,10 +9,11 @@ from torch.export import ExportedProgram
 
 from amp_fx.backend.rewrite import start_state_on
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
-from amp_fx.exporting.capture import capture, devices_of
 from amp_fx.exporting.program import devices_in
 from amp_fx.exporting.rewriting import (
     Region,
+    capture,
+    devices_of,
     plain_output_dtypes,
     rewrite_program,
     written_dtypes,

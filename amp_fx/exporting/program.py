@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.decompose import OpDecision, Site
-from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import (
     CAPTURED,
     CAST,

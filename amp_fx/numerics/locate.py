@@ -23,8 +23,8 @@ from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
+from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.graph_copy import with_attributes_as_inputs
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast

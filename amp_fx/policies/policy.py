@@ -15,13 +15,12 @@ from amp_fx.policies.changes import (
     arg_override,
     module_overrides,
     op_overrides,
+    path_of,
     rule_override,
 )
 from amp_fx.policies.decide import Resolver
-from amp_fx.policies.module_path import path_of
-from amp_fx.tables.build import check_entry
+from amp_fx.tables.build import all_ops, check_entry
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
-from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
         ArgOverride,
         ModuleOverride,
         ModulePolicy,
+        ModuleStack,
         OpOverride,
         Rule,
         RuleOverride,
     )
-    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.tables.build import Table
     from amp_fx.tables.cast_policy import CastPolicy
 

@@ -39,7 +39,7 @@ from amp_fx.policies.changes import (
     module_overrides,
     to_policy,
 )
-from amp_fx.policies.names import Trust, find_object
+from amp_fx.policies.files import Trust, find_object
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
 from amp_fx.tables.float8 import Float8
 
