@@ -1,9 +1,9 @@
 """Finds where a policy and the installed torch's autocast disagree, op by op.
 
-What autocast does is measured: the op is called under autocast with fake tensors of several dtypes while a Python kernel sits
-on its Autograd dispatch key, the next one after Autocast. That kernel notes which overload
-was reached and in which dtypes, and goes no further, so the arguments need make no sense and
-the device need not exist.
+What autocast does is measured: the op is called under autocast with fake tensors of several dtypes
+while a Python kernel sits on its Autograd dispatch key, the next one after Autocast. That kernel
+notes which overload was reached and in which dtypes, and goes no further, so the arguments need
+make no sense and the device need not exist.
 """
 
 from __future__ import annotations
