@@ -17,7 +17,7 @@ from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import warn_newer_torch
 
 if TYPE_CHECKING:
-    from amp_fx.backend.added_passes import register_pass
+    from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
@@ -89,7 +89,7 @@ _LAZY = {
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.package",
     "fsdp_policy": "amp_fx.integrations.fsdp",
-    "register_pass": "amp_fx.backend.added_passes",
+    "register_pass": "amp_fx.backend.pipeline",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",

@@ -11,11 +11,11 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
-from amp_fx.backend.added_passes import cache_options, in_cache_keys
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.freezing import compile_freezing, weights_to_freeze
 from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
+from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
 from amp_fx.backend.transforms import watch_transforms
 from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs

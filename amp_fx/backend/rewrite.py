@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.backend.added_passes import passes_of_users, with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import default_passes, passes_of_users, run_passes, with_added
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site

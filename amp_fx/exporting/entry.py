@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
-from amp_fx.backend.rewrite import start_state_on
+from amp_fx.backend.rewrite import graph_devices, start_state_on
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
-from amp_fx.exporting.program import devices_in
 from amp_fx.exporting.rewriting import (
     Region,
     capture,
@@ -129,7 +128,7 @@ def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Option
 def _export_program(
     program: ExportedProgram, options: Options, *, stores_low: bool
 ) -> ExportedProgram:
-    region = _region(devices_in(program), options, is_captured_inside=False)
+    region = _region(graph_devices(program.graph_module), options, is_captured_inside=False)
     if _restores_outputs(options):
         output_dtypes = plain_output_dtypes(program, region)
     else:

@@ -10,8 +10,9 @@ import torch
 from torch.export import ExportedProgram
 
 from amp_fx.backend.pipeline import run_passes
+from amp_fx.backend.rewrite import graph_devices
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
-from amp_fx.exporting.program import clean, copied_graph, devices_in, with_graph, written_inputs
+from amp_fx.exporting.program import clean, copied_graph, with_graph, written_inputs
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.regions.state import no_autocast
 from amp_fx.weights.freeze import batch_norm_folding
@@ -108,7 +109,7 @@ def package(
         )
     configs = dict(inductor_configs or {})
     if freezing is None:
-        freezing = all(device.type == "cpu" for device in devices_in(exported))
+        freezing = all(device.type == "cpu" for device in graph_devices(exported.graph_module))
     configs.setdefault("freezing", freezing)
     folding = batch_norm_folding(fold_batch_norm) if freezing else contextlib.nullcontext()
     try:

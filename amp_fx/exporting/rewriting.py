@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from amp_fx.backend.added_passes import with_added
-from amp_fx.backend.pipeline import run_passes
+from amp_fx.backend.pipeline import run_passes, with_added
 from amp_fx.errors import ExportError
 from amp_fx.exporting.program import (
     WRITES,

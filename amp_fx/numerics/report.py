@@ -16,9 +16,9 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import as_plain, joined, number, share
+from amp_fx.numerics.records import joined, number, share
 from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects
-from amp_fx.reports import Report, dtype_cell, human, new_table, times
+from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
