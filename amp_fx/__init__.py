@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
-    from amp_fx.exporting.entry import export
-    from amp_fx.exporting.package import for_onnx, package
+    from amp_fx.exporting.entry import export, for_onnx, package
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -85,9 +84,9 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
-    "for_onnx": "amp_fx.exporting.package",
+    "for_onnx": "amp_fx.exporting.entry",
     "keep": "amp_fx.weights.keep",
-    "package": "amp_fx.exporting.package",
+    "package": "amp_fx.exporting.entry",
     "fsdp_policy": "amp_fx.integrations.fsdp",
     "register_pass": "amp_fx.backend.pipeline",
     "search": "amp_fx.numerics.search",

@@ -17,7 +17,12 @@ from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import joined, number, share
-from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects
+from amp_fx.numerics.suspects import (
+    LEAST_EFFECT,
+    find_suspects,
+    policy_of_ranges,
+    policy_of_suspects,
+)
 from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
@@ -324,8 +329,6 @@ class AccuracyReport(Report):
         Args:
             base: What to start from; None takes the policy of the report.
         """
-        from amp_fx.numerics.suspects import policy_of_suspects
-
         return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
 
     def policy(self, max_abs: float = 512.0, base: Policy | None = None) -> Policy:
@@ -341,8 +344,6 @@ class AccuracyReport(Report):
         Raises:
             AccuracyError: ``max_abs`` is no positive number.
         """
-        from amp_fx.numerics.suspects import policy_of_ranges
-
         if isinstance(max_abs, bool) or not isinstance(max_abs, (int, float)) or not max_abs > 0:
             raise AccuracyError(f"max_abs={max_abs!r} is not a positive number")
         return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
@@ -397,7 +398,6 @@ class AccuracyReport(Report):
         return plain_dict
 
     def _render(self) -> RenderableType:
-
         return render(self)
 
     def __repr__(self) -> str:
