@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import logging
 import os
 import time
@@ -16,7 +15,7 @@ from torch import fx
 from torch._logging._internal import trace_structured
 from torch.utils.hooks import RemovableHandle
 
-from amp_fx.errors import AmpFxError, OptionError, PassError
+from amp_fx.errors import AmpFxError, OptionError, PassError, did_you_mean
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.base import PassReport
@@ -260,8 +259,7 @@ def _names(passes: Iterable[Pass]) -> list[str]:
 
 def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
     known = [*_BUILT_IN, *_registered, *_names(added)]
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name, known)
     return f"there is no pass {name!r}; the passes are {', '.join(known)}{meant}"
 
 

@@ -10,7 +10,6 @@ name is printed, and patterns fit either.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import re
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from amp_fx.errors import PolicyError
+from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.policies.files import find_object
 from amp_fx.tables.build import (
@@ -227,8 +226,7 @@ def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPol
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
         return CastPolicy(name.lower())
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(str(name).lower(), names)
     raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
 
 

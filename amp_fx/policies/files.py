@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import PolicyError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
