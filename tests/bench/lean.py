@@ -29,7 +29,7 @@ from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import Size
 from amp_fx.demo.train import random_batch
 from amp_fx.policies.policy import preset
-from tests.bench.pictures import NOISE, ResNet, UNet, shapes
+from tests.models.pictures import NOISE, ResNet, UNet, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

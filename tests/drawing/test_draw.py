@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx.errors import DrawError
-from tests.explanation.models import CASES, gpt
+from tests.models.explained import CASES, gpt
 
 if TYPE_CHECKING:
     from pathlib import Path
