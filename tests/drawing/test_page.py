@@ -161,7 +161,7 @@ def test_a_click_tells_the_reasons(browser: Any) -> None:
     [details] = find(browser, "#details")
     assert "lower_precision_fp (cpu table)" in details.text
     assert "floating-point inputs go to bfloat16" in details.text
-    assert "explained.py:" in details.text
+    assert "models.py:" in details.text
     assert len(find(browser, "tr.chosen")) == 3  # the box stands for three blocks
 
 
