@@ -10,20 +10,18 @@ from amp_fx import weight_cache
 from amp_fx.front.compile import compile  # noqa: A004
 from amp_fx.grad_scaler import GradScaler, compile_step
 from amp_fx.policies.policy import Policy, preset
-from amp_fx.regions.custom_function import custom_bwd, custom_fwd
-from amp_fx.regions.region import autocast
+from amp_fx.regions.region import autocast, custom_bwd, custom_fwd
 from amp_fx.regions.registered_ops import register_device, register_op
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import warn_newer_torch
 
 if TYPE_CHECKING:
-    from amp_fx.backend.added_passes import register_pass
+    from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
-    from amp_fx.exporting.entry import export
-    from amp_fx.exporting.package import for_onnx, package
+    from amp_fx.exporting.entry import export, for_onnx, package
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -85,11 +83,11 @@ _LAZY = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
-    "for_onnx": "amp_fx.exporting.package",
+    "for_onnx": "amp_fx.exporting.entry",
     "keep": "amp_fx.weights.keep",
-    "package": "amp_fx.exporting.package",
+    "package": "amp_fx.exporting.entry",
     "fsdp_policy": "amp_fx.integrations.fsdp",
-    "register_pass": "amp_fx.backend.added_passes",
+    "register_pass": "amp_fx.backend.pipeline",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",

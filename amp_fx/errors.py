@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import typing
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 P = typing.ParamSpec("P")
 R = typing.TypeVar("R")
@@ -168,3 +169,9 @@ def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Ends a message about an unknown name; empty if none that is known is much like it."""
+    near = difflib.get_close_matches(str(name), [*known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,19 @@ class Report:
 
     def _repr_html_(self) -> str:
         return printed_html(self._render())
+
+
+def as_plain(value: Any) -> Any:
+    """A tree of records with only what JSON has: ``"nan"`` and ``"inf"`` are strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [as_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def printed(shown: RenderableType, width: int | None = None) -> str:

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amp_fx.graphs.collectives import op_name
-from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.narrowing import (
+from amp_fx.graphs.casts import (
     WHOLE_VIEWS,
     evaluate,
     is_reinterpreting,
     narrowing_cast,
     narrows,
 )
+from amp_fx.graphs.collectives import op_name
+from amp_fx.graphs.metadata import VALUE
 
 if TYPE_CHECKING:
     from torch import fx

@@ -27,8 +27,7 @@ from amp_fx.devices.product_costs import (
     PRODUCT,
 )
 from amp_fx.dtypes import is_low
-from amp_fx.graphs.casts import CONVERT
-from amp_fx.graphs.narrowing import evaluate, is_whole_view
+from amp_fx.graphs.casts import CONVERT, evaluate, is_whole_view
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.values import tensors_in
-from amp_fx.policies.module_path import path_of
+from amp_fx.policies.changes import path_of
 from amp_fx.regions.module_stack import compile_frame, module_stack
 from amp_fx.regions.state import AutocastState
 

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from amp_fx.devices.product_costs import Sizes, pays
 from amp_fx.dtypes import is_low
-from amp_fx.graphs import narrowing
+from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import raise_casts as raising
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types with kernels of ``aten.mm.dtype`` and ``aten.bmm.dtype``."""
 
-_PASSES = (*(m.__file__ for m in (generated, keeping, narrowing, raising, widening)),)
+_PASSES = (*(m.__file__ for m in (casting, generated, keeping, raising, widening)),)
 
 
 @functools.cache

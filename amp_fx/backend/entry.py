@@ -11,22 +11,21 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
-from amp_fx.backend.added_passes import cache_options, in_cache_keys
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.freezing import compile_freezing, weights_to_freeze
 from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
+from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
 from amp_fx.backend.transforms import watch_transforms
-from amp_fx.graphs.graph_copy import copy_graph_module, with_attributes_as_inputs
+from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
 from amp_fx.options import Options
 from amp_fx.passes.lay_out_kept_copies import lay_out_kept_copies
 from amp_fx.progress import working
 from amp_fx.regions.cache_keys import guard_disabled_region
-from amp_fx.regions.checkpoint import restore_regions
-from amp_fx.regions.region import skip_in_dynamo
+from amp_fx.regions.region import restore_regions, skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.weights.kept_cast import one_region
 from amp_fx.weights.kept_float8 import unpacked

@@ -61,14 +61,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("amp_fx.inner")
 
 
+def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[None]:
+    """Compile inside it: AOTAutograd takes nothing from its caches; more of its settings."""
+    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
+        enable_autograd_cache=False, enable_remote_autograd_cache=False, **more
+    )
+    return patch
+
+
 def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Compiles graphs anew where ``apart`` changes them; AOTAutograd's cache lacks the change."""
     if is_ahead_of_time() or not _is_on(settings):
         return contextlib.nullcontext()
-    patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
-        enable_autograd_cache=False, enable_remote_autograd_cache=False
-    )
-    return patch
+    return without_autograd_cache()
 
 
 def _is_on(settings: Mapping[str, Any]) -> bool:
@@ -386,21 +391,18 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
     Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``, and on
     ``torch._functorch.config.enable_autograd_cache`` and ``enable_remote_autograd_cache``.
     """
-    from torch._functorch import config as functorch_config
     from torch._inductor import config
 
     graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
     regions = [g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs]
-    patch: contextlib.AbstractContextManager[None]
     if any(node.args[0] in CARRIERS for nodes in regions for node in nodes):
-        patch = functorch_config.patch(
-            enable_autograd_cache=False, enable_remote_autograd_cache=False
-        )
-        return patch
+        return without_autograd_cache()
     marked = dict(config.unsafe_marked_cacheable_functions)
     for name in ("_enter_autocast", "_exit_autocast"):
         marked[f"torch.amp.autocast_mode.{name}"] = "amp_fx"
-    patch = config.patch(unsafe_marked_cacheable_functions=marked)
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        unsafe_marked_cacheable_functions=marked
+    )
     return patch
 
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.autocast_mode import _enter_autocast
 
-from amp_fx.backend.added_passes import passes_of_users, with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import default_passes, passes_of_users, run_passes, with_added
 from amp_fx.errors import PassError
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
-from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
 from amp_fx.options import (

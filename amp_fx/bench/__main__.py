@@ -9,17 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import report as reports
 from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES
-from amp_fx.bench.settings import Settings, machine, versions
+from amp_fx.bench.settings import Settings, choose, machine, parse_device, versions
 from amp_fx.dtypes import LOW_DTYPE_NAMES, low_dtype_named
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
-from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,18 +105,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parse_cases(names: list[str]) -> list[str]:
     for name in names:
-        _choose("case", name, tuple(CASES))
+        choose("case", name, tuple(CASES))
     return names or list(CASES)
 
 
 def _parse_settings(parsed: argparse.Namespace) -> Settings:
-    device = _parse_device(parsed.device)
+    device = parse_device(parsed.device)
     dtype = low_dtype_named(parsed.dtype)
     check_device_dtype(device.type, dtype)
     contenders = parsed.contenders.split(",") if parsed.contenders else None
     for name in contenders or ():
-        _choose("--contenders", name, NAMES)
-    compiler = _choose("--compiler", parsed.compiler, COMPILERS)
+        choose("--contenders", name, NAMES)
+    compiler = choose("--compiler", parsed.compiler, COMPILERS)
     if compiler == "inductor" and device.type == "cpu" and not has_cpp_compiler():
         raise OptionError("inductor finds no C++ compiler, which it needs on a CPU")
     return Settings(
@@ -134,27 +131,10 @@ def _parse_settings(parsed: argparse.Namespace) -> Settings:
     )
 
 
-def _parse_device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
-    if device.type not in autocast_device_types():
-        raise OptionError(f"--device {text}: not one of {', '.join(autocast_device_types())}")
-    return device
-
-
 def _parse_count(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise OptionError(f"{option} {text}: give a number from 1 up")
     return int(text)
-
-
-def _choose(option: str, text: str, allowed: Sequence[str]) -> str:
-    if text not in allowed:
-        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
-    return text
 
 
 def _check_folder(option: str, path: Path) -> None:

@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -36,7 +36,8 @@ from amp_fx.bench.contenders import (
     contenders_of,
     prepare,
 )
-from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns, wait_for
+from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns
+from amp_fx.demo.train import wait_for
 from amp_fx.weights.store import storage_address_of
 
 if TYPE_CHECKING:
@@ -245,18 +246,18 @@ def compare(
     contenders = contenders_of(workload, settings) if contenders is None else contenders
     total = len(contenders) + settings.repeats
     runs: dict[str, Run] = {}
-    built: dict[str, _Built] = {}
+    known: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     for number, contender in enumerate(contenders):
         watch(f"{workload.name}: building {contender.name}", number, total)
         try:
-            built[contender.name] = _build(contender, workload, settings)
+            run, known[contender.name] = _build(contender, workload, settings)
         except Exception as error:
             log.debug("%s failed", contender.name, exc_info=True)
             first_line = str(error).strip().partition("\n")[0]
             failures[contender.name] = f"{type(error).__name__}: {first_line}"
         else:
-            runs[contender.name] = built[contender.name].run
+            runs[contender.name] = run
     if workload.micro_batches:
         runs[CASTS] = _casting(workload, settings)
     num_graphs = _num_graphs()
@@ -269,7 +270,7 @@ def compare(
     )
     num_recompiled = _num_graphs() - num_graphs
     casts = timings.pop(CASTS, None)
-    measured = tuple(built[name].measured(timing) for name, timing in timings.items())
+    measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     figures = [*_speedup_figures(comparison), *_cast_figures(workload, comparison, casts)]
     if AMP_FX in runs and not workload.micro_batches:
@@ -278,21 +279,10 @@ def compare(
     return comparison, figures
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built:
-    """A contender that is ready to be timed."""
-
-    name: str
-    run: Run
-    first_call: float
-    peak_bytes: int
-    num_graphs: int
-
-    def measured(self, timing: Timing) -> Measured:
-        return Measured(self.name, timing, self.peak_bytes, self.first_call, self.num_graphs)
-
-
-def _build(contender: Contender, workload: Workload, settings: Settings) -> _Built:
+def _build(
+    contender: Contender, workload: Workload, settings: Settings
+) -> tuple[Run, dict[str, Any]]:
+    """A contender that is ready to be timed, and what is known of it before (``Measured``)."""
     num_graphs = _num_graphs()
     meter = MemoryMeter(settings.device)
     run = prepare(contender, workload, settings)
@@ -304,7 +294,8 @@ def _build(contender: Contender, workload: Workload, settings: Settings) -> _Bui
     for _ in range(WARM_UP_CALLS):
         run()
     peak = meter.peak(run)
-    return _Built(contender.name, run, first_call, peak, _num_graphs() - num_graphs)
+    compiled = _num_graphs() - num_graphs
+    return run, {"peak_bytes": peak, "first_call": first_call, "num_graphs": compiled}
 
 
 def _num_graphs() -> int:

@@ -17,7 +17,7 @@ from amp_fx.backend.entry import amp_fx
 from amp_fx.bench.cases.models import build_training, train_size
 from amp_fx.bench.contenders import BY_NAME, compiling, region_of
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import wait_for
+from amp_fx.demo.train import wait_for
 from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:

@@ -6,10 +6,16 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from typing import TYPE_CHECKING
 
 import torch
 
 from amp_fx.devices.low_dtypes import processor_name
+from amp_fx.errors import OptionError
+from amp_fx.regions.state import autocast_device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,26 @@ class Settings:
     def takes_part(self, contender: str) -> bool:
         """Whether a contender was asked for."""
         return self.contenders is None or contender in self.contenders
+
+
+def choose(option: str, text: str, allowed: Sequence[str]) -> str:
+    """Checks for one of a few words."""
+    if text not in allowed:
+        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
+    return text
+
+
+def parse_device(text: str) -> torch.device:
+    """Checks for a device that is here and that autocast knows."""
+    known = autocast_device_types()
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
+    if device.type not in known:
+        raise OptionError(f"--device {text}: autocast knows {', '.join(known)} only")
+    return device
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:

@@ -10,10 +10,12 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-import torch
+from amp_fx.demo.train import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import torch
 
     from amp_fx.bench.contenders import Run
 
@@ -86,12 +88,6 @@ def time_in_turns(
                 samples[name].append(_time_block(runs[name], num_steps[name], device))
             on_round(number)
     return {name: Timing(tuple(samples[name]), num_steps[name]) for name in runs}
-
-
-def wait_for(device: torch.device) -> None:
-    """Waits until an accelerator has done all it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _steps_per_block(run: Run, device: torch.device) -> int:

@@ -13,13 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench.settings import machine
+from amp_fx.bench.settings import choose, machine, parse_device
 from amp_fx.demo.generate import TEXTS, generate
 from amp_fx.demo.train import Settings, compare, statements
 from amp_fx.dtypes import LOW_DTYPE_NAMES, dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
-from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
     import argparse
@@ -85,13 +84,13 @@ def header(settings: Settings) -> str:
 
 def parse_settings(args: argparse.Namespace) -> Settings:
     """Checks and converts the arguments."""
-    device, dtype = _parse_device(args.device), low_dtype_named(args.dtype)
+    device, dtype = parse_device(args.device), low_dtype_named(args.dtype)
     check_device_dtype(device.type, dtype)
     return Settings(
         steps=_parse_steps(args.steps),
         device=device,
         dtype=dtype,
-        compiler=_choose("--compiler", args.compiler, COMPILERS),
+        compiler=choose("--compiler", args.compiler, COMPILERS),
     )
 
 
@@ -99,24 +98,6 @@ def _parse_steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise OptionError(f"--steps {text}: give a number from 2 up; the first step compiles")
     return int(text)
-
-
-def _choose(option: str, text: str, allowed: tuple[str, ...]) -> str:
-    if text not in allowed:
-        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
-    return text
-
-
-def _parse_device(text: str) -> torch.device:
-    known = autocast_device_types()
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
-    if device.type not in known:
-        raise OptionError(f"--device {text}: autocast knows {', '.join(known)} only")
-    return device
 
 
 def can_use_inductor(device: torch.device) -> bool:

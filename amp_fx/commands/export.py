@@ -11,8 +11,7 @@ import torch
 
 from amp_fx.commands.explain import add_target, load_with_inputs
 from amp_fx.errors import CompileTargetError, ExportError, OptionError
-from amp_fx.exporting.entry import WEIGHTS, export
-from amp_fx.exporting.package import for_onnx, package
+from amp_fx.exporting.entry import WEIGHTS, export, for_onnx, package
 from amp_fx.exporting.program import weight_bytes
 from amp_fx.options import OUTPUT_DTYPES
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
+from amp_fx.tables.build import find_overloads
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.op_names import find_overloads
 from amp_fx.tables.versions import SINCE, UNTIL
 
 if TYPE_CHECKING:
@@ -170,8 +170,7 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     # Slow to import, and needed only here.
-    from amp_fx.drift.compare import find_drift
-    from amp_fx.drift.measure import AUTOGRAD_KEYS
+    from amp_fx.drift.compare import AUTOGRAD_KEYS, find_drift
 
     drift = find_drift(policy, devices)
     for difference in drift:

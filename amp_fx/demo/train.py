@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     from amp_fx.demo.models import Block
 
-NUM_BYTES = 256
-"""How many different tokens byte-level text can have."""
-
 STATEMENTS = ("while", "if", "for")
 """Topics that are short enough to be learned in a minute."""
 
@@ -69,12 +66,6 @@ class Vocabulary:
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         return {word: number for number, word in enumerate(self.words)}
-
-
-def corpus() -> torch.Tensor:
-    """Python's help topics, some 450 kB, as a uint8 tensor of shape ``(bytes,)``."""
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
 
 def statements() -> str:

@@ -1,4 +1,4 @@
-"""Writes boxes in the language of Graphviz."""
+"""Writes boxes in the language of Graphviz: their colours, the frames around them, the arrows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,149 @@ import html
 from typing import TYPE_CHECKING
 
 import graphviz  # type: ignore[import-untyped]
-
-from amp_fx.drawing.colors import ALARM, CAST, COLORS, FAINT, HEAT, INK, KEPT, OTHER
-from amp_fx.drawing.edges import split, streams_of
-from amp_fx.drawing.frames import frames_in
+import networkx as nx  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from amp_fx.drawing.boxes import Box, BoxGraph
-    from amp_fx.drawing.edges import Stream
+
+
+COLORS = {
+    "bfloat16": "#a6cee3",
+    "float16": "#cab2d6",
+    "float32": "#fdd9a0",
+    "float64": "#f4a6a0",
+}
+"""Fill by the dtype that a box runs in."""
+
+OTHER = "#e4e4e4"
+"""Fill of what runs in integers, booleans or other dtypes."""
+
+HEAT = ("#f4f4f4", "#fff3c4", "#ffdf80", "#ffb84d", "#ff8534", "#e5412d")
+"""Fill by a strength from 0 to 5, of a report of accuracy."""
+
+ALARM = "#b00020"
+"""The line around what overflows."""
+
+INK = "#333333"
+CAST = "#c0392b"
+KEPT = "#1b7f5c"
+FAINT = "#999999"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """What a box gives, and the boxes that take it.
+
+    Attributes:
+        source: Name of the box that gives.
+        targets: Names of those that take.
+        labels: Dtype and shape of each tensor that goes along.
+        is_ghost: Whether it leads to or from a cast that was taken out.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    labels: tuple[str, ...]
+    is_ghost: bool
+
+
+def streams_of(graph: BoxGraph) -> list[Stream]:
+    """The streams of a graph of boxes: arrows out of a box that say the same are one.
+
+    So the label of a tensor that a layer and the residual connection around it take is there
+    once, in front of both.
+    """
+    targets: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
+    for source, target, data in graph.edges(data=True):
+        labels = tuple(label for label in data["labels"] if label)
+        targets.setdefault((source, labels, data["is_ghost"]), []).append(target)
+    return [Stream(a, tuple(found), labels, g) for (a, labels, g), found in targets.items()]
+
+
+def split(streams: Iterable[Stream], names: Container[str]) -> tuple[list[Stream], list[Stream]]:
+    """The streams among some boxes, and what is left.
+
+    What leaves those boxes loses its label if it is there among them already.
+    """
+    inside, outside = [], []
+    for stream in streams:
+        near = tuple(target for target in stream.targets if target in names)
+        if stream.source not in names or not near:
+            outside.append(stream)
+            continue
+        inside.append(dataclasses.replace(stream, targets=near))
+        if far := tuple(target for target in stream.targets if target not in names):
+            outside.append(dataclasses.replace(stream, targets=far, labels=()))
+    return inside, outside
+
+
+Frames = dict[str, dict[str, "Box"]]
+"""By the path of a module right inside of another, the boxes in it by name."""
+
+
+def frames_in(boxes: dict[str, Box], streams: list[Stream], path: str) -> Frames:
+    """The frames right inside of the frame of a module; a box of one alone needs none.
+
+    A list of modules whose members take turns with those of another list is left and entered
+    again: its frame would hold together what is computed far apart, and arrows would go up. Such
+    modules get a frame each instead.
+
+    Args:
+        boxes: What is in the frame, by name.
+        streams: What goes between boxes.
+        path: The module of the frame; its own boxes are in none of those inside.
+    """
+    frames: Frames = {}
+    for name, box in boxes.items():
+        if box.module != path:
+            frames.setdefault(_child(path, box.module), {})[name] = box
+    while torn := _first_torn(frames, streams):
+        members = frames.pop(torn)
+        for name, box in members.items():
+            inner = name if box.module == torn else _child(torn, box.module)
+            frames.setdefault(inner, {})[name] = box
+    return {
+        child if len(found) == 1 else _only_inside(child, found): found
+        for child, found in frames.items()
+    }
+
+
+def _first_torn(frames: Frames, streams: list[Stream]) -> str:
+    """A frame of several modules that arrows leave and come back to."""
+    owner = {name: path for path, found in frames.items() for name in found}
+    between = nx.DiGraph()
+    for stream in streams:
+        a = owner.get(stream.source, f"box {stream.source}")
+        for target in stream.targets:
+            b = owner.get(target, f"box {target}")
+            if a != b:
+                between.add_edge(a, b)
+    for path, found in frames.items():
+        is_list = all(box.module != path or box.kind == "module" for box in found.values())
+        if len(found) > 1 and is_list and path in between and _is_in_cycle(between, path):
+            return path
+    return ""
+
+
+def _is_in_cycle(graph: nx.DiGraph, node: str) -> bool:
+    return any(nx.has_path(graph, after, node) for after in graph.successors(node))
+
+
+def _child(path: str, module: str) -> str:
+    """The module right inside of one that leads to another."""
+    start = len(path) + 1 if path else 0
+    return module[:start] + module[start:].partition(".")[0]
+
+
+def _only_inside(path: str, boxes: dict[str, Box]) -> str:
+    """A module, or the one in it that has all of its boxes: one frame does for both."""
+    inside = {box.module for box in boxes.values()}
+    while path not in inside and len(inner := {_child(path, m) for m in inside}) == 1:
+        [path] = inner
+    return path
+
 
 FONT = "Helvetica,Arial,sans-serif"
 

@@ -13,19 +13,22 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from amp_fx.drawing.boxes import boxes_of
-from amp_fx.drawing.collapse import collapse_modules
 from amp_fx.drawing.dot import Page, to_dot
-from amp_fx.drawing.folding import fold_repeats
-from amp_fx.drawing.opening import MOST_BOXES
-from amp_fx.drawing.zoom import has_module, unknown_focus, zoom
+from amp_fx.drawing.folding import (
+    MOST_BOXES,
+    collapse_modules,
+    fold_repeats,
+    has_module,
+    unknown_focus,
+    zoom,
+)
 from amp_fx.errors import DrawError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
-from amp_fx.numerics.picture import MEASURES, as_explanation, levels_of, origins_of
-from amp_fx.numerics.report import AccuracyReport
+from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, levels_of, origins_of
 
 if TYPE_CHECKING:
     import os

@@ -15,9 +15,8 @@ from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import DrawError
 from amp_fx.explanation.table import bare_op, human, treatment
 from amp_fx.graphs.places import short_path
-from amp_fx.numerics.picture import MEASURES
 from amp_fx.numerics.records import number
-from amp_fx.numerics.report import MOST
+from amp_fx.numerics.report import MEASURES, MOST
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing

@@ -1,22 +1,299 @@
-"""Finds where a policy and the installed torch's autocast disagree, op by op."""
+"""Finds where a policy and the installed torch's autocast disagree, op by op.
+
+What autocast does is measured: the op is called under autocast with fake tensors of several dtypes
+while a Python kernel sits on its Autograd dispatch key, the next one after Autocast. That kernel
+notes which overload was reached and in which dtypes, and goes no further, so the arguments need
+make no sense and the device need not exist.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from amp_fx.drift.measure import AUTOGRAD_KEYS, measure
 from amp_fx.errors import PolicyError
 from amp_fx.regions.kernels import added_kernels
 from amp_fx.tables import OWN_KERNELS
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch._ops import OpOverload, OpOverloadPacket
 
     from amp_fx.policies.policy import Policy
-    from amp_fx.tables.cast_policy import CastPolicy
+
+
+AUTOGRAD_KEYS = {
+    "cpu": "AutogradCPU",
+    "cuda": "AutogradCUDA",
+    "xpu": "AutogradXPU",
+    "mps": "AutogradMPS",
+}
+"""Device types whose policies can be measured, with the key that follows their autocast."""
+
+_LOW, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
+
+# The kernel that a ban registers is recognised by what it raises.
+_BAN = "unsafe to autocast"
+
+# A value for each argument that must be given, by the type in the schema.
+_FILLERS: dict[str, Any] = {
+    "int": 1,
+    "SymInt": 1,
+    "float": 1.0,
+    "bool": False,
+    "number": 1,
+    "str": "dimname::any",  # before torch 2.13 a string may be the name of a dimension
+    "List[int]": [1],
+    "List[SymInt]": [1],
+    "List[float]": [1.0],
+    "List[bool]": [False],
+    "List[str]": ["dimname::any"],
+}
+
+# Kernels and the autocast state belong to the process and the thread: one measurement at a time.
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrival:
+    """One call as it came through autocast."""
+
+    op: str
+    dtypes: tuple[torch.dtype, ...]
+    dtype_argument: torch.dtype | None
+
+
+class _Arrived(Exception):  # noqa: N818 - a signal, not an error
+    """Ends a call once its arrival is noted."""
+
+
+def measure(op: str, device_type: str) -> CastPolicy | None:
+    """The cast policy that the installed torch's autocast gives an op.
+
+    Puts kernels on the op for the time of the call: do not run the op in another thread
+    meanwhile.
+
+    Returns:
+        The policy; None if autocast leaves the op alone.
+    """
+    if device_type not in AUTOGRAD_KEYS:
+        raise PolicyError(
+            f"policies cannot be measured on {device_type!r}, only on {', '.join(AUTOGRAD_KEYS)}"
+        )
+    if not _exists(op):
+        raise PolicyError(f"torch {torch.__version__} has no op {op!r}")
+    if _num_tensors(_schema(op)) == 0:
+        raise PolicyError(f"{op} takes no tensor, so autocast never sees it")
+    call = functools.partial(_arrival, op, device_type)
+    with _lock, _capturing(op, AUTOGRAD_KEYS[device_type]), _autocast(device_type, _LOW):
+        arrivals = {given: call(given) for given in _probes(_num_tensors(_schema(op)))}
+    for policy, is_described in _DESCRIPTIONS:
+        if all(is_described(op, given, arrival) for given, arrival in arrivals.items()):
+            return policy
+    raise PolicyError(f"autocast treats {op} on {device_type} as no cast policy describes")
+
+
+_Given: TypeAlias = tuple[torch.dtype, ...]
+
+
+def _probes(num_tensors: int) -> tuple[_Given, ...]:
+    """Dtypes of the tensor arguments of each call, in order."""
+    mixed = (_LOW, *[_FP32] * (num_tensors - 1))
+    return (*((dtype,) * num_tensors for dtype in (_FP32, _LOW, _FP64)), mixed)
+
+
+def _cast(given: _Given, dtype: torch.dtype) -> _Given:
+    return tuple(d if d is _FP64 else dtype for d in given)
+
+
+def _is_banned(_op: str, _given: _Given, arrival: _Arrival | None) -> bool:
+    return arrival is None
+
+
+def _is_untouched(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    return arrival == _Arrival(op, given, None)
+
+
+def _is_lowered(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    return arrival == _Arrival(op, _cast(given, _LOW), None)
+
+
+def _is_raised(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    return arrival == _Arrival(op, _cast(given, _FP32), None)
+
+
+def _is_promoted(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    widest = _LOW if all(d is _LOW for d in given) else _FP32
+    return arrival == _Arrival(op, _cast(given, widest), None)
+
+
+def _has_dtype_set(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    return arrival == _Arrival(op, given, None if given[0] is _FP64 else _FP32)
+
+
+def _has_dtype_appended(op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    dtype = _FP64 if given[0] is _FP64 else _FP32
+    return (
+        arrival is not None and arrival.op != op and arrival == _Arrival(arrival.op, given, dtype)
+    )
+
+
+# In this order: an op of one tensor cannot be promoted, it looks untouched.
+_DESCRIPTIONS: tuple[
+    tuple[CastPolicy | None, Callable[[str, _Given, _Arrival | None], bool]], ...
+] = (
+    (CastPolicy.BANNED, _is_banned),
+    (None, _is_untouched),
+    (CastPolicy.LOWER_PRECISION_FP, _is_lowered),
+    (CastPolicy.FP32, _is_raised),
+    (CastPolicy.PROMOTE, _is_promoted),
+    (CastPolicy.FP32_SET_OPT_DTYPE, _has_dtype_set),
+    (CastPolicy.FP32_APPEND_DTYPE, _has_dtype_appended),
+)
+
+
+def _arrival(op: str, device_type: str, given: _Given) -> _Arrival | None:
+    """Calls the op with tensors of the given dtypes; None if it is banned."""
+    args, kwargs = _arguments(_schema(op), given, device_type)
+    try:
+        _overload(op)(*args, **kwargs)
+    except _Arrived as arrived:
+        arrival: _Arrival = arrived.args[0]
+        return arrival
+    except RuntimeError as error:
+        if _BAN in str(error):
+            return None
+        raise
+    raise PolicyError(f"{op} on {device_type} never reached the Autograd key")
+
+
+@contextlib.contextmanager
+def _capturing(op: str, key: str) -> Iterator[None]:
+    """Kernels on all overloads of the op's packet: a policy may call a sibling.
+
+    Relies on a kernel for a device's own Autograd key coming before the one registered for
+    all devices, and on an exception leaving a Python kernel as it is.
+    """
+    with torch.library._scoped_library(op.partition("::")[0], "IMPL") as library:
+        for name in _siblings(op):
+            library.impl(name, _signal(name), key)
+        yield
+
+
+def _signal(op: str) -> Callable[..., None]:
+    schema = _schema(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        bound = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        castable = [bound[a.name] for a in schema.arguments if _tensors_of(a) and a.name in bound]
+        flat = [t for value in castable for t in (value if isinstance(value, list) else [value])]
+        raise _Arrived(_Arrival(op, tuple(t.dtype for t in flat), bound.get("dtype")))
+
+    return kernel
+
+
+@contextlib.contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast by its switches: ``torch.autocast`` turns itself off without a device."""
+    was_enabled = torch.is_autocast_enabled(device_type)
+    old_dtype = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, was_enabled)
+        torch.set_autocast_dtype(device_type, old_dtype)
+
+
+def _arguments(
+    schema: torch.FunctionSchema, given: _Given, device_type: str
+) -> tuple[list[Any], dict[str, Any]]:
+    mode = FakeTensorMode()
+    dtypes = iter(given)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in schema.arguments:
+        tensors = [_fake(mode, device_type, next(dtypes)) for _ in range(_tensors_of(argument))]
+        value = _value(argument, tensors)
+        if argument.kwarg_only and not tensors and argument.has_default_value():
+            continue
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _value(argument: torch.Argument, tensors: list[torch.Tensor]) -> Any:
+    kind = str(argument.type)
+    if kind == "List[Tensor]":
+        return tensors
+    if tensors:
+        return tensors[0]
+    if kind == "List[Optional[Tensor]]":
+        return [None]
+    if argument.has_default_value():
+        return argument.default_value
+    return None if kind.startswith("Optional[") else _FILLERS[kind]
+
+
+def _tensors_of(argument: torch.Argument) -> int:
+    """How many tensors to give for an argument that autocast may cast."""
+    return {"Tensor": 1, "Optional[Tensor]": 1, "List[Tensor]": 2}.get(str(argument.type), 0)
+
+
+def _num_tensors(schema: torch.FunctionSchema) -> int:
+    return sum(_tensors_of(argument) for argument in schema.arguments)
+
+
+def _fake(mode: FakeTensorMode, device_type: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of a device that need not exist; relies on FakeTensor's constructor."""
+    return FakeTensor(
+        mode, torch.empty(2, 2, dtype=dtype, device="meta"), torch.device(device_type)
+    )
+
+
+def _overload(op: str) -> OpOverload:
+    overload: OpOverload = getattr(_packet(op), op.partition(".")[2] or "default")
+    return overload
+
+
+def _packet(op: str) -> OpOverloadPacket:
+    namespace, _, name = op.partition(".")[0].partition("::")
+    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), name)
+    return packet
+
+
+def _siblings(op: str) -> list[str]:
+    """The overloads of the op's packet that take tensors; the others are TorchScript's own."""
+    name = op.partition(".")[0]
+    overloads = _packet(op).overloads()  # type: ignore[no-untyped-call]
+    names = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
+    return [sibling for sibling in names if _num_tensors(_schema(sibling)) > 0]
+
+
+def _exists(op: str) -> bool:
+    """Relies on ``torch.ops`` having no attribute for an op that is not registered."""
+    try:
+        _overload(op)
+    except AttributeError:
+        return False
+    return True
+
+
+def _schema(op: str) -> torch.FunctionSchema:
+    name, _, overload = op.partition(".")
+    return torch._C._get_schema(name, overload)
+
 
 AUTOCAST_KEYS = {
     "cpu": "AutocastCPU",
@@ -63,7 +340,7 @@ def find_drift(policy: Policy, device_types: Iterable[str] | None = None) -> tup
     """Compares a policy with what the installed torch registers and does.
 
     Names are compared on every device type, policies on those where they can be measured
-    (``amp_fx.drift.measure``; no device is needed). Ops outside of the ``aten`` namespace, those
+    (``amp_fx.drift.compare``; no device is needed). Ops outside of the ``aten`` namespace, those
     that ``OWN_KERNELS`` lists, and device types whose autocast PyTorch does not register
     itself are left out. Run no model in another thread meanwhile.
 

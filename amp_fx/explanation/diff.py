@@ -12,7 +12,7 @@ from rich.table import Table
 
 from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
 from amp_fx.explanation.totals import MOVING
-from amp_fx.reports import Report, human, times
+from amp_fx.reports import Report, as_plain, human, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -67,16 +67,8 @@ class Diff(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dictionaries and lists; the fields are the keys."""
-        return {
-            "names": list(self.names),
-            "totals": _lists(self.totals),
-            "backward_totals": _lists(self.backward_totals),
-            "modules": _lists(self.modules),
-            "nodes": [
-                {key: list(v) if isinstance(v, tuple) else v for key, v in vars(node).items()}
-                for node in self.nodes
-            ],
-        }
+        plain: dict[str, Any] = as_plain(self)
+        return plain
 
     def _render(self) -> RenderableType:
         return _table(self)
@@ -90,7 +82,9 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
     """What differs; ops are matched by module, op as captured, and order."""
     left, right = _keyed(ours), _keyed(other)
     keys = list(dict.fromkeys([*left, *right]))
-    pairs = [(key, *pair) for key in keys for pair in _pair(left.get(key), right.get(key))]
+    pairs = [
+        (key, *pair) for key in keys for pair in zip_longest(left.get(key, ()), right.get(key, ()))
+    ]
     nodes = [_difference(key, a, b) for key, a, b in pairs]
     return Diff(
         names=(_describe(ours), _describe(other)),
@@ -99,10 +93,6 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
         backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
         modules=_differing(_by_module(ours), _by_module(other), missing=0),
     )
-
-
-def _lists(pairs: dict[str, tuple[Any, Any]]) -> dict[str, list[Any]]:
-    return {key: list(values) for key, values in pairs.items()}
 
 
 def _differing(
@@ -139,12 +129,6 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
         if node.kind in ("op", "island"):
             found.setdefault((node.module, bare_op(node.op)), []).append(node)
     return found
-
-
-def _pair(
-    left: list[NodeRecord] | None, right: list[NodeRecord] | None
-) -> list[tuple[NodeRecord | None, NodeRecord | None]]:
-    return list(zip_longest(left or [], right or []))
 
 
 def _difference(

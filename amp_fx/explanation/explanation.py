@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.totals import Totals, sum_up
-from amp_fx.reports import Report
+from amp_fx.reports import Report, as_plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -138,7 +138,7 @@ class Explanation(Report):
             "totals": dataclasses.asdict(self.totals),
             "backward_totals": dataclasses.asdict(self.backward_totals),
             "breaks": list(self.breaks),
-            "graphs": [_lists(dataclasses.asdict(graph)) for graph in self.graphs],
+            "graphs": [as_plain(graph) for graph in self.graphs],
             "step": dataclasses.asdict(self.step) if self.step is not None else None,
             "products": self.products,
         }
@@ -166,12 +166,3 @@ class Explanation(Report):
             f"{totals.casts_put_in} casts put in, {totals.casts_removed} taken out, "
             f"{totals.casts_kept} kept>"
         )
-
-
-def _lists(value: Any) -> Any:
-    """Tuples as lists, so that a dictionary equals the one read back from JSON."""
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_lists(item) for item in value]
-    return value

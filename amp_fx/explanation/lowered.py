@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import logging
@@ -14,7 +13,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.backend.inner import compile_graph, through_inductor
+from amp_fx.backend.inner import compile_graph, through_inductor, without_autograd_cache
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.records import CollectiveRecord, KernelRecord, SavedRecord
 from amp_fx.graphs.collectives import collectives_in
@@ -27,7 +26,8 @@ from amp_fx.replaced import replaced
 from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    import contextlib
+    from collections.abc import Iterable, Sequence
 
     from amp_fx.graphs.collectives import Collective
     from amp_fx.options import Options
@@ -169,7 +169,7 @@ def lowered_graphs(
         return _Uncalled()
 
     try:
-        with _at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
+        with at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
             through_inductor(gm, [*inputs, *_copies(gm, inputs)], options, keep)
     except Exception as error:  # it is explained without
         log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
@@ -194,21 +194,12 @@ class _Uncalled:
         raise AssertionError("an explained graph is not run")
 
 
-@contextlib.contextmanager
-def _at_once() -> Iterator[None]:
+def at_once() -> contextlib.AbstractContextManager[None]:
     """Has AOTAutograd hand the backward on at once, and take nothing from its cache.
 
     Relies on ``force_non_lazy_backward_lowering`` and ``enable_autograd_cache``.
     """
-    from torch._functorch import config
-
-    settings = {
-        "force_non_lazy_backward_lowering": True,
-        "enable_autograd_cache": False,
-        "enable_remote_autograd_cache": False,
-    }
-    with config.patch(settings):
-        yield
+    return without_autograd_cache(force_non_lazy_backward_lowering=True)
 
 
 def _sent(gm: fx.GraphModule, *, narrows: bool) -> tuple[tuple[Collective, Collective], ...]:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.records import StepRecord
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.graphs.traffic import TrafficMode, num_bytes, num_elements
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def explain_step(
         num_tensors=len(parameters),
         bytes_read=counter.moved.read,
         bytes_written=counter.moved.written,
-        state_bytes=sum(map(num_bytes, _tensors(list(own.state.values())))),
+        state_bytes=sum(map(num_bytes, leaf_tensors(list(own.state.values())))),
         refresh_bytes=_refresh(casts, _names(optimizer, model)),
     )
 
@@ -71,7 +71,7 @@ def _copy(
 ) -> torch.optim.Optimizer:
     """A copy without hooks, whose tensors are fake, with gradients."""
     with mode:
-        tensors = _tensors([optimizer.param_groups, list(optimizer.state.values())])
+        tensors = leaf_tensors([optimizer.param_groups, list(optimizer.state.values())])
         memo: dict[int, Any] = {id(tensor): _fake(tensor, device) for tensor in tensors}
         own = copy.deepcopy(optimizer, memo)
         for parameter in (p for group in own.param_groups for p in group["params"]):
@@ -86,10 +86,6 @@ def _fake(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _choose_kernels(group: dict[str, Any], device: str, *, is_imagined: bool) -> None:

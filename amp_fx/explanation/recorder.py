@@ -14,7 +14,13 @@ from torch import fx
 
 from amp_fx.backend.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.lowered import kernels_of, lowered_graphs, saved_for_backward, sent_by
+from amp_fx.explanation.lowered import (
+    at_once,
+    kernels_of,
+    lowered_graphs,
+    saved_for_backward,
+    sent_by,
+)
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
 from amp_fx.explanation.records import (
     CastRecord,
@@ -24,9 +30,9 @@ from amp_fx.explanation.records import (
     PassRecord,
     WeightRecord,
 )
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
-from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
@@ -217,13 +223,8 @@ def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
 
 
 def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """The backward that AOTAutograd derives from a rewritten graph; None if there is none.
-
-    Relies on AOTAutograd handing the backward to its compiler right away where
-    ``force_non_lazy_backward_lowering`` is set.
-    """
+    """The backward that AOTAutograd derives from a rewritten graph; None if there is none."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch import config
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -238,7 +239,7 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
         bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition,
     )
-    with config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+    with at_once():
         compiler(copy_graph_module(gm), list(inputs))
     return found[0] if found else None
 

@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.decompose import OpDecision, Site
-from amp_fx.graphs.graph_copy import copy_graph_module
 from amp_fx.graphs.metadata import (
     CAPTURED,
     CAST,
@@ -32,7 +32,7 @@ from amp_fx.graphs.metadata import (
     STORED_LOW,
     VERSION,
 )
-from amp_fx.graphs.values import recorded_value, storage_id, tensors_in, value_of
+from amp_fx.graphs.values import storage_id, value_of
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.cast_policy import CastPolicy
 
@@ -154,12 +154,6 @@ def copied_graph(program: ExportedProgram) -> fx.GraphModule:
         new.name = old.name
     gm.recompile()
     return gm
-
-
-def devices_in(program: ExportedProgram) -> set[torch.device]:
-    """The devices of all tensors of a program."""
-    values = [recorded_value(node) for node in program.graph.nodes]
-    return {tensor.device for tensor in tensors_in(values)}
 
 
 def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:

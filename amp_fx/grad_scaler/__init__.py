@@ -5,14 +5,14 @@ In the order in which a training step meets them:
 * ``scaler``: ``GradScaler``, from top to bottom; the rest serves it.
 * ``arguments``: checks of what users pass in.
 * ``loss_scale``: the scale's update, its limits, and what the host knows of it without waiting.
-* ``states``: what has happened to each optimizer since the last update.
 * ``gradients``: an optimizer's gradients: named, grouped, unscaled, checked and clipped.
 * ``processes``: several processes skip steps together.
 * ``eager_step``: steps that run the optimizer's own code.
 * ``compiled_step``: unscale, check, clip and step as one compiled call.
 * ``two_pass``: the same in two passes over memory, with a scaler or without.
 * ``update_rules``: what Adam, AdamW and SGD do to one weight.
-* ``reports``: which steps were skipped, and because of which parameters.
+* ``reports``: what happened to each optimizer since the last update, which steps were skipped, and
+  because of which parameters.
 * ``torch_private``: the functions of torch that are not public, one wrapper each.
 """
 

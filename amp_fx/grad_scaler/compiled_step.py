@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.grad_scaler.gradients import GradGroup
+    from amp_fx.grad_scaler.reports import OptimizerState
     from amp_fx.grad_scaler.scaler import GradScaler
-    from amp_fx.grad_scaler.states import OptimizerState
     from amp_fx.grad_scaler.two_pass import Work
 
 

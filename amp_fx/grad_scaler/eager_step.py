@@ -19,8 +19,8 @@ from amp_fx.grad_scaler.torch_private import runs_only_own_code
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from amp_fx.grad_scaler.reports import OptimizerState
     from amp_fx.grad_scaler.scaler import GradScaler
-    from amp_fx.grad_scaler.states import OptimizerState
 
 MOST_ELEMENTS = 2**24
 """Of the parameters that are stepped, and copied, at a time; a larger one is stepped alone."""

@@ -1,7 +1,7 @@
 """`GradScaler`: float16 gradients that neither vanish nor surprise.
 
 What it is made of: a scale, which `loss_scale.adjust` moves; the states of optimizers since the
-last update (``states``); a ledger of steps and updates (``reports``); the processes that skip steps
+last update, and a ledger of steps and updates (``reports``); the processes that skip steps
 together (``processes``). Gradients are unscaled, checked and clipped by ``gradients``.
 """
 
@@ -30,15 +30,13 @@ from amp_fx.grad_scaler.eager_step import step_checked, step_fused
 from amp_fx.grad_scaler.gradients import ParameterNames, group_gradients
 from amp_fx.grad_scaler.loss_scale import HostScale, LossScale
 from amp_fx.grad_scaler.processes import Agreement, any_dtensor, params_of, pipelines
-from amp_fx.grad_scaler.reports import Ledger, any_skipped
-from amp_fx.grad_scaler.states import OptimizerStates
+from amp_fx.grad_scaler.reports import Ledger, OptimizerStates, any_skipped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from amp_fx.grad_scaler.gradients import Flags, GradGroup, NamedParameters
-    from amp_fx.grad_scaler.reports import StepReport, UpdateRecord
-    from amp_fx.grad_scaler.states import OptimizerState
+    from amp_fx.grad_scaler.reports import OptimizerState, StepReport, UpdateRecord
 
 Outputs = TypeVar("Outputs", Tensor, list[Any], tuple[Any, ...], dict[Any, Any])
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
-    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
+from amp_fx.graphs.traffic import num_elements
 from amp_fx.graphs.values import call_target, captured_value, tensors_in, value_of
 from amp_fx.regions.state import no_autocast
 
@@ -60,7 +61,7 @@ def _name(node: fx.Node) -> str:
 def _runs(node: fx.Node, value: Any) -> bool:
     """Whether a node's op runs on zeros like its inputs' values, on the CPU."""
     inputs = {n: value(n) for n in node.all_input_nodes}
-    if sum(_num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
+    if sum(num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
         return True
     zeros = {n: map_aggregate(v, _zeros_like) for n, v in inputs.items()}
     args, kwargs = map_arg((node.args, node.kwargs), zeros.__getitem__)
@@ -70,13 +71,6 @@ def _runs(node: fx.Node, value: Any) -> bool:
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False
     return True
-
-
-def _num_elements(tensor: torch.Tensor) -> int:
-    count = 1
-    for size in tensor.size():
-        count *= _hint(size)
-    return count
 
 
 def _zeros_like(value: Any) -> Any:

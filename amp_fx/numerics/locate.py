@@ -23,8 +23,8 @@ from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
+from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.casts import inserted_cast
-from amp_fx.graphs.graph_copy import with_attributes_as_inputs
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast
@@ -175,17 +175,15 @@ def _in_values(captured: Captured, options: Options) -> Place | None:
     def differs(index: int) -> bool:
         gm, outputs = _until(captured.gm, nodes[index], values.found)
         expected = _called(gm, captured)
-        actual = _called(_compiled(gm, captured, options), captured)
+        actual = _called(_compile(gm, captured.inputs, options), captured)
         for name, left, right in zip(outputs, expected, actual, strict=True):
             if (other := compare(name, left, right)) is not None:
                 seen[index] = other
                 return True
         return False
 
-    if not nodes or not differs(len(nodes) - 1):
-        return None
     index = _first(len(nodes), differs)
-    return _place("forward", nodes[index], captured.frame, seen[index])
+    return None if index is None else _place("forward", nodes[index], captured.frame, seen[index])
 
 
 def _in_gradients(captured: Captured, options: Options) -> Place | None:
@@ -210,14 +208,16 @@ def _in_gradients(captured: Captured, options: Options) -> Place | None:
                 return True
         return False
 
-    if not nodes or not differs(len(nodes) - 1):
-        return None
     index = _first(len(nodes), differs)
+    if index is None:
+        return None
     return _place("backward", nodes[len(nodes) - 1 - index], captured.frame, seen[index])
 
 
-def _first(size: int, differs: Callable[[int], bool]) -> int:
-    """An index at which something differs, and at the one before does not; the last one does."""
+def _first(size: int, differs: Callable[[int], bool]) -> int | None:
+    """An index at which something differs, and not at the one before; None if not at the last."""
+    if not size or not differs(size - 1):
+        return None
     low, high = -1, size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -290,10 +290,6 @@ def _plain_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A part of a graph as a module, without what Dynamo told of the whole."""
     graph.lint()
     return fx.GraphModule(gm, graph)
-
-
-def _compiled(gm: fx.GraphModule, captured: Captured, options: Options) -> Callable[..., Any]:
-    return _compile(gm, captured.inputs, options)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

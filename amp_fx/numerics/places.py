@@ -21,15 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import is_changeable
-from amp_fx.policies.changes import expand_ops
-from amp_fx.policies.module_path import name_of
+from amp_fx.policies.changes import expand_ops, name_of
 from amp_fx.regions.module_stack import current_stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
-    from amp_fx.policies.module_path import ModuleStack
+    from amp_fx.policies.changes import ModuleStack
 
 
 def eager_form(op: Any) -> Callable[..., Any] | None:

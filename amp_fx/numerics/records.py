@@ -306,19 +306,6 @@ _INPUTS = ("accumulated_in", "integers")
 _ERRORS = ("local", "accumulated", "max_abs")
 
 
-def as_plain(value: Any) -> Any:
-    """A tree of records with only what JSON has: ``"nan"`` and ``"inf"`` are strings."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {key: as_plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [as_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def number(value: float) -> str:
     """A number with two digits: ``1.2e-04``, ``0.12``, ``3.4``."""
     if value == 0 or value != value or abs(value) == float("inf"):

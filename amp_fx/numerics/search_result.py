@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.numerics.records import as_plain, number
-from amp_fx.reports import Report, new_table
+from amp_fx.numerics.records import number
+from amp_fx.reports import Report, as_plain, new_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

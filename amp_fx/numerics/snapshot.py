@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.records import UNIT, as_plain, number
+from amp_fx.numerics.records import UNIT, number
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.reports import new_table, printed
+from amp_fx.reports import as_plain, new_table, printed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.numerics.records import as_plain
-from amp_fx.reports import Report
+from amp_fx.reports import Report, as_plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

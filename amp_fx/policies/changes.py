@@ -1,9 +1,15 @@
-"""A user's changes on top of op tables: by op, by module, by argument, by rule."""
+"""A user's changes on top of op tables: by op, by module, by argument, by rule.
+
+Patterns are matched against the module paths that ``explain`` prints.
+A path begins at the compiled module: ``decoder.0.norm``. Where a function is compiled, a module
+that it calls has its path from the outermost module that is called (``0.norm``, the same in
+eager code) and a name that begins with the variable that holds that (``decoder.0.norm``): the
+name is printed, and patterns fit either.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import functools
 import re
@@ -12,24 +18,66 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from amp_fx.errors import PolicyError
+from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
-from amp_fx.policies.names import find_object
-from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import PRODUCTS
-from amp_fx.tables.op_names import (
+from amp_fx.policies.files import find_object
+from amp_fx.tables.build import (
     find_overloads,
     is_functional,
     op_text,
     overloads_by_packet,
     qualified_pattern,
 )
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.presets import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amp_fx.policies.module_path import ModuleStack
+
+ModuleEntry: TypeAlias = "tuple[str, type | str, str]"
+"""A module's path, its class, and its name: the path, in a compiled function from a variable on.
+
+A class is a name where a graph was exported and its classes are not at hand."""
+
+ModuleStack: TypeAlias = tuple[ModuleEntry, ...]
+"""The modules around an op, outermost first."""
+
+_ITEM = re.compile(
+    r"""\._(?:modules|parameters|buffers)\[(['"])(.*?)\1\]|\[(['"])(.*?)\3\]|\[(\d+)\]"""
+)
+_CLOSURE = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
+"""A variable that a function has from around it: told by the function's own name."""
+
+_WRAPPED = re.compile(r"^(self|fn|mod)(\.|$)")
+"""How Dynamo calls the compiled module itself."""
+
+
+def path_of(stack: ModuleStack) -> str:
+    """The path of the innermost module; empty in the outermost one, and outside of any."""
+    return stack[-1][0] if stack else ""
+
+
+def name_of(stack: ModuleStack) -> str:
+    """The same as it is printed."""
+    return stack[-1][2] if stack else ""
+
+
+def module_path(name: str) -> str:
+    """``model.layers.0`` for ``L['model']._modules['layers']._modules['0']``, Dynamo's name.
+
+    The ``self`` of a compiled method is left out.
+    """
+    name = _CLOSURE.sub("", name)
+    plain = _ITEM.sub(lambda m: f".{m[2] or m[4] or m[5]}", name)
+    return _WRAPPED.sub("", re.sub(r"^[LG](\.|$)", "", plain)).lstrip(".")
+
+
+def join_path(*parts: str) -> str:
+    """Parts of a path, empty ones left out."""
+    return ".".join(filter(None, parts))
+
 
 Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
 """Called with an op's qualified overload name, the path of the module around it, and the sizes
@@ -178,8 +226,7 @@ def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPol
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
         return CastPolicy(name.lower())
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(str(name).lower(), names)
     raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
 
 

@@ -27,9 +27,8 @@ from amp_fx.policies.calls import (
     result_dtype,
     takes_policy,
 )
-from amp_fx.policies.changes import SAME_AS, to_policy
+from amp_fx.policies.changes import SAME_AS, path_of, to_policy
 from amp_fx.policies.float8 import operands_of
-from amp_fx.policies.module_path import path_of
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
 
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from amp_fx.policies.calls import Call
-    from amp_fx.policies.changes import ModuleOverride, RuleOverride
-    from amp_fx.policies.module_path import ModuleStack
+    from amp_fx.policies.changes import ModuleOverride, ModuleStack, RuleOverride
     from amp_fx.policies.policy import Policy
 
 

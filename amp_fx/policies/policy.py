@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import types
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.dtypes import as_dtype, is_low
-from amp_fx.errors import PolicyError
+from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.changes import (
     arg_override,
     module_overrides,
     op_overrides,
+    path_of,
     rule_override,
 )
 from amp_fx.policies.decide import Resolver
-from amp_fx.policies.module_path import path_of
-from amp_fx.tables.build import check_entry
+from amp_fx.tables.build import all_ops, check_entry
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
-from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, torch_version
 from amp_fx.tables.reference import REFERENCE
 from amp_fx.tables.versions import active
@@ -35,11 +33,11 @@ if TYPE_CHECKING:
         ArgOverride,
         ModuleOverride,
         ModulePolicy,
+        ModuleStack,
         OpOverride,
         Rule,
         RuleOverride,
     )
-    from amp_fx.policies.module_path import ModuleStack
     from amp_fx.tables.build import Table
     from amp_fx.tables.cast_policy import CastPolicy
 
@@ -229,8 +227,7 @@ class Policy:
         given = {"recipe": recipe, "least_in": least_in, "least_out": least_out}
         changed: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
         if recipe is not None and recipe not in RECIPES:
-            near = difflib.get_close_matches(str(recipe), RECIPES, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(recipe, RECIPES)
             raise PolicyError(f"recipe={recipe!r} is not one of {', '.join(RECIPES)}{meant}")
         for name in ("least_in", "least_out"):
             size = changed.get(name, 1)
@@ -471,6 +468,5 @@ def _read_only(table: Table) -> Table:
 
 
 def _unknown_preset(name: str) -> str:
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name, PRESETS)
     return f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}{meant}"

@@ -23,13 +23,12 @@ whole table, and ``devices`` lists the device types where they are not those of 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.errors import PolicyError
+from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies import files
 from amp_fx.policies.changes import (
     CLASS,
@@ -39,7 +38,7 @@ from amp_fx.policies.changes import (
     module_overrides,
     to_policy,
 )
-from amp_fx.policies.names import Trust, find_object
+from amp_fx.policies.files import Trust, find_object
 from amp_fx.policies.policy import FORMAT, Policy, preset, preset_names, with_changes
 from amp_fx.tables.float8 import Float8
 
@@ -200,9 +199,7 @@ def _dtype(value: object) -> object:
 
 
 def _unknown_key(key: str) -> str:
-    near = difflib.get_close_matches(key, _KEYS, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown; there are {', '.join(_KEYS)}{meant}"
+    return f"unknown; there are {', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
 
 
 def save(policy: Policy, path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amp_fx.errors import PolicyWarning
-from amp_fx.policies.module_path import join_path, module_path, name_of, path_of
+from amp_fx.policies.changes import join_path, module_path, name_of, path_of
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    from amp_fx.policies.changes import ModuleOverride
-    from amp_fx.policies.module_path import ModuleEntry, ModuleStack
+    from amp_fx.policies.changes import ModuleEntry, ModuleOverride, ModuleStack
     from amp_fx.policies.policy import Policy
 
 

@@ -1,4 +1,12 @@
-"""``amp_fx.autocast``: ``torch.autocast``, which can hold a policy of the user's own too."""
+"""``amp_fx.autocast``: ``torch.autocast``, which can hold a policy of the user's own too.
+
+``custom_fwd`` and ``custom_bwd`` are torch.amp's decorators, which keep the policy as well.
+
+Eager ``torch.utils.checkpoint`` recomputes in the regions of the forward.
+It restores the autocast state of two devices, its own and the CPU's; a policy travels in
+that of two others (``policy_codes``). It restores a state that is off by a disabled region, which
+says full precision where there was no region at all (``state.in_disabled_region``).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +15,17 @@ import ctypes
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
+from torch.utils import checkpoint
 
 from amp_fx.dtypes import as_dtype
-from amp_fx.errors import RegionError
+from amp_fx.errors import OptionError, RegionError
 from amp_fx.policies.policy import Policy, as_policy
 from amp_fx.regions.cache_keys import put_policies_in_keys
 from amp_fx.regions.policy_codes import CARRIERS, ambient_policy, codes_of, interned, pin
-from amp_fx.regions.state import autocast_device_types
+from amp_fx.regions.state import autocast_device_types, nested_as, nesting
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
@@ -25,6 +34,69 @@ if TYPE_CHECKING:
     from types import CodeType, TracebackType
 
     _Constants = tuple[tuple[torch.dtype, ...], torch.dtype | None]
+
+
+@functools.cache
+def restore_regions() -> None:
+    """Changes what checkpoints record from here on, for the whole process.
+
+    Relies on ``checkpoint.CheckpointFunction.forward`` and
+    ``checkpoint._checkpoint_without_reentrant_generator`` (``..._impl`` since torch 2.14 or
+    2.15) getting the function as argument 1 and 0, and on ``checkpoint.checkpoint`` looking
+    both up when it is called.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(checkpoint, f"{name}_impl"):
+        name = f"{name}_impl"
+    reentrant = checkpoint.CheckpointFunction.forward
+    other = getattr(checkpoint, name)
+
+    @functools.wraps(reentrant)
+    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return reentrant(ctx, _with_regions_of_now(function), *args)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(other)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return other(_with_regions_of_now(function), *args, **kwargs)
+
+    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+    setattr(checkpoint, name, generator)
+
+
+def _with_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    carried, policy, depth = _carried(), ambient_policy(), nesting()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _carrying(carried), nested_as(depth):
+            return function(*args, **kwargs)
+
+    call._amp_fx_policy = policy  # type: ignore[attr-defined]  # keeps its number
+    return call
+
+
+_Carried = tuple[tuple[torch.dtype, bool], ...]
+
+
+def _carried() -> _Carried:
+    return tuple((torch.get_autocast_dtype(c), torch.is_autocast_enabled(c)) for c in CARRIERS)
+
+
+@contextlib.contextmanager
+def _carrying(carried: _Carried) -> Iterator[None]:
+    before = _carried()
+    _set_carried(carried)
+    try:
+        yield
+    finally:
+        _set_carried(before)
+
+
+def _set_carried(carried: _Carried) -> None:
+    for carrier, (dtype, is_enabled) in zip(CARRIERS, carried, strict=True):
+        torch.set_autocast_dtype(carrier, dtype)
+        torch.set_autocast_enabled(carrier, is_enabled)
+
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -187,7 +259,6 @@ class _PolicyRegion:
     """
 
     def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
-        from amp_fx.regions.checkpoint import restore_regions
         from amp_fx.regions.kernels import prepare
 
         prepare(policy, settings[0])
@@ -306,7 +377,6 @@ SKIPPED_MODULES = (
     "amp_fx.policies.calls",
     "amp_fx.policies.changes",
     "amp_fx.policies.decide",
-    "amp_fx.policies.module_path",
     "amp_fx.policies.policy",
     "amp_fx.regions.cache_keys",
     "amp_fx.regions.kernels",
@@ -322,3 +392,93 @@ def _pin_ambient_policy(code: CodeType, new_code: CodeType) -> None:  # noqa: AR
     policy = ambient_policy()
     if policy is not None:
         pin(policy)
+
+
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | None = ...
+) -> Callable[[F], F]: ...
+
+
+@overload
+def custom_fwd(fwd: F, *, device_type: str, cast_inputs: torch.dtype | None = ...) -> F: ...
+
+
+def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorates ``forward`` of a ``torch.autograd.Function``, as ``torch.amp.custom_fwd`` does.
+
+    Args:
+        fwd: The function; without it a decorator is returned.
+        device_type: As in ``torch.device(...).type``.
+        cast_inputs: If given, a ``forward`` that is called in an enabled region gets its
+            floating-point tensors (but float64) on the device in this dtype, and runs with
+            autocast off. Outside of a region it has no effect.
+
+    Raises:
+        RegionError: The device type cannot autocast.
+        OptionError: ``cast_inputs`` is no floating-point dtype.
+        TypeError: What is decorated is not callable.
+    """
+    check_device_type(device_type)
+    if cast_inputs is not None and not (
+        isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
+    ):
+        raise OptionError(f"cast_inputs={cast_inputs!r} is not a floating-point dtype")
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    _check_callable("custom_fwd", fwd)
+    inner = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args[0]._amp_fx_policy = (
+            torch.get_autocast_dtype(CARRIERS[0]),
+            torch.get_autocast_dtype(CARRIERS[1]),
+        )
+        if not torch.compiler.is_compiling():  # compiled code keeps its policies alive itself
+            args[0]._amp_fx_policy_held = ambient_policy()
+        return inner(*args, **kwargs)
+
+    return forward
+
+
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[F], F]: ...
+
+
+@overload
+def custom_bwd(bwd: F, *, device_type: str) -> F: ...
+
+
+def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
+    """Decorates ``backward`` of such a function: it runs in the state that forward ran in.
+
+    Args:
+        bwd: The function; without it a decorator is returned.
+        device_type: The same as for ``custom_fwd``, which must decorate ``forward``.
+
+    Raises:
+        RegionError: The device type cannot autocast.
+        TypeError: What is decorated is not callable.
+    """
+    check_device_type(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    _check_callable("custom_bwd", bwd)
+    inner = torch.amp.custom_bwd(bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        codes = getattr(args[0], "_amp_fx_policy", None)
+        if codes is None:  # forward has torch.amp's decorator
+            return inner(*args, **kwargs)
+        first, second = codes
+        with torch.autocast(CARRIERS[0], first, False), torch.autocast(CARRIERS[1], second, False):
+            return inner(*args, **kwargs)
+
+    return backward
+
+
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} decorates a function, not {value!r}")

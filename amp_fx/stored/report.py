@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from amp_fx.explanation.table import folded_path, without_numbers
-from amp_fx.reports import Report, dtype_cell, human, new_table, times
+from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,10 +74,7 @@ class StorageReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dictionaries, lists, strings and numbers, with the fields as keys."""
-        weights = [dataclasses.asdict(w) | {"shape": list(w.shape)} for w in self.weights]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        totals = {"bytes_before": self.bytes_before, "bytes": self.bytes}
-        return {**fields, "weights": weights, **totals}
+        return {**as_plain(self), "bytes_before": self.bytes_before, "bytes": self.bytes}
 
     def _render(self) -> RenderableType:
         return _render(self)

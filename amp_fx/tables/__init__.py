@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amp_fx.tables.accelerators import MAIA, MTIA, XPU
 from amp_fx.tables.cpu import CPU
 from amp_fx.tables.cuda import CUDA, CUDA_OWN_KERNELS
 from amp_fx.tables.mps import MPS
+from amp_fx.tables.reference import MAIA, MTIA, XPU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

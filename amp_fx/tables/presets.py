@@ -11,11 +11,10 @@ import torch
 
 from amp_fx.errors import TorchVersionWarning
 from amp_fx.tables import DEVICES
-from amp_fx.tables.build import build_table
+from amp_fx.tables.build import build_table, is_functional, overloads_by_packet
 from amp_fx.tables.float8 import FLOAT8_PRESETS, float8_table
 from amp_fx.tables.ipex import IPEX_ROWS
 from amp_fx.tables.lean import lean
-from amp_fx.tables.op_names import is_functional, overloads_by_packet
 from amp_fx.tables.versions import NEWEST, OLDEST, VERSIONS, Version, active
 
 if TYPE_CHECKING:

@@ -1,9 +1,12 @@
-"""The op lists that every accelerator starts from.
+"""The op lists that every accelerator starts from; XPU, MTIA and MAIA only add the ban.
 
 Source: ``AT_FORALL_LOWER_PRECISION_FP``, ``AT_FORALL_FP32``, ``AT_FORALL_FP32_SET_OPT_DTYPE``,
 ``AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE`` and ``AT_FORALL_PROMOTE`` of
 ``ATen/autocast_mode.h``, which exist so that a backend outside of PyTorch ("PrivateUse1")
 can register the same policies as CUDA has. Nothing is registered for it by default.
+
+Source of the three: ``TORCH_LIBRARY_IMPL(aten, AutocastXPU, m)`` and its two siblings in
+``ATen/autocast_mode.cpp``.
 """
 
 from __future__ import annotations
@@ -37,3 +40,8 @@ ROWS: tuple[Row, ...] = (
 )
 
 REFERENCE = build_table(ROWS)
+
+
+XPU = build_table((*ROWS, (CastPolicy.BANNED, families.UNSAFE)))
+MTIA = XPU
+MAIA = XPU

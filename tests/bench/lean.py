@@ -16,6 +16,7 @@ import itertools
 import statistics
 import sys
 import time
+from pydoc_data import topics
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,9 @@ from amp_fx.bench.cases import CASES, Case
 from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import Size
-from amp_fx.demo.train import NUM_BYTES, corpus, random_batch
+from amp_fx.demo.train import random_batch
 from amp_fx.policies.policy import preset
-from tests.bench.pictures import NOISE, ResNet, UNet, shapes
+from tests.models.pictures import NOISE, ResNet, UNet, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,15 @@ if TYPE_CHECKING:
 
 POLICIES = ("torch", "lean")
 LEARNING_RATE = 2e-3
+
+NUM_BYTES = 256
+"""How many different tokens byte-level text can have."""
+
+
+def corpus() -> torch.Tensor:
+    """Python's help topics, some 450 kB, as a uint8 tensor of shape ``(bytes,)``."""
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
 
 class Block(nn.Module):

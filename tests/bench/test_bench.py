@@ -42,7 +42,7 @@ from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
 from tests.bench import lean
 from tests.bench.lean import POLICIES
-from tests.bench.pictures import SHAPES, shapes
+from tests.models.pictures import SHAPES, shapes
 
 if TYPE_CHECKING:
     from pathlib import Path

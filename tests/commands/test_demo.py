@@ -19,17 +19,16 @@ from amp_fx.demo import train
 from amp_fx.demo.generate import TEXTS, Texts, Writing, generate
 from amp_fx.demo.models import GPT, Loss, Size
 from amp_fx.demo.train import (
-    NUM_BYTES,
     Comparison,
     Run,
     Settings,
     Vocabulary,
-    corpus,
     initialize,
     learning_rate,
     random_batch,
     statements,
 )
+from tests.bench.lean import NUM_BYTES, corpus
 
 TINY = Settings(
     steps=20,

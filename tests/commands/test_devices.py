@@ -17,5 +17,5 @@ def test_device_types_that_carry_policies_are_not_offered(
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # as if the device were there
     with pytest.raises(OptionError, match="cpu") as caught:
-        command._parse_device("vulkan")  # type: ignore[attr-defined]
+        command.parse_device("vulkan")  # type: ignore[attr-defined]
     assert not {*CARRIERS} & {*str(caught.value).replace(",", " ").replace("'", " ").split()}

@@ -17,7 +17,7 @@ from amp_fx.errors import ExplainError, OptionError
 if TYPE_CHECKING:
     from pathlib import Path
 
-TARGETS = "tests.explanation.models"
+TARGETS = "tests.models.explained"
 
 
 def test_a_factory_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:

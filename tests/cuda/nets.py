@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.traffic.blocks import Block, LlamaBlock, T5Block, UNetBlock
+from tests.models.blocks import Block, LlamaBlock, T5Block, UNetBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

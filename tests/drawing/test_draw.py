@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx.errors import DrawError
-from tests.explanation.models import CASES, gpt
+from tests.models.explained import CASES, gpt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,7 +185,7 @@ def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
     assert norm.shares == (("bfloat16", 1),)
     source = amp_fx.draw(explained["attention"], level="op").source
     assert "bf16 [2, 4, 10, 10]" in source
-    assert "models.py:" in source
+    assert "explained.py:" in source
     assert ".softmax(-1)" in source
     assert "hexagon: cast" in source
     assert "hexagon: cast" not in amp_fx.draw(explained["attention"], legend=False).source

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.drawing.opening import choose_closed
+from amp_fx.drawing.folding import choose_closed
 
 RESNETS = {"18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "50": (3, 4, 6, 3)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import amp_fx
-from tests.explanation.models import gpt
+from tests.models.explained import gpt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ import torch
 from selenium.webdriver.support.ui import Select
 
 import amp_fx
-from amp_fx.drawing.colors import ALARM, COLORS, HEAT
-from amp_fx.numerics.picture import levels_of
+from amp_fx.drawing.dot import ALARM, COLORS, HEAT
+from amp_fx.numerics.report import levels_of
 from tests.drawing.test_page import find, opened, press, pytestmark  # noqa: F401
 from tests.numerics.faults import Broken, TinyGPT
 

@@ -16,7 +16,7 @@ import amp_fx
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import ExplainError, OptionError
 from amp_fx.explanation.table import bare_op
-from tests.explanation.models import CASES, mlp
+from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ from amp_fx.errors import (
     PolicyError,
 )
 from amp_fx.passes.insert_casts import InsertCasts
-from tests.explanation.models import CASES, mlp
+from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

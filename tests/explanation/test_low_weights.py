@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import CastPolicy
-from tests.explanation.models import CASES, mlp
+from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ import torch
 import amp_fx
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.network import cast_chains, dtype_islands, longest_low_path
-from tests.explanation.models import mlp
+from tests.models.explained import mlp
 
 
 def test_nodes_and_edges_carry_what_the_explanation_says() -> None:

@@ -8,7 +8,7 @@ import torch
 import amp_fx
 from amp_fx.explanation.table import folded_path, render
 from amp_fx.reports import human, printed
-from tests.explanation.models import CASES, gpt, mlp
+from tests.models.explained import CASES, gpt, mlp
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_fx
-from amp_fx.grad_scaler.two_pass import TwoPassStep
-from amp_fx.grad_scaler.update_rules import rule_of
+from amp_fx.grad_scaler.two_pass import TwoPassStep, rule_of
 from tests.grad_scaler.loops import make_params, set_scaled_grads
 
 if TYPE_CHECKING:

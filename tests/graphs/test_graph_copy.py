@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from amp_fx.graphs.graph_copy import copy_graph_module
+from amp_fx.graphs.bodies import copy_graph_module
 from tests.programs import capture_program, graph_text
 
 

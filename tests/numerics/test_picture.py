@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import amp_fx
-from amp_fx.drawing.colors import ALARM, HEAT
+from amp_fx.drawing.dot import ALARM, HEAT
 from amp_fx.errors import DrawError
-from amp_fx.numerics.picture import LEVELS, levels_of, origins_of
+from amp_fx.numerics.report import LEVELS, levels_of, origins_of
 from tests.numerics.faults import Bare, Rms, Scores
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Policy
-from amp_fx.policies.module_path import module_path
+from amp_fx.policies.changes import module_path
 from tests.programs import compiled
 
 pytestmark = pytest.mark.filterwarnings(

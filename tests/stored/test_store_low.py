@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import amp_fx
 from amp_fx import CastPolicy, weight_cache
 from amp_fx.errors import CompileTargetError, ExplainError, OptionError, StoreError
-from tests.explanation.models import CASES, mlp
+from tests.models.explained import CASES, mlp
 from tests.parity import oracle
 from tests.parity.cases import CASES as PARITY
 from tests.parity.models import (  # noqa: F401, each registers its cases

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.tables.op_names import (
+from amp_fx.tables.build import (
     all_ops,
     find_overloads,
     is_functional,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tests.traffic import more_models as more
-from tests.traffic.blocks import (
+from tests.models import more_blocks as more
+from tests.models.blocks import (
     MLP,
     Block,
     Gathered,

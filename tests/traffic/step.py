@@ -22,8 +22,7 @@ from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.grad_scaler.compiled_step import CompiledStep
 from amp_fx.grad_scaler.eager_step import written_tensors
 from amp_fx.grad_scaler.gradients import params_with_grads
-from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, stacked
-from amp_fx.grad_scaler.update_rules import rule_of
+from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, rule_of, stacked
 from tests.traffic.counting import Counter
 from tests.traffic.pretend import can_pretend, pretend_cuda
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from amp_fx.bench.contenders import MICRO_BATCHES, Workload
+from amp_fx.bench.compare import compare, paired_figure
+from amp_fx.bench.contenders import BY_NAME, MICRO_BATCHES, NATIVE, Workload
 from amp_fx.demo.models import GPT, MLP, Decoder, LoopedCell, Loss, ResNet, Size, ViT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.bench.compare import Comparison, Figure, Watch
     from amp_fx.bench.settings import Settings
 
 
@@ -148,3 +151,22 @@ def lstm_cell(settings: Settings) -> Iterator[Workload]:
     build = functools.partial(LoopedCell, width)
     yield Workload(f"inference, {name}", build, (x,))
     yield Workload(f"training, {name}", lambda: Loss(build()), (x, targets), micro_batches=1)
+
+
+TWIN = dataclasses.replace(BY_NAME[NATIVE], name=f"{NATIVE}-twin")
+
+
+def fairness(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
+    """Whether turns are fair: native beside a second native of its own, which has to take as long.
+
+    How far their ratio is from 1 is what no ratio of this machine says anything about at the
+    moment. A small training step takes mostly its weights, which the two do not share.
+    """
+    if not settings.takes_part(NATIVE):
+        return
+    workload = next(mlp_training(settings))
+    comparison, _ = compare(workload, settings, watch, (BY_NAME[NATIVE], TWIN))
+    yield comparison
+    figure = paired_figure(comparison, NATIVE, TWIN.name)
+    if figure is not None:
+        yield figure

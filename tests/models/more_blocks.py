@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.traffic.blocks import Attention, Block, RMSNorm
+from tests.models.blocks import Attention, Block, RMSNorm
 
 
 class Experts(nn.Module):
