@@ -24,7 +24,7 @@ class Difference:
         size: How many there are.
         max_abs: The largest absolute difference; infinite where one side alone is not finite.
         ulps: The same in units of the last place; None for other dtypes than real ones.
-        note: What else differs: dtype or shape; else empty.
+        note: What else differs: dtype, shape or the sign of zeros; else empty.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Difference:
 def differences(
     expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> tuple[Difference, ...]:
-    """The tensors that differ, in order; NaN equals NaN."""
+    """The tensors that differ, in order; NaN equals NaN, 0.0 is not -0.0."""
     found = []
     for what in dict.fromkeys((*expected, *actual)):
         if what not in expected or what not in actual:
@@ -70,6 +70,11 @@ def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Differen
         note = f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         return Difference(what, size, size, math.inf, None, note)
     is_other = (expected != actual) & ~(expected.isnan() & actual.isnan())
+    if not is_other.any() and expected.is_floating_point() and expected.dtype.itemsize > 1:
+        zeros = (expected == 0) & (expected.signbit() != actual.signbit())
+        flipped = int(zeros.sum())
+        note = f"{flipped} of {size} elements are zeros of the other sign"
+        return Difference(what, flipped, size, 0.0, 0, note) if flipped else None
     elements = int(is_other.sum())
     if not elements:
         return None
