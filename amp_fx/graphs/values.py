@@ -150,6 +150,13 @@ def _without_warnings() -> Iterator[None]:
 
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
 
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten.miopen_batch_norm,
+)
+"""In training they write arguments 3 and 4, the running statistics; their schemas do not say so."""
+
 
 class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts writes per storage, those through ``.data`` and detached aliases included."""
@@ -160,6 +167,8 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _BATCH_NORMS and args[5]:
+            self._counts.update(storage_id(t) for t in args[3:5] if t is not None)
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 self._count(argument, value)

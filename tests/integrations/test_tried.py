@@ -87,9 +87,13 @@ def test_nested_compile_regions() -> None:
     equal(trained(net, torch.compile(net, fullgraph=True, **NUMERICS)), expected)
 
 
-def test_fabric_sets_a_compiled_model_up() -> None:
+def test_fabric_sets_a_compiled_model_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fabric compiles it again, around its own precision."""
     fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", precision="bf16-mixed")
+    from lightning.fabric.wrappers import _capture_compile_kwargs
+
+    # Importing Lightning does that; the scaler's tests take it back.
+    monkeypatch.setattr(torch, "compile", _capture_compile_kwargs(torch.compile))
 
     def run(*, is_compiled: bool) -> list[torch.Tensor]:
         net = Net()

@@ -167,6 +167,23 @@ def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
     check_made_again(name, FROZEN)
 
 
+@needs.FROZEN_GRAPHS
+@torch.no_grad()
+def test_statistics_that_a_call_writes_are_not_frozen() -> None:
+    """What was made of running means would be made again in each call."""
+    model, x = convolutions().train(), random(2, 4, 6, 6)
+    twin, compiled = twin_of(model), FROZEN.compile(model, fallback=False)
+    compiled(x)
+    before = weight_cache.stats().refreshes
+    for _ in range(3):
+        compiled(x)
+    assert weight_cache.stats().refreshes == before
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            twin(x)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
 @torch.no_grad()
 def test_what_is_alike_is_kept_once() -> None:
     class Unrolled(nn.Module):
