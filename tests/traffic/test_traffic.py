@@ -149,12 +149,16 @@ def test_launches_of_a_refresh(counts: list[int], launches: int) -> None:
 
 
 def check(row: dict[str, Any]) -> None:
-    """What holds of every model: never more than native, in bytes, kernels, casts and copies."""
+    """Checks that two calls after a write move no more than native's; in training, that one does."""
     assert not row["failures"], row["failures"]
     native, ours, further = (row["totals"][n] for n in (NATIVE, AMP_FX, "amp_fx, further"))
+    is_inference = row["mode"] == "inference"
     for name in ("num_bytes", "num_launches", "num_extern", "num_casts", "num_layouts"):
-        assert ours[name] <= native[name], (row["about"], name, ours[name], native[name])
-        assert further[name] <= ours[name]
+        # Where native fuses the cast of a weight, the first call after a write moves more.
+        mine = ours[name] + further[name] if is_inference else ours[name]
+        theirs = native[name] * 2 if is_inference else native[name]
+        assert mine <= theirs, (row["about"], name, ours[name], further[name], native[name])
+        assert further[name] <= min(ours[name], native[name])
     assert ours["saved_bytes"] <= native["saved_bytes"]
     assert further["num_bytes"] < native["num_bytes"]
     assert row["totals"][LEAN]["num_bytes"] <= ours["num_bytes"]
