@@ -149,7 +149,7 @@ def test_launches_of_a_refresh(counts: list[int], launches: int) -> None:
 
 
 def check(row: dict[str, Any]) -> None:
-    """Checks that two calls after a write move no more than native's; in training, that one does."""
+    """Checks that two calls per write move no more than native's; in training, that one does."""
     assert not row["failures"], row["failures"]
     native, ours, further = (row["totals"][n] for n in (NATIVE, AMP_FX, "amp_fx, further"))
     is_inference = row["mode"] == "inference"
