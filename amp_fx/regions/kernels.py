@@ -240,9 +240,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str, before: Any) -> Cal
         if is_default and before is not None and not _has_number(op, args):
             return before(keyset, *args, **kwargs)
         if decision is None and calls_others:
-            # As if no kernel were here: the ops inside are still autocast.
-            args = tuple(_numbers_as_tensors(op, args))
-            return op.redispatch(keyset & keys_below, *args, **kwargs)
+            return _redispatch(op, keyset & keys_below, args, kwargs)
         restored_dtype = None
         with torch._C._ExcludeDispatchKeyGuard(own_key):
             if decision is not None:
@@ -283,12 +281,22 @@ def _what(decision: Decision | None) -> object:
     return None if decision is None else (decision.policy, decision.args)
 
 
+def _redispatch(
+    op: OpOverload, keys: torch._C.DispatchKeySet, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls an op as if no kernel were here: the ops inside of it are still autocast.
+
+    ``redispatch`` takes no numbers for tensors. Relies on the other way, by key, making tensors of
+    them that count as numbers where types are promoted.
+    """
+    if _has_number(op, args):
+        return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
+    return op.redispatch(keys, *args, **kwargs)
+
+
 def _has_number(op: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether a number stands for a tensor, as in ``2 * x``: boxed calls do not take it."""
-    return any(a is not b for a, b in zip(args, _numbers_as_tensors(op, args), strict=True))
-
-
-def _numbers_as_tensors(op: OpOverload, args: tuple[Any, ...]) -> Iterator[Any]:
-    for argument, value in zip(op._schema.arguments, args, strict=False):
-        is_number = isinstance(value, (int, float, complex)) and "Tensor" in str(argument.type)
-        yield torch.tensor(value) if is_number else value
+    return any(
+        isinstance(value, (int, float, complex)) and "Tensor" in str(argument.type)
+        for argument, value in zip(op._schema.arguments, args, strict=False)
+    )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -216,6 +218,26 @@ def test_policy_of_another_device_changes_nothing(args: tuple[torch.Tensor, ...]
     policy = with_ops("cuda", linear=CastPolicy.FP32)
     with amp_fx.autocast("cpu", policy=policy):
         assert dtypes(program(*args)) == TORCH
+
+
+@given(
+    st.sampled_from([torch.subtract, torch.multiply, torch.divide, torch.true_divide, torch.add]),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int64]),
+    st.sampled_from([(), (3,)]),
+    st.sampled_from([2, 2.5, 1.5 + 2j]),
+)
+def test_numbers_promote_as_numbers(
+    op: Callable[..., torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...], number: complex
+) -> None:
+    """Policies of modules replace the kernels of these ops, which autocast leaves alone."""
+    policy = Policy.default().with_modules({"no.such.module": "fp32"})
+    x = torch.full(shape, 3, dtype=dtype)
+    expected = op(x, number)
+    with amp_fx.autocast("cpu", torch.bfloat16, policy=policy):
+        inside = op(x, number)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(op(x, number), expected, rtol=0, atol=0)
+    torch.testing.assert_close(inside, expected, rtol=0, atol=0)
 
 
 def test_equal_policies_share_a_code(mine: Policy) -> None:
