@@ -27,7 +27,7 @@ ORDER = (
     ("exporting",),
     ("explanation", "integrations"),
     ("numerics", "stored"),
-    ("drawing", "drift", "demo"),
+    ("drawing", "demo"),
     ("bench",),
     ("commands",),
     ("__main__",),

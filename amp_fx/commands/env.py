@@ -152,7 +152,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 def drift() -> Iterator[tuple[str, str]]:
     """How many ops differ, by device type."""
-    from amp_fx.drift.compare import AUTOCAST_KEYS, find_drift  # slow to import
+    from amp_fx.regions.drift import AUTOCAST_KEYS, find_drift  # slow to import
 
     policy = preset("torch")
     found = find_drift(policy)

@@ -170,7 +170,7 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     # Slow to import, and needed only here.
-    from amp_fx.drift.compare import AUTOGRAD_KEYS, find_drift
+    from amp_fx.regions.drift import AUTOGRAD_KEYS, find_drift
 
     drift = find_drift(policy, devices)
     for difference in drift:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amp_fx.drift.compare import AUTOCAST_KEYS, find_drift, registered_ops
 from amp_fx.policies.policy import Policy
+from amp_fx.regions.drift import AUTOCAST_KEYS, find_drift, registered_ops
 from amp_fx.tables import DEVICES
 from amp_fx.tables.cast_policy import CastPolicy
 

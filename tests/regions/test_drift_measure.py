@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amp_fx.drift.compare import AUTOGRAD_KEYS, measure
 from amp_fx.errors import PolicyError
+from amp_fx.regions.drift import AUTOGRAD_KEYS, measure
 from amp_fx.tables.cast_policy import CastPolicy
 
 

@@ -340,7 +340,7 @@ def find_drift(policy: Policy, device_types: Iterable[str] | None = None) -> tup
     """Compares a policy with what the installed torch registers and does.
 
     Names are compared on every device type, policies on those where they can be measured
-    (``amp_fx.drift.compare``; no device is needed). Ops outside of the ``aten`` namespace, those
+    (``amp_fx.regions.drift``; no device is needed). Ops outside of the ``aten`` namespace, those
     that ``OWN_KERNELS`` lists, and device types whose autocast PyTorch does not register
     itself are left out. Run no model in another thread meanwhile.
 

@@ -1,1 +1,0 @@
-"""Finds where op tables and the installed torch's autocast disagree."""
