@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import amp_fx
