@@ -14,8 +14,8 @@ Every cast is replaced where it stands, so that what was shared stays shared and
 gradient changes. Left alone on purpose: weights that the graph writes, casts that an
 output or a view handed out may alias, weights with symbolic sizes, regions with
 ``cache_enabled=False``, and what inductor fuses on accelerators, where a refresh would be one more
-launch. Those are biases of convolutions, which it adds in a kernel behind the convolution, and
-weights in training that a kernel reads whole in their own dtype: it writes the low copy, too.
+launch. Those are biases that it adds in a kernel behind the product, and weights in training that
+a kernel reads whole in their own dtype: it writes the low copy, too.
 """
 
 from __future__ import annotations
@@ -119,15 +119,21 @@ def _kept_source(node: fx.Node, keepable: dict[int, fx.Node]) -> fx.Node | None:
 def _adds_behind(user: fx.Node, cast: fx.Node) -> bool:
     """Whether a node adds a bias in a kernel that inductor generates, where a cast is free.
 
-    That is so behind products in float8, and of convolutions except on the CPU. Relies on
-    ``torch._inductor.kernel.conv.convolution``.
+    That is so behind products in float8; of convolutions except on the CPU; and of ``linear`` where
+    PyTorch makes it ``matmul`` and ``add``, as of an input of three dimensions that is not
+    contiguous. Relies on ``torch._inductor.kernel.conv.convolution``.
     """
     if user.target is torch.ops.aten.add.Tensor:
         return getattr(user.args[0], "target", None) is float8_product and user.args[1] is cast
-    if not is_convolution(user) or value_of(cast).device.type == "cpu":
-        return False
     places = [i for i, argument in enumerate(user.args) if argument is cast]
-    return places == [2] and cast not in user.kwargs.values()
+    if places != [2] and user.kwargs.get("bias") is not cast:
+        return False
+    if is_convolution(user):
+        return bool(value_of(cast).device.type != "cpu")
+    if getattr(user.target, "__name__", "") not in ("linear", "linear.default"):
+        return False
+    reads = _fused_reads(user, cast)
+    return reads.num_fused > 0 and reads.num_others == 0
 
 
 def _is_read_whole(gm: fx.GraphModule, weight: fx.Node) -> bool:
@@ -140,36 +146,43 @@ def _is_read_whole(gm: fx.GraphModule, weight: fx.Node) -> bool:
     value = value_of(weight)
     if value.device.type == "cpu" or is_spread(value):  # the CPU has a variant that casts
         return False
-    fake_mode = detect_fake_mode(gm.graph)
-    for reader, _ in readers(gm, weight):
-        if not reader.op.startswith("call") or ISLAND.is_on(reader) or inserted_cast(reader):
-            continue
-        with analysis(fake_mode, is_grad_enabled=False):
-            # Tensors of its own: those of the graph know how often they were written.
-            own = {
-                node: tree_map_only(torch.Tensor, torch.empty_like, value_of(node))
-                for node in reader.all_input_nodes
-            }
-            tensors = [n for n in own if isinstance(own[n], torch.Tensor)]
-            parts = [own[n] for n in tensors if storage_id(value_of(n)) == storage_id(value)]
-            with _Reads({storage_id(p) for p in parts if p.numel() == value.numel()}) as reads:
-                call_target(reader, *map_arg((reader.args, reader.kwargs), own.__getitem__))
-        if reads.num_fused:
-            return True
-    return False
+    return any(
+        _fused_reads(reader, weight).num_fused
+        for reader, _ in readers(gm, weight)
+        if reader.op.startswith("call") and not ISLAND.is_on(reader) and not inserted_cast(reader)
+    )
+
+
+def _fused_reads(reader: fx.Node, read: fx.Node) -> _Reads:
+    """Counts what a node's ops do with all of a tensor."""
+    value, reads = value_of(read), _Reads(set())
+    with analysis(detect_fake_mode(reader.graph), is_grad_enabled=False):
+        # Tensors of its own: those of the graph know how often they were written.
+        own = {
+            node: tree_map_only(torch.Tensor, torch.empty_like, value_of(node))
+            for node in reader.all_input_nodes
+        }
+        tensors = [n for n in own if isinstance(own[n], torch.Tensor)]
+        parts = [own[n] for n in tensors if storage_id(value_of(n)) == storage_id(value)]
+        reads.storages.update(storage_id(p) for p in parts if p.numel() == value.numel())
+        with reads:
+            call_target(reader, *map_arg((reader.args, reader.kwargs), own.__getitem__))
+    return reads
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the ops on some storages that inductor generates kernels for."""
+    """Counts the ops on some storages: those that inductor generates kernels for, and others."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages, self.num_fused = storages, 0
+        self.storages, self.num_fused, self.num_others = storages, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _FUSED.intersection(func.tags):
-            given = {storage_id(tensor) for tensor in tensors_in(args, kwargs)}
-            self.num_fused += not self.storages.isdisjoint(given)
+        given = {storage_id(tensor) for tensor in tensors_in(args, kwargs)}
+        if not self.storages.isdisjoint(given):
+            is_fused = bool(_FUSED.intersection(func.tags))
+            self.num_fused += is_fused
+            self.num_others += not is_fused
         return func(*args, **(kwargs or {}))
 
 

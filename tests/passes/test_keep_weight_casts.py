@@ -152,6 +152,29 @@ def test_a_bias_that_inductor_adds_behind_the_convolution(
     assert _adds_behind(*convolution_of(device, place)) == is_free
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("shape", "permuted", "is_free"),
+    [((4, 8), None, False), ((2, 3, 8), None, False), ((3, 2, 8), (1, 0, 2), True)],
+)
+def test_a_bias_that_pytorch_adds_behind_the_product(
+    shape: tuple[int, ...], permuted: tuple[int, ...] | None, device: str, is_free: bool
+) -> None:
+    """Of an input that is no matrix in memory: ``linear`` is ``matmul`` and ``add`` there."""
+    gm = fx.symbolic_trace(lambda x, w, b: functional.linear(x, w, b.bfloat16()))
+    [x, w, b] = gm.graph.find_nodes(op="placeholder")
+    [cast] = gm.graph.find_nodes(op="call_method")
+    with FakeTensorMode():
+        low = {"dtype": torch.bfloat16, "device": device}
+        given = torch.empty(shape, **low)  # type: ignore[call-overload]
+        set_value(x, given if permuted is None else given.permute(permuted))
+        set_value(w, torch.empty(8, 8, **low))  # type: ignore[call-overload]
+        for node in (b, cast):
+            set_value(node, torch.empty(8, **low))  # type: ignore[call-overload]
+    [linear] = cast.users
+    assert _adds_behind(linear, cast) == is_free
+
+
 READS: dict[str, tuple[Callable[..., Any], bool]] = {
     "its norm": (lambda w, _: w.norm(), True),
     "elementwise": (lambda w, _: w * w, True),
