@@ -89,17 +89,17 @@ def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
 def quantize(
     tensor: torch.Tensor, scaling: Scaling, dim: int, *, has_power_of_two_scales: bool
 ) -> Quantized:
-    """Quantizes a matrix with scales that bring its largest elements to the dtype's limit.
+    """Quantizes a tensor with scales that bring its largest elements to the dtype's limit.
 
     Args:
-        tensor: The matrix.
+        tensor: A matrix, or more of them.
         scaling: The dtype, and how many scales.
         dim: The dimension that the product sums over.
         has_power_of_two_scales: Whether scales are rounded down to powers of two.
 
     Returns:
         The data, and the float32 factors that undo the scales: one, or one for each index of the
-        other dimension.
+        other dimensions.
     """
     magnitude = tensor.abs()
     largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
@@ -152,13 +152,17 @@ def _scaled_product(
     return product.mul_(a_factors * b_factors)
 
 
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
+
+
 class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, recipe: str, *weights: Any) -> torch.Tensor:
         found = RECIPES[recipe]
         is_rounded = found.has_power_of_two_scales
-        rows = x.reshape(-1, x.shape[-1])
-        quantized = quantize(rows, found.forward, 1, has_power_of_two_scales=is_rounded)
+        # As in torchao, it is quantized as it comes: in rows, inductor would fuse other ops.
+        quantized = quantize(x, found.forward, -1, has_power_of_two_scales=is_rounded)
         data, factors, *back, has_rows_of_outputs = weights
         ctx.recipe, ctx.shape, ctx.has_rows_of_outputs = found, x.shape, has_rows_of_outputs
         ctx.weight_dtype = None if weight is None else weight.dtype
@@ -166,18 +170,20 @@ class _Float8Product(torch.autograd.Function):
         is_shared = found.has_float8_weight_grads and not found.forward.is_by_row
         saved: Sequence[Any] = (None, None)
         if weight is not None and ctx.needs_input_grad[1]:
-            saved = quantized if is_shared else (rows, None)
+            saved = quantized if is_shared else (x, None)
         ctx.save_for_backward(*saved, *back)
         right = data.t(), factors.t() if factors.dim() else factors
-        product = _scaled_product(quantized, right, x.dtype, is_fast=True)
+        left = _as_rows(quantized[0]), _as_rows(quantized[1])
+        product = _scaled_product(left, right, x.dtype, is_fast=True)
         return product.reshape(*x.shape[:-1], data.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         recipe = ctx.recipe
         data, factors, weight, weight_factors = ctx.saved_tensors
+        data = None if data is None else _as_rows(data)
         is_rounded = recipe.has_power_of_two_scales
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad = _as_rows(grads[0])
         quantized = quantize(grad, recipe.grad, 1, has_power_of_two_scales=is_rounded)
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
