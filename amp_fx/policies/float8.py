@@ -180,8 +180,7 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         recipe = ctx.recipe
-        data, factors, weight, weight_factors = ctx.saved_tensors
-        data = None if data is None else _as_rows(data)
+        saved, factors, weight, weight_factors = ctx.saved_tensors
         is_rounded = recipe.has_power_of_two_scales
         grad = _as_rows(grads[0])
         quantized = quantize(grad, recipe.grad, 1, has_power_of_two_scales=is_rounded)
@@ -190,6 +189,7 @@ class _Float8Product(torch.autograd.Function):
             right = weight.t(), weight_factors
             grad_input = _scaled_product(quantized, right, grad.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
+            data = _as_rows(saved)
             if not recipe.has_float8_weight_grads:
                 grad_weight = grad.t() @ data
             else:
