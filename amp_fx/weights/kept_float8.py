@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from amp_fx.policies.float8 import float8_weight
+from amp_fx.tables.float8 import RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -45,15 +46,24 @@ class Float8Slot:
         """Of the weight alone."""
         return (self.name,)
 
+    @property
+    def how(self) -> tuple[str, bool, bool]:
+        """What ``float8_weight`` takes besides the weight."""
+        return self.recipe, self.has_rows_of_outputs, self.is_back
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether no scale depends on the whole weight."""
+        recipe = RECIPES[self.recipe]
+        return (recipe.weight_back if self.is_back else recipe.forward).is_by_row
+
     def key(self, weights: tuple[torch.Tensor, ...]) -> Hashable:  # noqa: ARG002
         """Equal for values that are alike."""
-        return "float8", self.recipe, self.has_rows_of_outputs, self.is_back
+        return "float8", *self.how
 
     def make(self, weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantizes the weight."""
-        data, factors = float8_weight(
-            weights[0], self.recipe, self.has_rows_of_outputs, self.is_back
-        )
+        data, factors = float8_weight(weights[0], *self.how)
         return data, factors
 
     def laid_out(self, weight: torch.Tensor) -> None:
