@@ -13,7 +13,7 @@ import torch
 from amp_fx.devices.float8 import why_no_float8
 from amp_fx.dtypes import dtype_name
 from amp_fx.policies.calls import bind, qualified_name
-from amp_fx.tables.float8 import LIMITS, MULTIPLE, PRODUCTS, RECIPES
+from amp_fx.tables.float8 import EXPERTS, LIMITS, MULTIPLE, PRODUCTS, RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     Quantized = tuple[torch.Tensor, torch.Tensor]
 
+_OPERANDS = {**PRODUCTS, **EXPERTS}
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def operands_of(op: object) -> Operands | None:
-    """The operands of a product that can run in float8; None for other ops."""
-    return PRODUCTS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
+    """The operands of a product that float8 can be asked for; None for other ops."""
+    return _OPERANDS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def why_not_float8(
@@ -42,14 +43,19 @@ def why_not_float8(
     """Returns why a product stays in the low dtype; an empty string if it runs in float8.
 
     Args:
-        call: A call of an op of ``PRODUCTS``, with real or fake tensors.
+        call: A call of an op of ``PRODUCTS`` or ``EXPERTS``, with real or fake tensors.
         weight: Its weight as it is stored.
         low_dtype: The dtype of the region.
         settings: Those of the policy.
         has_rows_of_outputs: Whether the weight as it is stored is ``[outputs, inputs]``.
     """
-    operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
-    given: torch.Tensor = bound[operands.input]
+    name, bound = qualified_name(call[0]), bind(*call)
+    given: torch.Tensor = bound[_OPERANDS[name].input]
+    if name in EXPERTS:
+        return (
+            "it is a product of experts, which needs torch._scaled_grouped_mm: that runs on GPUs "
+            "of compute capability 9.0 alone, and amp_fx does not use it"
+        )
     if low_dtype is not torch.bfloat16:
         return f"float8 products give bfloat16, and the region's dtype is {dtype_name(low_dtype)}"
     if why := why_no_float8(given.device):
@@ -270,7 +276,7 @@ float8_product = torch.ops.amp_fx.float8_product.default
 
 def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
     """The weight of a product, a parameter or a transposed one, and if its rows are outputs."""
-    operands = PRODUCTS[qualified_name(call[0])]
+    operands = _OPERANDS[qualified_name(call[0])]
     given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
     if isinstance(given, torch.nn.Parameter):
         return given, has_rows
@@ -279,11 +285,11 @@ def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
 
 
 def turned_base(given: torch.Tensor) -> torch.Tensor | None:
-    """The matrix that a tensor is the transposed view of; None for anything else."""
+    """The matrix, or matrices, that a tensor is the transposed view of; None for others."""
     base = given._base if given._is_view() else None
-    if base is None or base.dim() != 2:
+    if base is None or base.dim() not in (2, 3):
         return None
-    turned = base.t()
+    turned = base.mT
     is_turned = (given.shape, given.stride()) == (turned.shape, turned.stride())
     is_same = is_turned and given.storage_offset() == base.storage_offset()
     is_differentiable = not torch.is_grad_enabled() or given.requires_grad == base.requires_grad

@@ -1,4 +1,4 @@
-"""``compile_step`` writes weights quantized by row; those with one scale are left to the next call."""
+"""``compile_step`` writes weights quantized by row; calls quantize those with one scale."""
 
 from __future__ import annotations
 
@@ -93,9 +93,8 @@ def test_calls_quantize_only_what_steps_do_not_write(
 
 def test_both_layouts_are_written_with_the_bits_of_a_call() -> None:
     model = three()
-    compiled: Any = torch.compile(
-        model, backend="amp_fx", options={"policy": policy("rowwise"), "compiler": "aot_eager"}
-    )
+    options: dict[str, Any] = {"policy": policy("rowwise"), "compiler": "aot_eager"}
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = amp_fx.compile_step(optimizer)
     for _ in range(3):
@@ -129,7 +128,8 @@ def test_writes_behind_a_step_are_seen(write: str, monkeypatch: pytest.MonkeyPat
         y = compiled(x)
         with torch.no_grad(), amp_fx.autocast("cpu", policy=policy("rowwise")):
             assert_same(y.detach(), twin(x).to(y.dtype))
-        y.square().mean().backward()
+        loss: Any = y.square().mean()
+        loss.backward()
         step()
         optimizer.zero_grad()
         change(i)
