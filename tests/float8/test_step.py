@@ -51,7 +51,7 @@ def trained(recipe: str, backend: str) -> list[torch.Tensor]:
     """Outputs and weights of some updates of some micro-batches each."""
     torch._dynamo.reset()
     model = three()
-    options = {"policy": policy(recipe), "compiler": "aot_eager", "fallback": False}
+    options: dict[str, Any] = {"policy": policy(recipe), "compiler": "aot_eager"}
     compiled: Any = torch.compile(model, backend="amp_fx", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = amp_fx.compile_step(optimizer, max_norm=1.0, backend=backend)
