@@ -36,13 +36,13 @@ from amp_fx.grad_scaler.torch_private import (
     runs_only_own_code,
     with_own_code,
 )
-from amp_fx.policies.float8 import float8_weight
+from amp_fx.weights.kept_float8 import write
 from amp_fx.weights.step_copies import StepCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amp_fx.weights.step_copies import Quantized
+    from amp_fx.weights.kept_float8 import Quantized
 
     States = Sequence[Tensor]
 
@@ -366,9 +366,7 @@ def _split(
 def _write_copies(apart: list[tuple[Tensor, Tensor]], quantized: list[Quantized]) -> None:
     for weight, low in apart:
         low.copy_(weight)
-    for weight, how, value in quantized:
-        for target, new in zip(value, float8_weight(weight, *how), strict=True):
-            target.copy_(new)
+    write(quantized)
 
 
 def _all(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

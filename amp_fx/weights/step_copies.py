@@ -34,9 +34,8 @@ from amp_fx.weights.write_signals import is_capturing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from amp_fx.weights.kept_float8 import Quantized
     from amp_fx.weights.store import Entry
-
-    Quantized = tuple[torch.Tensor, tuple[str, bool, bool], tuple[torch.Tensor, torch.Tensor]]
 
 MOST_UNUSED = 8
 """Steps in a row after which a copy that no call took is written no more."""
