@@ -76,13 +76,13 @@ class Float8Slot:
         data, factors = float8_weight(weights[0], *self.how)
         return data, factors
 
-    def empty(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def empty(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the quantized weight."""
-        like = float8_weight(torch.empty_like(weight, device="meta"), *self.how)
-        return tuple(
+        data, factors = (
             torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=weight.device)
-            for x in like
+            for x in float8_weight(torch.empty_like(weight, device="meta"), *self.how)
         )
+        return data, factors
 
     def laid_out(self, weight: torch.Tensor) -> None:
         """It is no cast."""
