@@ -76,13 +76,16 @@ def test_one_quantization_per_weight_layout_and_update(made: Counter[Any], compi
     assert sum(is_back for _, is_back in made) == 1
 
 
+@pytest.mark.parametrize("fill", [0.0, float("nan")])
 @pytest.mark.parametrize("has_rows_of_outputs", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_both_layouts_at_once_have_the_bits_of_each(recipe: str, has_rows_of_outputs: bool) -> None:
+def test_both_layouts_at_once_have_the_bits_of_each(
+    recipe: str, has_rows_of_outputs: bool, fill: float
+) -> None:
     """As GPUs make them; ``tests/cuda/test_float8.py`` executes their code."""
     torch.manual_seed(0)
     weight = torch.randn(48, 32)
-    weight[3], weight[5, 7] = 0, torch.nan
+    weight[3], weight[5, 7] = 0, fill
     slots = [Float8Slot(0, recipe, has_rows_of_outputs, is_back) for is_back in (True, False)]
     values = [slot.empty(weight) for slot in slots]
     write_forms([(weight, s.how, v) for s, v in zip(slots, values, strict=True)])
