@@ -117,7 +117,8 @@ class _Quantizer:
         found = [(node, o, self._weight_of(node, o)) for node, o in products]
         ends = self.settings.ends
         if ends is None:
-            names = [weight[0].name for *_, weight in found if weight is not None]
+            sources = [weight[0] for *_, weight in found if weight is not None]
+            names = [source.name for source in sources if value_of(source).dim() == 2]
             ends = (names[0], names[-1]) if names else ()
         for node, operands, weight in found:
             why = self._why_not(node, weight, ends)

@@ -36,10 +36,13 @@ from amp_fx.grad_scaler.torch_private import (
     runs_only_own_code,
     with_own_code,
 )
+from amp_fx.weights.kept_float8 import write
 from amp_fx.weights.step_copies import StepCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from amp_fx.weights.kept_float8 import Quantized
 
     States = Sequence[Tensor]
 
@@ -243,21 +246,22 @@ class TwoPassStep:
             if self._may_be_graphs:  # and the second takes the memory of the first
                 found = [value if value is None else value.clone() for value in found]
             found_inf, norm, factor, scalars = found
-            with self._copies.written(work.weights) as (weights, lows):
-                mark_kept_in_place([*weights, *_all(work.states), *_all(lows)])
+            with self._copies.written(work.weights) as (weights, lows, quantized):
+                pairs = [value for *_, value in quantized]
+                mark_kept_in_place([*weights, *_all(work.states), *_all(lows), *_all(pairs)])
                 fused, apart = _split(weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
                 update(weights, fused, work.states, *read)
-                if apart:
-                    self._lay_out(apart)
+                if apart or quantized:
+                    self._write_copies(apart, quantized)
             _count(work.counts, found_inf)
         mark_stepped(self.optimizer)
         return found_inf, norm
 
     @functools.cached_property
-    def _lay_out(self) -> Any:
+    def _write_copies(self) -> Any:
         """Writes the copies that an update does not."""
-        return torch.compile(with_own_code(_lay_out), **self._options)
+        return torch.compile(with_own_code(_write_copies), **self._options)
 
     def _functions(self, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
         """Returns both passes, compiled once for each set of flags."""
@@ -359,12 +363,13 @@ def _split(
     return fused, apart
 
 
-def _lay_out(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for weight, low in pairs:
+def _write_copies(apart: list[tuple[Tensor, Tensor]], quantized: list[Quantized]) -> None:
+    for weight, low in apart:
         low.copy_(weight)
+    write(quantized)
 
 
-def _all(lists: list[list[Tensor]]) -> list[Tensor]:
+def _all(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [tensor for tensors in lists for tensor in tensors]
 
 

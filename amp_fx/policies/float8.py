@@ -13,7 +13,7 @@ import torch
 from amp_fx.devices.float8 import why_no_float8
 from amp_fx.dtypes import dtype_name
 from amp_fx.policies.calls import bind, qualified_name
-from amp_fx.tables.float8 import LIMITS, MULTIPLE, PRODUCTS, RECIPES
+from amp_fx.tables.float8 import EXPERTS, LIMITS, MULTIPLE, PRODUCTS, RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     Quantized = tuple[torch.Tensor, torch.Tensor]
 
+_OPERANDS = {**PRODUCTS, **EXPERTS}
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def operands_of(op: object) -> Operands | None:
-    """The operands of a product that can run in float8; None for other ops."""
-    return PRODUCTS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
+    """The operands of a product that float8 can be asked for; None for other ops."""
+    return _OPERANDS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def why_not_float8(
@@ -42,14 +43,19 @@ def why_not_float8(
     """Returns why a product stays in the low dtype; an empty string if it runs in float8.
 
     Args:
-        call: A call of an op of ``PRODUCTS``, with real or fake tensors.
+        call: A call of an op of ``PRODUCTS`` or ``EXPERTS``, with real or fake tensors.
         weight: Its weight as it is stored.
         low_dtype: The dtype of the region.
         settings: Those of the policy.
         has_rows_of_outputs: Whether the weight as it is stored is ``[outputs, inputs]``.
     """
-    operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
-    given: torch.Tensor = bound[operands.input]
+    name, bound = qualified_name(call[0]), bind(*call)
+    given: torch.Tensor = bound[_OPERANDS[name].input]
+    if name in EXPERTS:
+        return (
+            "it is a product of experts, which needs torch._scaled_grouped_mm: that runs on GPUs "
+            "of compute capability 9.0 alone, and amp_fx does not use it"
+        )
     if low_dtype is not torch.bfloat16:
         return f"float8 products give bfloat16, and the region's dtype is {dtype_name(low_dtype)}"
     if why := why_no_float8(given.device):
@@ -87,22 +93,29 @@ def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
 
 
 def quantize(
-    tensor: torch.Tensor, scaling: Scaling, dim: int, *, has_power_of_two_scales: bool
+    tensor: torch.Tensor,
+    scaling: Scaling,
+    dim: int,
+    *,
+    has_power_of_two_scales: bool,
+    largest: torch.Tensor | None = None,
 ) -> Quantized:
-    """Quantizes a matrix with scales that bring its largest elements to the dtype's limit.
+    """Quantizes a tensor with scales that bring its largest elements to the dtype's limit.
 
     Args:
-        tensor: The matrix.
+        tensor: A matrix, or more of them.
         scaling: The dtype, and how many scales.
         dim: The dimension that the product sums over.
         has_power_of_two_scales: Whether scales are rounded down to powers of two.
+        largest: The largest magnitudes that the scales are of, if they are known.
 
     Returns:
         The data, and the float32 factors that undo the scales: one, or one for each index of the
-        other dimension.
+        other dimensions.
     """
-    magnitude = tensor.abs()
-    largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
+    if largest is None:
+        magnitude = tensor.abs()
+        largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
     limit = LIMITS[scaling.dtype]
     scale = (limit / largest.to(torch.float64).clamp(min=1e-12)).to(torch.float32)
     if has_power_of_two_scales:
@@ -112,17 +125,44 @@ def quantize(
 
 
 def _float8_weight(
-    weight: torch.Tensor, recipe: str, has_rows_of_outputs: bool, is_back: bool
+    weight: torch.Tensor,
+    recipe: str,
+    has_rows_of_outputs: bool,
+    is_back: bool,
+    largest: torch.Tensor | None = None,
 ) -> Quantized:
     matrix, found = weight.detach(), RECIPES[recipe]
     matrix = matrix if has_rows_of_outputs else matrix.t()
-    is_rounded = found.has_power_of_two_scales
-    if is_back:
-        scaling = found.weight_back
-        data, factors = quantize(matrix, scaling, 0, has_power_of_two_scales=is_rounded)
-        return data.t().contiguous(), factors
-    data, factors = quantize(matrix, found.forward, 1, has_power_of_two_scales=is_rounded)
-    return data.contiguous(), factors
+    scaling, dim = (found.weight_back, 0) if is_back else (found.forward, 1)
+    data, factors = quantize(
+        matrix,
+        scaling,
+        dim,
+        has_power_of_two_scales=found.has_power_of_two_scales,
+        largest=largest,
+    )
+    return (data.t() if is_back else data).contiguous(), factors
+
+
+def both_float8_weights(
+    weight: torch.Tensor, recipe: str, has_rows_of_outputs: bool
+) -> tuple[Quantized, Quantized]:
+    """``float8_weight`` for the product and for its backward, which looks for maxima once.
+
+    The largest element of the whole weight is the largest one of those of its rows.
+    """
+    found = RECIPES[recipe]
+    if found.weight_back.is_by_row:
+        largest = back = None
+    else:
+        matrix = weight.detach() if has_rows_of_outputs else weight.detach().t()
+        rows = matrix.abs().amax(1, keepdim=True)
+        back = rows.max()
+        largest = rows if found.forward.is_by_row else back
+    return (
+        _float8_weight(weight, recipe, has_rows_of_outputs, False, largest),
+        _float8_weight(weight, recipe, has_rows_of_outputs, True, back),
+    )
 
 
 def _scaled_product(
@@ -152,13 +192,17 @@ def _scaled_product(
     return product.mul_(a_factors * b_factors)
 
 
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor
+
+
 class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, recipe: str, *weights: Any) -> torch.Tensor:
         found = RECIPES[recipe]
         is_rounded = found.has_power_of_two_scales
-        rows = x.reshape(-1, x.shape[-1])
-        quantized = quantize(rows, found.forward, 1, has_power_of_two_scales=is_rounded)
+        # As in torchao, it is quantized as it comes: in rows, inductor would fuse other ops.
+        quantized = quantize(x, found.forward, -1, has_power_of_two_scales=is_rounded)
         data, factors, *back, has_rows_of_outputs = weights
         ctx.recipe, ctx.shape, ctx.has_rows_of_outputs = found, x.shape, has_rows_of_outputs
         ctx.weight_dtype = None if weight is None else weight.dtype
@@ -166,24 +210,26 @@ class _Float8Product(torch.autograd.Function):
         is_shared = found.has_float8_weight_grads and not found.forward.is_by_row
         saved: Sequence[Any] = (None, None)
         if weight is not None and ctx.needs_input_grad[1]:
-            saved = quantized if is_shared else (rows, None)
+            saved = quantized if is_shared else (x, None)
         ctx.save_for_backward(*saved, *back)
         right = data.t(), factors.t() if factors.dim() else factors
-        product = _scaled_product(quantized, right, x.dtype, is_fast=True)
+        left = _as_rows(quantized[0]), _as_rows(quantized[1])
+        product = _scaled_product(left, right, x.dtype, is_fast=True)
         return product.reshape(*x.shape[:-1], data.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         recipe = ctx.recipe
-        data, factors, weight, weight_factors = ctx.saved_tensors
+        saved, factors, weight, weight_factors = ctx.saved_tensors
         is_rounded = recipe.has_power_of_two_scales
-        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad = _as_rows(grads[0])
         quantized = quantize(grad, recipe.grad, 1, has_power_of_two_scales=is_rounded)
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
             right = weight.t(), weight_factors
             grad_input = _scaled_product(quantized, right, grad.dtype).reshape(ctx.shape)
         if ctx.needs_input_grad[1]:
+            data = _as_rows(saved)
             if not recipe.has_float8_weight_grads:
                 grad_weight = grad.t() @ data
             else:
@@ -264,7 +310,7 @@ float8_product = torch.ops.amp_fx.float8_product.default
 
 def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
     """The weight of a product, a parameter or a transposed one, and if its rows are outputs."""
-    operands = PRODUCTS[qualified_name(call[0])]
+    operands = _OPERANDS[qualified_name(call[0])]
     given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
     if isinstance(given, torch.nn.Parameter):
         return given, has_rows
@@ -273,11 +319,11 @@ def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
 
 
 def turned_base(given: torch.Tensor) -> torch.Tensor | None:
-    """The matrix that a tensor is the transposed view of; None for anything else."""
+    """The matrix, or matrices, that a tensor is the transposed view of; None for others."""
     base = given._base if given._is_view() else None
-    if base is None or base.dim() != 2:
+    if base is None or base.dim() not in (2, 3):
         return None
-    turned = base.t()
+    turned = base.mT
     is_turned = (given.shape, given.stride()) == (turned.shape, turned.stride())
     is_same = is_turned and given.storage_offset() == base.storage_offset()
     is_differentiable = not torch.is_grad_enabled() or given.requires_grad == base.requires_grad

@@ -46,6 +46,13 @@ PRODUCTS = {
 }
 """Products that can run in float8, if one side is a weight."""
 
+EXPERTS = {
+    "aten::bmm": Operands("self", "mat2"),
+    "aten::baddbmm": Operands("batch1", "batch2", "self"),
+    "aten::_grouped_mm": Operands("self", "mat2", "bias"),
+}
+"""Products with a weight per expert. If float8 is asked for, they stay low and say why."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
@@ -133,6 +140,6 @@ def float8_table(table: Table) -> dict[str, CastPolicy]:
     """A table whose products run in float8 instead of the low dtype."""
     low = CastPolicy.LOWER_PRECISION_FP
     return {
-        op: CastPolicy.FLOAT8 if op in PRODUCTS and policy is low else policy
+        op: CastPolicy.FLOAT8 if op in {**PRODUCTS, **EXPERTS} and policy is low else policy
         for op, policy in table.items()
     }

@@ -1,5 +1,8 @@
 """Optimizer steps that write the kept copies of their weights along with the weights.
 
+Copies are casts, and weights quantized to float8 with a scale per row. One scale for a whole weight
+is known only once the weight is written: the next call quantizes such weights.
+
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
 is seen as ever. The step says itself that it writes, and once it has, its copies are those of
@@ -17,10 +20,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map
 
 from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.kept_call import Uses
 from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.sample import remember_again
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stream_order import accelerator_devices
@@ -29,6 +34,7 @@ from amp_fx.weights.write_signals import is_capturing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from amp_fx.weights.kept_float8 import Quantized
     from amp_fx.weights.store import Entry
 
 MOST_UNUSED = 8
@@ -40,11 +46,14 @@ class Targets(NamedTuple):
 
     Attributes:
         weights: in the place of each weight the tensor to write it through.
-        lows: for each weight its copies, of any low dtype, and laid out as they may be.
+        lows: for each weight its casts, of any low dtype, and laid out as they may be.
+        quantized: what is quantized of weights: the tensor of ``weights``, what ``float8_weight``
+            takes besides it, and the data and factors to write.
     """
 
     weights: list[torch.Tensor]
     lows: list[list[torch.Tensor]]
+    quantized: list[Quantized]
 
 
 class StepCopies:
@@ -60,16 +69,16 @@ class StepCopies:
         pairs = [] if not has_hook() or is_capturing(devices) else self._pairs(weights)
         begun = _begin(pairs, devices)
         if begun is None:
-            yield Targets(list(weights), [[] for _ in weights])
+            yield Targets(list(weights), [[] for _ in weights], [])
             return
-        started, lows = begun
+        started, values = begun
         is_written = False
         try:
-            yield _targets(weights, pairs, lows)
+            yield _targets(weights, pairs, values)
             is_written = True
         finally:
             if is_written:
-                _end(pairs, started, lows, devices)
+                _end(pairs, started, values, devices)
             else:
                 engine().mark([weight for _, weight in pairs])
 
@@ -79,8 +88,7 @@ class StepCopies:
             (entry, weight)
             for weight in weights
             for entry in STORE.of_weight(weight)
-            if isinstance(entry.wanted, Slot)
-            and not entry.wanted.is_alias
+            if _can_be_written(entry.wanted)
             and entry.value is not None
             and not engine().is_distrusted(weight)
             and entry.kept.lies_where((weight,))
@@ -88,21 +96,32 @@ class StepCopies:
         ]
 
 
+def _can_be_written(wanted: Any) -> bool:
+    if isinstance(wanted, Float8Slot):
+        return wanted.is_by_row
+    return isinstance(wanted, Slot) and not wanted.is_alias
+
+
 def _targets(
     weights: Sequence[torch.Tensor],
     pairs: Sequence[tuple[Entry, torch.Tensor]],
-    lows: Sequence[torch.Tensor],
+    values: Sequence[Any],
 ) -> Targets:
-    by_weight: dict[int, list[torch.Tensor]] = {}
-    for (_, weight), low in zip(pairs, lows, strict=True):
-        by_weight.setdefault(id(weight), []).append(low)
-    through = [engine().alias(w) if id(w) in by_weight else w for w in weights]
-    return Targets(through, [by_weight.get(id(weight), []) for weight in weights])
+    through = {id(weight): engine().alias(weight) for _, weight in pairs}
+    lows: dict[int, list[torch.Tensor]] = {}
+    quantized: list[Quantized] = []
+    for (entry, weight), value in zip(pairs, values, strict=True):
+        if isinstance(entry.wanted, Float8Slot):
+            quantized.append((through[id(weight)], entry.wanted.how, value))
+        else:
+            lows.setdefault(id(weight), []).append(value)
+    written = [through.get(id(weight), weight) for weight in weights]
+    return Targets(written, [lows.get(id(weight), []) for weight in weights], quantized)
 
 
 def _begin(
     pairs: Sequence[tuple[Entry, torch.Tensor]], devices: tuple[torch.device, ...]
-) -> tuple[Any, list[torch.Tensor]] | None:
+) -> tuple[Any, list[Any]] | None:
     """Notes what the weights are now; returns that and the tensors for copies, or None.
 
     The weights are written from here on, and whoever holds such a tensor keeps other threads
@@ -121,22 +140,26 @@ def _begin(
         engine().start((started,), (sources,))
         olds = engine().reusable(tuple(entry.kept for entry, _ in pairs))
         return started, [
-            torch.empty_like(entry.value) if old is None or makes_new else old
+            _empty_like(entry.value) if old is None or makes_new else old
             for (entry, _), old in zip(pairs, olds, strict=True)
         ]
+
+
+def _empty_like(value: Any) -> Any:
+    return tree_map(torch.empty_like, value)
 
 
 def _end(
     pairs: Sequence[tuple[Entry, torch.Tensor]],
     started: Any,
-    lows: Sequence[torch.Tensor],
+    values: Sequence[Any],
     devices: tuple[torch.device, ...],
 ) -> None:
     with STORE.exclusive():
         kepts = tuple(entry.kept for entry, _ in pairs)
         for i, kept in enumerate(kepts):
             kept.adopt(started, (i,))
-        engine().finish_step(kepts, tuple(lows), tuple((weight,) for _, weight in pairs))
+        engine().finish_step(kepts, tuple(values), tuple((weight,) for _, weight in pairs))
         if devices:
             remember_again(entry for entry, _ in pairs)
         STORE.streams.record(devices)

@@ -28,6 +28,7 @@ import torch
 from amp_fx.regions.state import no_autocast
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.kept_float8 import Float8Slot, is_compiled, write_compiled
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
@@ -322,10 +323,18 @@ class Store:
         In a list, one pair whose strides differ would have every pair copied by itself.
         """
         makes_new = self.streams.are_several()
-        values, lows, highs = [], [], []
+        values: list[Any] = []
+        lows, highs, quantized = [], [], []
+        reads: dict[int, torch.Tensor] = {}
         for entry, weights, old in zip(entries, sources, olds, strict=True):
-            value = None if makes_new else old
-            if value is None or not entry.is_cast:
+            value: Any = None if makes_new else old
+            if isinstance(entry.wanted, Float8Slot) and is_compiled(weights[0]):
+                if value is None:
+                    value = entry.wanted.empty(weights[0])
+                    entry.made_bytes = _num_bytes(entry, value, weights)
+                read = reads.setdefault(id(weights[0]), _read_only(weights[0]))
+                quantized.append((read, entry.wanted.how, value))
+            elif value is None or not entry.is_cast:
                 value = self._made_anew(entry, weights, value)
             if entry.is_listed:
                 lows.append(value)
@@ -335,6 +344,8 @@ class Store:
             values.append(value)
         if lows:
             torch._foreach_copy_(lows, highs)
+        if quantized:
+            write_compiled(quantized)
         return values
 
     def _made_anew(self, entry: Entry, weights: Weights, old: Any) -> Any:

@@ -10,9 +10,11 @@ import torch
 
 import amp_fx
 from amp_fx import Policy, weight_cache
+from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights import kept_call
 from amp_fx.weights.engine import has_hook
-from amp_fx.weights.kept_float8 import Float8Slot
+from amp_fx.weights.kept_float8 import Float8Slot, write_forms
+from amp_fx.weights.store import same_bits
 from tests.weights import nets, writes
 from tests.weights.nets import assert_same, compile_amp_fx, make_net
 
@@ -72,6 +74,25 @@ def test_one_quantization_per_weight_layout_and_update(made: Counter[Any], compi
     assert len({name for name, _ in made}) == 2
     assert sorted(made.values()) == [5, 5, 5]
     assert sum(is_back for _, is_back in made) == 1
+
+
+@pytest.mark.parametrize("fill", [0.0, float("nan")])
+@pytest.mark.parametrize("has_rows_of_outputs", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_both_layouts_at_once_have_the_bits_of_each(
+    recipe: str, has_rows_of_outputs: bool, fill: float
+) -> None:
+    """As GPUs make them; ``tests/cuda/test_float8.py`` executes their code."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 32)
+    weight[3], weight[5, 7] = 0, fill
+    slots = [Float8Slot(0, recipe, has_rows_of_outputs, is_back) for is_back in (True, False)]
+    values = [slot.empty(weight) for slot in slots]
+    write_forms([(weight, s.how, v) for s, v in zip(slots, values, strict=True)])
+    for slot, value in zip(slots, values, strict=True):
+        for found, expected in zip(value, slot.make((weight,)), strict=True):
+            assert found.stride() == expected.stride()
+            assert same_bits(found, expected)
 
 
 def test_inference_shares_what_training_keeps(made: Counter[Any]) -> None:

@@ -20,6 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.dtypes import as_dtype
 from amp_fx.replaced import replaced
+from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES
+from amp_fx.weights.kept_float8 import Float8Slot, write_forms
+from tests.float8.torchao_oracle import converted
 from tests.traffic.counting import Counter
 from tests.traffic.cubins import cubin_failures
 from tests.traffic.frozen import freezing
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 NATIVE, AMP_FX, FROZEN, LEAN, LIMIT = "native", "amp_fx", "frozen", "lean", "limit"
 CONTENDERS = (NATIVE, AMP_FX, LEAN, LIMIT)
 POLICIES = {AMP_FX: "torch", FROZEN: "torch", LEAN: "lean"}
+POLICIES |= {preset: preset for preset in FLOAT8_PRESETS}
+TORCHAO = {f"torchao-{recipe}": recipe for recipe in RECIPES}
 MARK = "counted: "
 """In front of each line of JSON; libraries print lines too."""
 
@@ -58,15 +63,17 @@ def count(
     Args:
         case: The model and its input.
         contender: ``"native"``: inductor under ``torch.autocast``; ``"amp_fx"``; ``"lean"``:
-            amp_fx with that preset; ``"frozen"``: amp_fx with frozen weights; or ``"limit"``: the
-            model stored low.
+            amp_fx with that preset; ``"frozen"``: amp_fx with frozen weights; ``"limit"``: the
+            model stored low; a float8 preset; or, of ``TORCHAO``, torchao's Float8Linear under
+            ``torch.autocast``, compiled by inductor.
         device: ``"cpu"``, or ``"cuda"``, which must be pretended.
         dtype: The low dtype.
         trains: Whether there is a backward.
 
     Returns:
         The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
-        ``"refreshed"`` before the first, or what else makes values that are kept.
+        ``"refreshed"`` before the first, or what else makes values that are kept, and the graphs
+        by which weights were ``"quantized"`` before the first.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
@@ -75,6 +82,8 @@ def count(
     stored = dtype if contender == LIMIT else torch.float32
     with torch.device("meta"):
         model = case.build().to(stored)
+        if contender in TORCHAO:
+            model = converted(model, TORCHAO[contender])
     with mode, torch.device(device):
         _fake_weights_(model)
         args = _inputs(case, stored, trains)
@@ -104,7 +113,13 @@ def count(
         if not made:
             raise RuntimeError("it was not frozen")
         kept.refreshed = made
+    with mode, counter.listening(), torch.no_grad():
+        for quantized in kept.quantized.values():
+            torch._dynamo.reset()
+            compiled = torch.compile(write_forms, backend=counter.inductor, dynamic=False)
+            compiled([*quantized.values()])
     return {
+        "quantized": [dataclasses.asdict(graph) for graph in counter.take()],
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": kept.refreshed[0] if kept.refreshed else [],
@@ -162,9 +177,11 @@ class _Kept:
     Attributes:
         refreshed: For each call, of each weight that was cast before it: the number of elements,
             the bytes of one before and after, and whether the copy lies as the weight does.
+        quantized: By weight, what ``write_forms`` takes for all its forms in float8.
     """
 
     refreshed: list[list[tuple[int, int, int, bool]]] = dataclasses.field(default_factory=list)
+    quantized: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
@@ -202,7 +219,9 @@ class _Kept:
         made = []
         for slot, low in zip(kept.slots, lows, strict=True):
             weight = args[slot.source_index]
-            if not slot.is_alias:
+            if isinstance(slot, Float8Slot):
+                self.quantized.setdefault(id(weight), {})[slot.how] = weight.detach(), slot.how, low
+            elif not slot.is_alias:
                 sizes = weight.element_size(), low.element_size()
                 made.append((low.numel(), *sizes, low.stride() == weight.stride()))
         self.refreshed.append(made)
@@ -228,7 +247,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         case, given["contender"], device=given["device"], dtype=dtype, trains=given["trains"]
     )
     sources: dict[str, str] = {}
-    for graph in [*counted["first"], *counted["further"]]:
+    for graph in [*counted["first"], *counted["further"], *counted["quantized"]]:
         sources |= graph.pop("sources", {})
     capabilities = given.get("capabilities", ())
     counted["num_kernels"] = len(sources)

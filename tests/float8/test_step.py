@@ -1,0 +1,138 @@
+"""``compile_step`` writes weights quantized by row; calls quantize those with one scale."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import amp_fx
+from amp_fx import Policy
+from amp_fx.weights import step_copies
+from amp_fx.weights.engine import has_hook
+from amp_fx.weights.kept_float8 import Float8Slot
+from amp_fx.weights.store import STORE, making_values
+from tests.weights import writes
+from tests.weights.nets import assert_same
+from tests.weights.test_random_sequences import PLAIN
+
+if TYPE_CHECKING:
+    from torch import nn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning"),
+    pytest.mark.skipif(not has_hook(), reason="nothing is kept without the part in C++"),
+]
+
+UPDATES, BATCHES = 5, 4
+WRITTEN_BY_CALLS = {
+    # Before the first update, and after it: that one runs eagerly, to make the optimizer's state.
+    "rowwise": {False: 2, True: 2},
+    # The weight for the gradient of the input has one scale.
+    "rowwise-gw-hp": {False: 2, True: UPDATES},
+    "tensorwise": {False: UPDATES, True: UPDATES},
+}
+"""How often calls quantize a weight, by whether it is for the gradient of the input."""
+
+
+def three() -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = ((16, 48), (48, 32), (32, 16))
+    return torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in sizes])
+
+
+def policy(recipe: str) -> Policy:
+    return Policy.default().with_ops({"linear": "float8"}).with_float8(recipe)
+
+
+def trained(recipe: str, backend: str) -> list[torch.Tensor]:
+    """Outputs and weights of some updates of some micro-batches each."""
+    torch._dynamo.reset()
+    model = three()
+    options: dict[str, Any] = {"policy": policy(recipe), "compiler": "aot_eager"}
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = amp_fx.compile_step(optimizer, max_norm=1.0, backend=backend)
+    found = []
+    for _ in range(UPDATES):
+        for _ in range(BATCHES):
+            y = compiled(torch.randn(16, 16))
+            y.square().mean().backward()
+            found.append(y.detach())
+        step()
+        optimizer.zero_grad()
+    return found + [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("recipe", WRITTEN_BY_CALLS)
+def test_calls_quantize_only_what_steps_do_not_write(
+    recipe: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Counter[Any] = Counter()
+    make = Float8Slot.make
+
+    def counting(slot: Float8Slot, weights: Any) -> Any:
+        if not isinstance(weights[0], torch._subclasses.FakeTensor):
+            made[slot.name, slot.is_back] += 1
+        return make(slot, weights)
+
+    monkeypatch.setattr(Float8Slot, "make", counting)
+    found = trained(recipe, backend)
+    expected = WRITTEN_BY_CALLS[recipe]
+    # The input of the first layer needs no gradient.
+    assert sorted(made.values()) == sorted([expected[False]] * 3 + [expected[True]] * 2)
+
+    monkeypatch.setattr(step_copies, "has_hook", lambda: False)  # the next call makes all anew
+    made.clear()
+    assert_same(found, trained(recipe, backend))
+    assert set(made.values()) == {UPDATES}
+
+
+def test_both_layouts_are_written_with_the_bits_of_a_call() -> None:
+    model = three()
+    options: dict[str, Any] = {"policy": policy("rowwise"), "compiler": "aot_eager"}
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp_fx.compile_step(optimizer)
+    for _ in range(3):
+        compiled(torch.randn(16, 16)).square().mean().backward()
+        step()
+    found = 0
+    for weight in model.parameters():
+        for entry in STORE.of_weight(weight):
+            if isinstance(entry.wanted, Float8Slot):
+                assert entry.is_fresh()
+                with making_values():
+                    assert_same(entry.value, entry.wanted.make((weight.detach(),)))
+                found += 1
+    assert found == 5
+
+
+@pytest.mark.parametrize("write", PLAIN)
+def test_writes_behind_a_step_are_seen(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.weights import nets
+
+    for module in (nets, writes):
+        monkeypatch.setattr(module, "SIZE", 16)
+    monkeypatch.setattr(writes, "COUNT", 16 * 16)
+    net, twin = nets.make_net(), nets.make_net()
+    compiled = nets.compile_amp_fx(net, policy=policy("rowwise"), compiler="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = amp_fx.compile_step(optimizer, backend="eager")
+    change = writes.write_called(write)(net)
+    for i in range(3):
+        x = torch.randn(16, 16)
+        y = compiled(x)
+        with torch.no_grad(), amp_fx.autocast("cpu", policy=policy("rowwise")):
+            assert_same(y.detach(), twin(x).to(y.dtype))
+        loss: Any = y.square().mean()
+        loss.backward()
+        step()
+        optimizer.zero_grad()
+        change(i)
+        with torch.no_grad():
+            for theirs, ours in zip(twin.parameters(), net.parameters(), strict=True):
+                theirs.copy_(ours)
