@@ -286,11 +286,11 @@ def _redispatch(
 ) -> Any:
     """Calls an op as if no kernel were here: the ops inside of it are still autocast.
 
-    ``redispatch`` takes no numbers for tensors. Relies on the other way, by key, making tensors of
-    them that count as numbers where types are promoted.
+    ``redispatch`` takes no numbers for tensors. Relies on ``decompose`` making tensors of them that
+    count as numbers where types are promoted; all such ops that get here can be decomposed.
     """
     if _has_number(op, args):
-        return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
+        return op.decompose(*args, **kwargs)
     return op.redispatch(keys, *args, **kwargs)
 
 
