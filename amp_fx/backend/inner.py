@@ -43,6 +43,7 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
+from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
@@ -303,7 +304,7 @@ def through_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    settings = inductor_config(options)
+    settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
         # Inductor's own freezing would take kept copies for constant, and weights.
         stack.enter_context(config.patch(freezing=False))
@@ -317,6 +318,20 @@ def through_inductor(
             config_patches=settings,
             decompositions=_whole_ops(options),
         )
+
+
+def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
+    """Lets kernels of graphs with float8 products be as long as inductor allows on a CPU.
+
+    On GPUs it ends a kernel after 30 ops. Scales, and what undoes them, are 20 of those: it then
+    writes float32 tensors in the midst of a norm's backward, which others read again.
+    """
+    from torch._inductor import config
+
+    name = "realize_opcount_threshold"
+    nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
+    is_unset = getattr(config, name, 0) is None
+    return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}
 
 
 def _whole_ops(options: Options) -> dict[Any, Any] | None:
