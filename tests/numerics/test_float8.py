@@ -182,3 +182,93 @@ def test_a_checkpoint_runs_it_again() -> None:
     again = amp_fx.accuracy(step, policy="float8-rowwise")(x)
     assert again.gradient_error == pytest.approx(plain.gradient_error, rel=1e-6)
     assert len(products(again, "forward")) == 1
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+def spoil(model: nn.Module, index: int) -> None:
+    with torch.no_grad():
+        model.get_parameter(f"blocks.{index}.up.bias")[3] = 1e6
+        model.get_parameter(f"blocks.{index}.down.weight")[:, 3] = 1e-9
+
+
+class Stack(nn.Module):
+    """Blocks; in the third one, a column of an input is huge, and little of it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(64, 16)
+        spoil(self, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.last(x))
+
+
+def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
+    """The largest relative error of the loss and of all gradients, of plain eager runs."""
+    with amp_fx.autocast("cpu", policy=policy):
+        low = model(x)
+    exact = model(x)
+    pairs = [torch.cat([g.flatten() for g in gradients(model, y)]) for y in (low, exact)]
+    return max(relative(low.detach(), exact.detach()), relative(*pairs))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_search_finds_the_product_that_does_not_stand_float8(recipe: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 32)
+    assert error_under("float8-" + recipe, model, x) > 0.1
+    search = amp_fx.search(model, policy=f"float8-{recipe}", tolerance=0.1, compiler="aot_eager")
+    result = search(x)
+    assert [str(unit) for unit in result.units] == ["blocks.2.down: linear"]
+    assert result.is_minimal
+    assert result.runs_in == "bfloat16"
+    assert "1 of 8 in bfloat16" in str(result)
+    result.policy.save(tmp_path / "amp.toml")
+    text = (tmp_path / "amp.toml").read_text()
+    assert '"blocks.2.down" = { linear = "lower_precision_fp" }' in text
+    loaded = amp_fx.Policy.load(tmp_path / "amp.toml")
+    assert loaded == result.policy
+    assert error_under(loaded, model, x) == pytest.approx(result.value, rel=1e-5)
+    assert result.value <= 0.1
+    assert result.compiled_value == pytest.approx(result.value, rel=0.1)
+    explained = amp_fx.explain(model, policy=loaded)(x)
+    found = [n for g in explained.graphs for n in g.nodes if n.op == "amp_fx.float8_product"]
+    assert len(found) == 7
+    assert "the limit of float8_e4m3fn" in result.units[0].why
+
+
+def test_alike_products_that_all_do_not_stand_it_are_one_line() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(64, 32)
+    for index in (0, 1, 3):
+        spoil(model, index)
+    result = amp_fx.search(model, policy="float8-rowwise", tolerance=0.1, compiler=None)(x)
+    assert [str(unit) for unit in result.units] == ["blocks.*.down: linear"]
+    assert result.value == pytest.approx(error_under(result.policy, model, x), rel=1e-5)
+
+
+def test_all_stand_a_wide_tolerance_and_none_a_narrow_one() -> None:
+    model, x = three(), torch.randn(16, 32)
+
+    def step(x: Tensor) -> Tensor:
+        return loss_of(model(x))
+
+    options: dict[str, Any] = {"policy": "float8-rowwise", "compiler": None}
+    assert amp_fx.search(step, tolerance=0.2, **options)(x).units == ()
+    message = "every float8 product in bfloat16 it is .* search without float8 first"
+    with pytest.raises(amp_fx.errors.SearchError, match=message):
+        amp_fx.search(step, tolerance=1e-5, **options)(x)
