@@ -208,11 +208,14 @@ def _weight_grad(
 
 
 def _filled_up(data: torch.Tensor) -> torch.Tensor:
-    """Adds rows of zeros, which GPUs need and sums do not notice, up to a multiple of 16."""
+    """Adds rows of zeros up to a multiple of 16: GPUs need them, and sums do not notice."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     num_rows = data.shape[0]
-    if data.device.type == "cpu" or statically_known_true(num_rows % MULTIPLE == 0):
+    # One row turned is a column, whose strides inductor does not let anybody choose.
+    if data.device.type == "cpu" and not statically_known_true(num_rows == 1):
+        return data
+    if statically_known_true(num_rows % MULTIPLE == 0):
         return data
     missing = -num_rows % MULTIPLE
     filled = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, missing))

@@ -185,6 +185,21 @@ def test_dynamic_batches() -> None:
         model.zero_grad()
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise-gw-hp"])
+def test_a_batch_of_one(recipe: str) -> None:
+    """One row turned is a column, which inductor lays out as it likes."""
+    model, x = three(), torch.randn(1, 16)
+    policy = EXPLICIT.with_float8(recipe)
+    options: dict[str, Any] = {"policy": policy, "numerics": "strict", "fallback": False}
+    y = torch.compile(model, backend="amp_fx", options=options)(x)
+    with amp_fx.autocast("cpu", policy=policy):
+        expected = model(x)
+    weights = list(model.parameters())
+    pairs = [torch.autograd.grad(each.float().square().sum(), weights) for each in (y, expected)]
+    assert torch.equal(y, expected.float())
+    assert all(map(torch.equal, *pairs))
+
+
 def test_products_with_transposed_and_plain_weights() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
