@@ -507,6 +507,8 @@ class _Search:
     def _check_repeatable(self) -> None:
         """Runs the reference once more: a step that differs from itself cannot be compared."""
         differs = _default_metric(self._outcome(None), self.reference)
+        if differs == math.inf and not all(t.isfinite().all() for t in self.reference.floats):
+            raise SearchError("the step itself gives infinite numbers or NaN in float32")
         if differs > self.options.tolerance:
             raise SearchError(
                 f"the step differs from run to run, by {differs:.3g} in float32, which is more "

@@ -146,6 +146,13 @@ def test_a_weight_stored_in_float8_is_named() -> None:
     layer.weight = nn.Parameter(weight, requires_grad=False)
     (reason,) = [r for r in reasons(model, PRESET, torch.randn(16, 16)) if "stored" in r]
     assert "not in float8: the weight is stored in float8_e4m3fn" in reason
+    options: dict[str, Any] = {"policy": PRESET, "compiler": "aot_eager", "fallback": False}
+    x = torch.randn(16, 16)
+    y = torch.compile(model, backend="amp_fx", options=options)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
 
 
 def test_tied_embeddings_train() -> None:
