@@ -98,8 +98,7 @@ class _Product:
             scaling = self.settings.forward
             call = self._call([x, weight], scaling)
             self.shadow = mode.shadows.of(x), self._matrix(mode.shadows.of(weight))
-            self.wide = tuple(widened(t, mode.reference) for t in (x, self._matrix(weight)))
-            shadow, repeated = (left @ right for left, right in (self.shadow, self.wide))
+            shadow, repeated = (left @ right for left, right in (self.shadow, self._wide()))
             operands = [(_rows(x), scaling), (self._matrix(weight).t(), scaling)]
             call.compare((result, shadow, repeated), place, operands)
         node, number = result.grad_fn, place[2]
@@ -121,7 +120,7 @@ class _Product:
 
     def _compare_gradients(self, grads: Any, grad: torch.Tensor, place: Any) -> None:
         shadow, wide = self.mode.shadows.of(grad), widened(grad, self.mode.reference)
-        pairs = [(shadow, *self.shadow), (wide, *self.wide)]
+        pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
             products = [g @ matrix.t() for g, _, matrix in pairs]
@@ -140,6 +139,10 @@ class _Product:
         if scaling is not None:
             call.recipe, call.rounded_to = self.recipe, scaling.dtype
         return call
+
+    def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        reference = self.mode.reference
+        return widened(self.x, reference), widened(self._matrix(self.weight), reference)
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as ``[inputs, outputs]``."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
+_OF_UNIT = ("module", "op", "why", "order")
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """One run under a policy.
@@ -88,6 +91,7 @@ class SearchResult(Report):
         found |= {
             "policy": str(self.policy),
             "evaluations": self.evaluations,
+            "units": [{name: getattr(unit, name) for name in _OF_UNIT} for unit in self.units],
         }
         plain: dict[str, Any] = as_plain(found)
         return plain
