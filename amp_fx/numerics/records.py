@@ -267,6 +267,7 @@ class Suspect:
         score: How far over the threshold it is: 1 is at it.
         members: Numbers of the ops (``OpRecord.index``).
         is_mendable: Whether a policy can run it in float32.
+        recipe: That of a product in float8; else empty.
     """
 
     kind: str
@@ -281,11 +282,13 @@ class Suspect:
     score: float
     members: tuple[int, ...]
     is_mendable: bool
+    recipe: str = ""
 
     def __str__(self) -> str:
         """One line."""
         where = f"{self.module}: " if self.module else ""
-        return f"{where}{self.op} ({self.stage}, {self.dtype}): {self.why}"
+        dtype = f"float8 {self.recipe}" if self.recipe else self.dtype
+        return f"{where}{self.op} ({self.stage}, {dtype}): {self.why}"
 
 
 def record_of(seen: Seen) -> OpRecord:

@@ -395,6 +395,7 @@ def _suspect(group: list[_Finding]) -> Suspect:
         score=worst.score,
         members=tuple(dict.fromkeys(f.mend.index for f in group)),
         is_mendable=bool(mend.op),
+        recipe=mend.recipe,
     )
 
 
@@ -434,7 +435,7 @@ def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
     """A policy that runs suspects of the forward in float32, those in float8 in the low dtype."""
     found = [s for s in suspects if s.stage == "forward" and s.is_mendable]
     for is_float8, treatment in ((False, "fp32"), (True, LOW)):
-        chosen = [s for s in found if s.dtype.startswith("float8") is is_float8]
+        chosen = [s for s in found if bool(s.recipe) is is_float8]
         base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)
     return base
 

@@ -105,6 +105,7 @@ def test_what_a_scale_flushes_to_zero_is_a_suspect() -> None:
     report = amp_fx.accuracy(model, policy="float8-rowwise", loss=loss_of)(x)
     suspect = report.suspects[0]
     assert (suspect.module, suspect.op, suspect.kind) == ("1", "linear", "underflow")
+    assert str(suspect).startswith("1: linear (forward, float8 rowwise): its own error is")
     assert "scales bring the largest ones to 448, the limit of float8_e4m3fn" in suspect.why
     (forward,) = products(report, "forward")
     with torch.autocast("cpu", torch.bfloat16):
