@@ -8,7 +8,8 @@ After:
     return (%y_float32,)
 
 An output that is returned twice is cast once, so that it stays one tensor. Left alone on
-purpose: outputs that the user's own regions or casts made low.
+purpose: outputs that the user's own regions or casts made low, and those that capture has in
+float8, as it lets a product mix float32 with weights stored in float8, which eager code refuses.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import CAPTURED, SITE
 from amp_fx.graphs.values import (
     analysis,
+    captured_dtype,
     captured_value,
     detect_fake_mode,
     evaluate,
@@ -73,8 +75,7 @@ class RestoreOutputs:
 
     def _wanted(self, output: fx.Node) -> dict[fx.Node, torch.dtype | None]:
         if self.dtypes is None:
-            captured = {node: captured_value(node) for node in output.all_input_nodes}
-            return {node: getattr(value, "dtype", None) for node, value in captured.items()}
+            return {node: captured_dtype(node) for node in output.all_input_nodes}
         outputs: Any = output.args[0]
         pairs = zip(outputs, self.dtypes, strict=True)
         return {node: dtype for node, dtype in pairs if hasattr(node, "users")}

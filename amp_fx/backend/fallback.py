@@ -12,7 +12,7 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
-from amp_fx.graphs.values import captured_value, remember_captured
+from amp_fx.graphs.values import captured_dtype, remember_captured
 from amp_fx.regions.kernels import prepare_state
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def as_native_region(
 
 def _restore_outputs(graph: fx.Graph, output: fx.Node) -> None:
     for node in output.all_input_nodes:
-        captured = captured_value(node)
-        if isinstance(captured, torch.Tensor) and captured.is_floating_point():
-            restored = graph.call_function(torch.ops.aten.to.dtype, (node, captured.dtype))
+        dtype = captured_dtype(node)
+        if dtype is not None and dtype.is_floating_point:
+            restored = graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
             output.replace_input_with(node, restored)
 
 

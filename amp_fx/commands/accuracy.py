@@ -29,6 +29,7 @@ examples:
   python -m amp_fx accuracy mypackage.train:make_step --dtype float16
   python -m amp_fx accuracy torch.nn.functional:gelu --input-shape 8,64 --dtype bfloat16
   python -m amp_fx accuracy mypackage.train:make_step --search 1e-2 --save amp.toml
+  python -m amp_fx accuracy mypackage.train:make_step --policy float8-rowwise --search 0.05
 
 The target is a module, a class of modules or a function. What can be called without arguments
 is called: it makes the step, or a pair of the step and a tuple of its inputs. Inputs that are
@@ -56,7 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--search",
         type=float,
         metavar="TOLERANCE",
-        help="find a small set of ops for float32 that brings the error below this",
+        help="find a small set of ops for float32 (of float8 products: for the low dtype) that "
+        "brings the error below this",
     )
     parser.add_argument("--budget", type=int, default=60, help="runs of the search, at most")
     parser.add_argument("--save", metavar="PATH", help="write the policy that was found: amp.toml")

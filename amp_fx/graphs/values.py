@@ -35,6 +35,15 @@ def captured_value(node: fx.Node) -> Any:
     return CAPTURED.get(node)
 
 
+def captured_dtype(node: fx.Node) -> torch.dtype | None:
+    """Returns the dtype of a captured tensor; None for what is none, and for float8."""
+    value = captured_value(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    is_float8 = value.is_floating_point() and value.itemsize == 1
+    return None if is_float8 else value.dtype
+
+
 def remember_captured(graph: fx.Graph) -> None:
     """Keeps what capture recorded under ``CAPTURED``, once, for all nodes."""
     for node in graph.nodes:

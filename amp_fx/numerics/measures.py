@@ -20,7 +20,8 @@ class Measures:
         error_sq: Squared error against the reference program.
         shadow_sq: Squares of the latter's result.
         max_abs: Its largest absolute value; NaN if it has one.
-        overflows: Elements that are infinite or NaN where the same op in the reference is finite.
+        overflows: Elements that are infinite or NaN where the same op in the reference is finite,
+            and those that a cast to float8 has brought to the dtype's limit.
         fills: Those among them that are one large negative number in the reference: a mask's.
         inherited: Those that are so already for the inputs given, and not in the reference program.
         poisoned: NaNs among them, where the reference program has none.
@@ -100,7 +101,7 @@ def measure_float(
     Returns:
         The numbers, and the error of the op itself, element by element.
     """
-    found = Measures(result.numel())
+    found, given = Measures(result.numel()), result.dtype
     if not result.numel():
         return found, None
     if result.is_complex():
@@ -128,7 +129,14 @@ def measure_float(
         found.local_sq, found.local_ref_sq = read[:2] if error is eps else read[4:6]
     if not _is_sound(found):
         _measure_again(found, result, repeated, shadow)
+    largest = _SATURATING.get(given)
+    if largest is not None and repeated is not None:
+        found.overflows = int((repeated.abs() > largest).sum())
     return found, eps
+
+
+_SATURATING = {torch.float8_e4m3fn: 464.0}
+"""What rounds to a dtype's limit, where casts bring to the limit also what is larger."""
 
 
 def _is_sound(found: Measures) -> bool:
@@ -199,13 +207,14 @@ def heal(
     something infinite in both.
     """
     limit = torch.finfo(result.dtype).max
+    wide = result.to(shadow.dtype)  # few ops take float8
     if repeated is not None:
-        bad = ~result.isfinite() & repeated.isfinite()
-        result.copy_(torch.where(bad, repeated.clamp(-limit, limit).to(result.dtype), result))
-    bad = result.isnan() & ~shadow.isnan()
+        bad = ~wide.isfinite() & repeated.isfinite()
+        wide = torch.where(bad, repeated.clamp(-limit, limit), wide)
+    bad = wide.isnan() & ~shadow.isnan()
     if is_singular:
-        bad |= ~result.isfinite() & shadow.isfinite()
-    result.copy_(torch.where(bad, shadow.clamp(-limit, limit).to(result.dtype), result))
+        bad |= ~wide.isfinite() & shadow.isfinite()
+    result.copy_(torch.where(bad, shadow.clamp(-limit, limit), wide))
 
 
 def effect_of(

@@ -9,6 +9,7 @@ error yet. What cannot be run again is listed as not examined.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ from amp_fx.numerics.shadow import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from amp_fx.numerics.state import StateGuard
@@ -75,6 +77,8 @@ class ShadowedCall:
         self.has_diverged = any(map(self.shadows.has_diverged, tensors))
         self.has_low = any(self.shadows.is_low(t.dtype) for t in tensors)
         self.names_low = names_low_dtype(args, kwargs, mode.reference)
+        self.recipe = ""
+        self.rounded_to: torch.dtype | None = None
 
     def is_touched(self) -> bool:
         """Whether the reference may have something else here."""
@@ -326,7 +330,7 @@ class ShadowedCall:
         is_measured: bool,
     ) -> float:
         """Heals a result, adds its numbers to the record, and gives its error since the start."""
-        is_low = self.shadows.is_low(result.dtype)
+        is_low = self.shadows.is_low(result.dtype) or self.rounded_to is not None
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
         found, eps = measure_float(
             result, repeated if is_low else None, shadow, counts_zeros=counts_zeros
@@ -366,7 +370,8 @@ class ShadowedCall:
             stage=stage,
             site=site,
             kernel=self.facts.name,
-            dtype=result.dtype,
+            dtype=self.rounded_to or result.dtype,
+            recipe=self.recipe,
             shape=tuple(result.shape),
             measures=Measures(),
             error_in=max((entry.error for entry in known), default=0.0),
@@ -418,6 +423,8 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.roundings: dict[int, list[Rounding]] = {}
         self.roots: list[float] = []
         """What the step itself has called ``backward`` of, in the reference."""
+        self.measured_nodes: set[int] = set()
+        """Nodes of custom functions whose forward and backward are each measured as one op."""
         self.num_healed = 0
         self.is_paused = False
         self.guard = guard
@@ -462,6 +469,19 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in((args, kwargs))
         self.guard.note_made(results, tensors)
         return results
+
+    def pause(self, is_paused: bool) -> None:
+        """Lets ops run as they are from now on, or no longer."""
+        self.is_paused = is_paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets ops run as they are meanwhile."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""

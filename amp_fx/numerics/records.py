@@ -24,7 +24,8 @@ class Seen:
         stage: ``"forward"`` or ``"backward"``.
         site: Where it runs; in the backward where its forward ran.
         kernel: The op of the dispatcher.
-        dtype: The dtype of its result.
+        dtype: The dtype of its result; of a product in float8 that of its operands.
+        recipe: That of a product in float8; else empty.
         shape: The sizes of its first result.
         measures: Its numbers.
         error_in: The largest relative error of its inputs.
@@ -52,6 +53,7 @@ class Seen:
     is_origin: bool = False
     integers: float = 0.0
     exponents: torch.Tensor | None = None
+    recipe: str = ""
 
 
 @dataclasses.dataclass
@@ -80,7 +82,13 @@ class Rounding:
         return gradient if gradient.shape == self.eps.shape else None
 
 
-UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+UNIT = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "float32": 2.0**-24,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
 """The largest relative error of one rounding, by dtype."""
 
 
@@ -95,7 +103,7 @@ class OpRecord:
         module_type: That module's class.
         op: What a policy calls it (``"linear"``); ``""`` where no policy reaches it.
         kernel: The op itself: ``"aten::addmm"``.
-        dtype: The dtype of its result.
+        dtype: The dtype of its result; of a product in float8 that of its operands.
         shape: The sizes of its result.
         file: Source file of the line that calls it, or ``""``.
         line: The line's number, or 0.
@@ -115,7 +123,8 @@ class OpRecord:
         poisoned: NaNs among them, where the reference program has none.
         singular: Elements that are infinite or NaN though the inputs are finite, on the same
             inputs in the reference too: the logarithm of what became zero.
-        flushed: Elements that became zero and are none in the reference on the same inputs.
+        flushed: Elements that became zero and are none in the reference on the same inputs; of a
+            product in float8 elements of its operands.
         nonzero: Elements that are not zero there.
         lost: Elements that are zero, and none in the reference program.
         flips: Elements of discrete results (indices, masks) that differ.
@@ -123,6 +132,7 @@ class OpRecord:
         norm: The norm (L2) of the result there.
         is_origin: Whether the reference program becomes infinite or NaN here.
         integers: The largest of integers that enter a product rounded; 0 where none do.
+        recipe: That of a product in float8 (``"rowwise"``); else empty.
     """
 
     index: int
@@ -157,6 +167,7 @@ class OpRecord:
     norm: float
     is_origin: bool
     integers: float = 0.0
+    recipe: str = ""
 
     @property
     def amplification(self) -> float:
@@ -171,11 +182,21 @@ class OpRecord:
 
     @property
     def headroom(self) -> float:
-        """Powers of two between the largest value and the dtype's limit; negative beyond it."""
-        limit = torch.finfo(getattr(torch, self.dtype)).max if self.is_float else math.inf
+        """Powers of two between the largest value and the dtype's limit; negative beyond it.
+
+        Scales bring the operands of a product in float8 to the limit, whatever their values.
+        """
+        limit = math.inf
+        if self.is_float and not self.recipe:
+            limit = limit_of(self.dtype)
         if self.max_abs == 0 or not math.isfinite(limit):
             return math.inf
         return math.log2(limit / self.max_abs) if math.isfinite(self.max_abs) else -math.inf
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of its result."""
+        return "bfloat16" if self.recipe else self.dtype
 
     @property
     def is_float(self) -> bool:
@@ -246,6 +267,7 @@ class Suspect:
         score: How far over the threshold it is: 1 is at it.
         members: Numbers of the ops (``OpRecord.index``).
         is_mendable: Whether a policy can run it in float32.
+        recipe: That of a product in float8; else empty.
     """
 
     kind: str
@@ -260,11 +282,13 @@ class Suspect:
     score: float
     members: tuple[int, ...]
     is_mendable: bool
+    recipe: str = ""
 
     def __str__(self) -> str:
         """One line."""
         where = f"{self.module}: " if self.module else ""
-        return f"{where}{self.op} ({self.stage}, {self.dtype}): {self.why}"
+        dtype = f"float8 {self.recipe}" if self.recipe else self.dtype
+        return f"{where}{self.op} ({self.stage}, {dtype}): {self.why}"
 
 
 def record_of(seen: Seen) -> OpRecord:
@@ -297,7 +321,9 @@ def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
 
 
 _OF_SITE = ("module", "module_type", "op", "file", "line", "code")
-_OF_SEEN = ("index", "stage", "kernel", "shape", "inputs", "effect", "is_origin", "integers")
+_OF_SEEN = (
+    *("index", "stage", "kernel", "shape", "inputs", "effect", "is_origin", "integers", "recipe"),
+)
 _COUNTS = (
     *("numel", "overflows", "fills", "inherited", "poisoned", "singular"),
     *("flushed", "nonzero", "lost", "flips"),
@@ -328,14 +354,20 @@ def limit_of(dtype: str) -> float:
 def overflow_words(record: OpRecord) -> str:
     """How much of a result overflowed."""
     part = f"{record.overflows} of {record.numel} elements overflow"
-    limit = limit_of(record.dtype)
+    limit = limit_of(record.result_dtype)
     if record.max_abs > limit and record.max_abs != float("inf"):
         return f"{part}: |x| is up to {number(record.max_abs)}, the limit is {limit:.6g}"
     return part
 
 
 def flush_words(record: OpRecord) -> str:
-    """How much of a result was flushed to zero."""
+    """How much of a result was flushed to zero, or of the operands of a product in float8."""
+    if record.recipe:
+        limit = limit_of(record.dtype)
+        return (
+            f"{share(record.underflow)} of the elements of its operands are flushed to zero, as "
+            f"scales bring the largest ones to {limit:.6g}, the limit of {record.dtype}"
+        )
     return f"{share(record.underflow)} of its elements are flushed to zero"
 
 

@@ -64,9 +64,9 @@ class Row:
 
 def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:
     """Alike ops together, those first that overflow, then those that move the loss most."""
-    groups: dict[tuple[str, str, str], list[OpRecord]] = {}
+    groups: dict[tuple[str, ...], list[OpRecord]] = {}
     for node in nodes:
-        key = (node.stage, without_numbers(node.module), node.label)
+        key = (node.stage, without_numbers(node.module), node.label, node.recipe)
         groups.setdefault(key, []).append(node)
     rows = [Row(tuple(group)) for group in groups.values()]
     return sorted(rows, key=lambda row: (row.overflows == 0, -row.effect_rms))
@@ -118,13 +118,18 @@ def _table(report: AccuracyReport, rows: list[Row]) -> Table:
             folded_path(n.module for n in row.nodes) or "-",
             first.label,
             times(len(row.nodes)),
-            dtype_cell(dtype),
+            _dtype_cell(dtype, row),
             number(max(n.local for n in row.nodes)),
             number(max(n.accumulated for n in row.nodes)),
             _part(row.effect, report.loss_magnitude),
             _range(row),
         )
     return table
+
+
+def _dtype_cell(dtype: str, row: Row) -> Text:
+    recipe = next((n.recipe for n in row.nodes if n.recipe), "")
+    return Text(f"float8 {recipe}") if recipe else dtype_cell(dtype)
 
 
 def _part(effect: float, loss: float | None) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
+from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
-from amp_fx.numerics.mode import ShadowMode
 from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.shadow import (
@@ -30,6 +30,7 @@ from amp_fx.reports import human
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from amp_fx.numerics.mode import ShadowMode
     from amp_fx.numerics.records import Seen
 
 log = logging.getLogger(__name__)
@@ -127,9 +128,11 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         if leaf is not None and not node.next_functions:
             leaves.append(leaf)
             continue
-        nodes[number_of(node)] = node
-        if is_custom(node) and node.name() not in _PASSING:
-            module = mode.site_of(number_of(node)).module
+        number = number_of(node)
+        nodes[number] = node
+        is_measured = node.name() in _PASSING or number in mode.measured_nodes
+        if is_custom(node) and not is_measured:
+            module = mode.site_of(number).module
             why = "what ops inside of a custom function do to the loss is not known"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
     for number, roundings in mode.roundings.items():
@@ -172,14 +175,10 @@ def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
 
 def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
     def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        mode.is_paused = True
-        try:
-            with below_everything():
-                for position, gradient in enumerate(gradients):
-                    if gradient is not None and is_tracked(gradient):
-                        _meet(mode, roundings, position, gradient, scale)
-        finally:
-            mode.is_paused = False
+        with mode.paused(), below_everything():
+            for position, gradient in enumerate(gradients):
+                if gradient is not None and is_tracked(gradient):
+                    _meet(mode, roundings, position, gradient, scale)
 
     return hook
 
@@ -387,7 +386,7 @@ def _shadow_run(
     guard: StateGuard,
     plain: _Plain | None,
 ) -> Run:
-    mode = ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
+    mode = Float8ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
     listen(mode)
     with request.region(), mode.notes, mode:
         outputs = step(*args, **kwargs)

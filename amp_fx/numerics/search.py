@@ -6,6 +6,9 @@ The ranking comes first: sets are the beginnings of it, twice as long each time,
 that does is then divided as QuickXplain does it (Junker, AAAI 2004): which of the later half is
 needed if all of the former is there? That takes about 2 k log2(n / k) questions for k of n. If
 more is never worse, the set is 1-minimal; whether it is gets asked in the end in any case.
+
+Under a policy that has products in float8 the question is another one: which of these have to go
+back to the low dtype. Alike layers are one candidate first; then it is asked which of them.
 """
 
 from __future__ import annotations
@@ -35,12 +38,12 @@ from amp_fx.numerics.entry import (
     scale_for,
 )
 from amp_fx.numerics.places import CallNotes, is_inside
-from amp_fx.numerics.records import number
+from amp_fx.numerics.records import flush_words, number
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import GuardMode, guard_of, modules_of
-from amp_fx.numerics.suspects import common_pattern, with_reasons
+from amp_fx.numerics.suspects import LOW, common_pattern, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.regions.region import autocast
@@ -64,12 +67,14 @@ class Unit:
         op: What a policy calls it.
         why: What the report has on it.
         order: The number of the first of its ops.
+        nodes: The ops.
     """
 
     module: str
     op: str
     why: str = dataclasses.field(compare=False)
     order: int = dataclasses.field(compare=False)
+    nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         """``h.*.attn: matmul``."""
@@ -94,10 +99,37 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
 
 def _groups(report: AccuracyReport) -> dict[tuple[str, str], list[OpRecord]]:
     groups: dict[tuple[str, str], list[OpRecord]] = {}
+    is_float8 = has_float8(report)
     for node in report.nodes:
-        if node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16"):
+        is_low = bool(node.recipe) if is_float8 else node.dtype in ("float16", "bfloat16")
+        if node.stage == "forward" and node.op and is_low:
             groups.setdefault((without_numbers(node.module), node.op), []).append(node)
     return groups
+
+
+def has_float8(report: AccuracyReport) -> bool:
+    """Whether a product of the forward runs in float8."""
+    return any(node.recipe for node in report.nodes if node.stage == "forward" and node.op)
+
+
+def single_units(units: Iterable[Unit]) -> list[Unit]:
+    """One unit for each module of several, the one whose errors do most to the loss first."""
+    groups: dict[tuple[str, str], list[OpRecord]] = {}
+    for unit in units:
+        for node in unit.nodes:
+            groups.setdefault((node.module, node.op), []).append(node)
+    ranked = sorted(groups.values(), key=lambda nodes: -max(n.local for n in nodes))
+    return [_unit(nodes, "") for nodes in ranked]
+
+
+def joined_units(chosen: Iterable[Unit], units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """Units of single modules, with one pattern for alike modules if all of them are there."""
+    found = list(chosen)
+    for unit in units:
+        members = single_units([unit])
+        if len(members) > 1 and set(members) <= set(found):
+            found = [unit, *(u for u in found if u not in members)]
+    return tuple(found)
 
 
 def faults_of(report: AccuracyReport, units: Sequence[Unit]) -> list[Unit]:
@@ -123,11 +155,14 @@ def _weight(nodes: Iterable[OpRecord]) -> float:
 def _unit(nodes: list[OpRecord], why: str) -> Unit:
     modules = list(dict.fromkeys(node.module for node in nodes))
     worst = max(nodes, key=lambda n: n.local)
+    own = f"its own error is {number(worst.local)}"
+    own += f"; {flush_words(worst)}" if worst.recipe and worst.flushed else ""
     return Unit(
         module=common_pattern(modules) or "*",
         op=nodes[0].op,
-        why=why or f"its own error is {number(worst.local)}",
+        why=why or own,
         order=nodes[0].index,
+        nodes=tuple(nodes),
     )
 
 
@@ -265,6 +300,8 @@ def search(
 ) -> Callable[..., SearchResult]:
     """Finds a small set of ops that have to run in float32, and the policy that says so.
 
+    If the policy runs products in float8, it finds those that have to run in the low dtype.
+
     ``amp_fx.search(step, tolerance=1e-2)(x, y)`` examines the step once (``amp_fx.accuracy``),
     ranks ops by that, and runs the step under policies until it has a set from which none can be
     left out. Alike layers are one candidate (``h.*.attn``). It is not always the smallest
@@ -381,42 +418,60 @@ class _Search:
         self.dtype = low_dtype_of(asked, self.device_type)
         self.history: list[Evaluation] = []
         self.notes: list[str] = []
+        self.treatment, self.runs_in = "fp32", "float32"
 
     def run(self) -> SearchResult:
         """Finds the set."""
         report = examine(self.step, self.asked, self.args, self.kwargs)
         self.reference = self._outcome(None)
         self._check_repeatable()
+        is_float8 = has_float8(report)
+        if is_float8:
+            self.treatment, self.runs_in = LOW, dtype_name(self.dtype)
         units, num_suspects = units_of(report, self.options.keep)
-        minimizer = Minimizer(
-            units,
-            self._does,
-            self.options.budget,
-            first=num_suspects,
-            rivals=functools.partial(_rivals, units),
-        )
-        found = minimizer.run()
+        found = self._minimized(units, num_suspects)
         if found.chosen is None:
             raise self._out_of_reach(found.is_spent)
-        chosen = self._with_the_fault(found.chosen, units, report)
-        policy = self._policy(chosen)
+        chosen = found.chosen
+        if is_float8:
+            chosen, is_minimal = self._of_single_modules(chosen)
+            is_minimal &= found.is_minimal
+        else:
+            chosen = self._with_the_fault(chosen, units, report)
+            is_minimal = found.is_minimal and chosen == found.chosen
         value = next(e.value for e in self.history if e.units == tuple(map(str, chosen)))
+        chosen = joined_units(chosen, units) if is_float8 else chosen
+        policy = self._policy(chosen)
         return SearchResult(
             model=name_of(self.step),
             dtype=dtype_name(self.dtype),
             policy=policy,
             units=chosen,
-            num_units=len(units),
+            num_units=len(single_units(units) if is_float8 else units),
             tolerance=self.options.tolerance,
             value=value,
             before=self.history[0].value,
-            is_minimal=found.is_minimal and chosen == found.chosen,
+            is_minimal=is_minimal,
+            runs_in=self.runs_in,
             history=tuple(self.history),
             compiler=self.options.compiler,
             compiled_value=self._compiled_value(policy),
             notes=tuple(self.notes),
             report=report,
         )
+
+    def _minimized(self, units: list[Unit], first: int) -> Minimized[Unit]:
+        left = self.options.budget - len(self.history)
+        rivals = functools.partial(_rivals, units) if self.treatment == "fp32" else _no_rivals
+        return Minimizer(units, self._does, left, first=first, rivals=rivals).run()
+
+    def _of_single_modules(self, chosen: tuple[Unit, ...]) -> tuple[tuple[Unit, ...], bool]:
+        """Which of alike modules it is, and whether that is minimal; all if no run is left."""
+        members = single_units(chosen)
+        if len(members) == len(chosen):
+            return chosen, True
+        found = self._minimized(members, 1)
+        return found.chosen or chosen, found.is_minimal
 
     def _with_the_fault(
         self, chosen: tuple[Unit, ...], units: list[Unit], report: AccuracyReport
@@ -438,11 +493,12 @@ class _Search:
         return joined
 
     def _policy(self, units: Sequence[Unit]) -> Policy:
-        return with_reasons(self.asked.policy, [(u.module, u.op, u.why) for u in units])
+        entries = [(u.module, u.op, u.why) for u in units]
+        return with_reasons(self.asked.policy, entries, self.treatment)
 
     def _does(self, units: tuple[Unit, ...]) -> bool:
         run = f"run {len(self.history) + 1} of at most {self.options.budget}"
-        with working(f"{run}, {len(units)} ops in float32"):
+        with working(f"{run}, {len(units)} ops in {self.runs_in}"):
             value = self._value(self._outcome(self._policy(units)))
         is_enough = value <= self.options.tolerance
         self.history.append(Evaluation(tuple(map(str, units)), value, is_enough))
@@ -451,6 +507,8 @@ class _Search:
     def _check_repeatable(self) -> None:
         """Runs the reference once more: a step that differs from itself cannot be compared."""
         differs = _default_metric(self._outcome(None), self.reference)
+        if differs == math.inf and not all(t.isfinite().all() for t in self.reference.floats):
+            raise SearchError("the step itself gives infinite numbers or NaN in float32")
         if differs > self.options.tolerance:
             raise SearchError(
                 f"the step differs from run to run, by {differs:.3g} in float32, which is more "
@@ -464,13 +522,15 @@ class _Search:
         if is_spent:
             return SearchError(
                 f"no set of ops that does was found in {len(self.history)} runs; the best value is "
-                f"{best.value:.3g}, with {len(best.units)} in float32: give a larger budget"
+                f"{best.value:.3g}, with {len(best.units)} in {self.runs_in}: give a larger budget"
             )
         kept = f" outside of {', '.join(self.options.keep)}" if self.options.keep else ""
+        is_float8 = self.treatment == LOW
+        what = "every float8 product" if is_float8 else "everything that a policy reaches"
         return SearchError(
-            f"the tolerance {self.options.tolerance:g} is out of reach: with everything that a "
-            f"policy reaches{kept} in float32 it is {self.history[-1].value:.3g}, the best was "
-            f"{best.value:.3g}"
+            f"the tolerance {self.options.tolerance:g} is out of reach: with {what}{kept} in "
+            f"{self.runs_in} it is {self.history[-1].value:.3g}, the best was {best.value:.3g}"
+            + ("; search without float8 first, and start from what that finds" * is_float8)
         )
 
     def _value(self, outcome: _Outcome) -> float:
@@ -579,6 +639,10 @@ def _relative(low: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
     if error == 0:
         return 0.0
     return math.sqrt(error / norm) if norm and math.isfinite(error) else math.inf
+
+
+def _no_rivals(_one: Unit, _other: Unit) -> list[Unit]:
+    return []
 
 
 MOST_RIVALS = 3

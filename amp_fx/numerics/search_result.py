@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
+_OF_UNIT = ("module", "op", "why", "order")
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """One run under a policy.
 
     Attributes:
-        units: What it had in float32.
+        units: What it had in float32, or in the low dtype instead of float8.
         value: The metric.
         is_enough: Whether that is within the tolerance.
     """
@@ -42,7 +45,7 @@ class SearchResult(Report):
         model: Name of the step.
         dtype: The low dtype.
         policy: The policy; its file has a reason for each line.
-        units: What it has in float32, in the order of the ranking.
+        units: What it has in ``runs_in``, in the order of the ranking.
         num_units: How many there were to choose from.
         tolerance: The largest value that does.
         value: The metric under the policy, eagerly.
@@ -53,6 +56,8 @@ class SearchResult(Report):
         compiled_value: The metric of the compiled step; None if it was not or could not be run.
         notes: What else there is to say.
         report: What the ranking is from.
+        runs_in: ``"float32"``; the low dtype if the policy that was started from has products in
+            float8.
     """
 
     model: str
@@ -69,6 +74,7 @@ class SearchResult(Report):
     compiled_value: float | None
     notes: tuple[str, ...]
     report: AccuracyReport
+    runs_in: str = "float32"
 
     @property
     def evaluations(self) -> int:
@@ -85,15 +91,16 @@ class SearchResult(Report):
         found |= {
             "policy": str(self.policy),
             "evaluations": self.evaluations,
+            "units": [{name: getattr(unit, name) for name in _OF_UNIT} for unit in self.units],
         }
         plain: dict[str, Any] = as_plain(found)
         return plain
 
     def _render(self) -> RenderableType:
         head = (
-            f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in float32, "
-            f"{number(self.before)} -> {number(self.value)} (tolerance {self.tolerance:g}), "
-            f"{self.evaluations} runs"
+            f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in "
+            f"{self.runs_in}, {number(self.before)} -> {number(self.value)} "
+            f"(tolerance {self.tolerance:g}), {self.evaluations} runs"
         )
         lines = [Text(head)]
         lines.append(Text("none can be left out" if self.is_minimal else "not shown to be minimal"))
@@ -111,6 +118,6 @@ class SearchResult(Report):
     def __repr__(self) -> str:
         """One line."""
         return (
-            f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in float32, "
-            f"{self.evaluations} runs>"
+            f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in "
+            f"{self.runs_in}, {self.evaluations} runs>"
         )

@@ -131,6 +131,8 @@ def weight_of(nodes: Sequence[OpRecord]) -> float:
 
 LOCAL_UNITS = 8.0
 """Roundings that an op's own error may amount to: a sound kernel makes about half a one."""
+FLOAT8_UNITS = 2.0
+"""The same of a product in float8, whose roundings are 16 or 32 times as large."""
 AMPLIFICATION = 30.0
 """How much an op may amplify an error ..."""
 CANCELLED = 0.03
@@ -154,6 +156,8 @@ how much its op amplifies errors; sound models have one of 0.04 at most."""
 PASSED_ON = 4.0
 """An op that amplifies more than that passes on what another one has rounded."""
 
+LOW = "lower_precision_fp"
+"""What products that do not stand float8 go back to."""
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
 _DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
 
@@ -218,7 +222,8 @@ def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]
     if node.stage == "forward":
         yield from _forward_findings(node, graph)
     elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
-        if node.max_abs * room >= torch.finfo(getattr(torch, node.dtype)).smallest_normal:
+        smallest = torch.finfo(getattr(torch, node.dtype)).smallest_normal
+        if not node.recipe and node.max_abs * room >= smallest:
             return
         why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
         yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
@@ -226,11 +231,12 @@ def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]
 
 def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
     units = node.local / UNIT[node.dtype]
-    if units > LOCAL_UNITS and not node.overflows:
+    most = FLOAT8_UNITS if node.recipe else LOCAL_UNITS
+    if units > most and not node.overflows:
         kind = "underflow" if node.underflow > 0.001 else "local error"
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
-        yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
+        yield _Finding(kind, node, node, units / most, why)
     if node.integers:
         exact = round(1 / UNIT[node.dtype])
         why = f"integers up to {node.integers:.0f} enter it rounded: "
@@ -351,7 +357,7 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         batches = max(n.num_batches for n in several)
         moved = sum(n.effect or 0.0 for n in several) / batches
         part = abs(moved) / loss
-        threshold = max(EFFECT_UNITS * UNIT[several[0].dtype], LEAST_EFFECT)
+        threshold = max(EFFECT_UNITS * max(UNIT[n.dtype] for n in several), LEAST_EFFECT)
         threshold = threshold / 4 if len(several) >= MANY else threshold
         if part <= threshold or not math.isfinite(part):
             continue
@@ -389,6 +395,7 @@ def _suspect(group: list[_Finding]) -> Suspect:
         score=worst.score,
         members=tuple(dict.fromkeys(f.mend.index for f in group)),
         is_mendable=bool(mend.op),
+        recipe=mend.recipe,
     )
 
 
@@ -408,14 +415,16 @@ def common_pattern(paths: Sequence[str]) -> str:
     return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)
 
 
-def with_reasons(policy: Policy, entries: Iterable[tuple[str, str, str]]) -> Policy:
+def with_reasons(
+    policy: Policy, entries: Iterable[tuple[str, str, str]], treatment: str = "fp32"
+) -> Policy:
     """A policy with some ops of modules in float32, and the reasons for a file.
 
     Entries are module patterns (``""`` is the whole program), ops (``""`` is all of the module)
     and reasons.
     """
     for pattern, op, why in entries:
-        value = {op: "fp32"} if op else "fp32"
+        value = {op: treatment} if op else treatment
         changed = policy.with_modules({pattern or "*": value})
         reasoned = dataclasses.replace(changed.modules[-1], why=why)
         policy = dataclasses.replace(changed, modules=(*changed.modules[:-1], reasoned))
@@ -423,16 +432,20 @@ def with_reasons(policy: Policy, entries: Iterable[tuple[str, str, str]]) -> Pol
 
 
 def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
-    """A policy that runs suspects of the forward in float32."""
-    entries = [(s.module, s.op, s.why) for s in suspects if s.stage == "forward" and s.is_mendable]
-    return with_reasons(base, entries)
+    """A policy that runs suspects of the forward in float32, those in float8 in the low dtype."""
+    found = [s for s in suspects if s.stage == "forward" and s.is_mendable]
+    for is_float8, treatment in ((False, "fp32"), (True, LOW)):
+        chosen = [s for s in found if bool(s.recipe) is is_float8]
+        base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)
+    return base
 
 
 def policy_of_ranges(nodes: Iterable[OpRecord], max_abs: float, base: Policy) -> Policy:
     """A policy that runs ops in float32 whose inputs or results exceed a value."""
     seen: dict[tuple[str, str], OpRecord] = {}
     for node in nodes:
-        is_low = node.stage == "forward" and node.op and node.dtype in ("float16", "bfloat16")
+        is_narrow = node.result_dtype in ("float16", "bfloat16")
+        is_low = node.stage == "forward" and node.op and is_narrow
         if not is_low or not node.max_abs > max_abs:
             continue
         key = (node.module, node.op)
@@ -446,8 +459,8 @@ def policy_of_ranges(nodes: Iterable[OpRecord], max_abs: float, base: Policy) ->
 
 
 def _range_words(node: OpRecord, max_abs: float) -> str:
-    limit = limit_of(node.dtype)
+    limit = limit_of(node.result_dtype)
     return (
         f"|x| is up to {number(node.max_abs)}, more than {max_abs:g}; "
-        f"the limit of {node.dtype} is {limit:.6g}"
+        f"the limit of {node.result_dtype} is {limit:.6g}"
     )

@@ -147,6 +147,13 @@ def test_a_weight_stored_in_float8_is_named() -> None:
     layer.weight = nn.Parameter(weight, requires_grad=False)
     (reason,) = [r for r in reasons(model, PRESET, torch.randn(16, 16)) if "stored" in r]
     assert "not in float8: the weight is stored in float8_e4m3fn" in reason
+    options: dict[str, Any] = {"policy": PRESET, "compiler": "aot_eager", "fallback": False}
+    x = torch.randn(16, 16)
+    y = torch.compile(model, backend="amp_fx", options=options)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
 
 
 def test_tied_embeddings_train() -> None:
@@ -184,6 +191,21 @@ def test_dynamic_batches() -> None:
             assert p.grad is not None
             assert torch.equal(ours, p.grad)
         model.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise-gw-hp"])
+def test_a_batch_of_one(recipe: str) -> None:
+    """One row turned is a column, which inductor lays out as it likes."""
+    model, x = three(), torch.randn(1, 16)
+    policy = EXPLICIT.with_float8(recipe)
+    options: dict[str, Any] = {"policy": policy, "numerics": "strict", "fallback": False}
+    y = torch.compile(model, backend="amp_fx", options=options)(x)
+    with amp_fx.autocast("cpu", policy=policy):
+        expected = model(x)
+    weights = list(model.parameters())
+    pairs = [torch.autograd.grad(each.float().square().sum(), weights) for each in (y, expected)]
+    assert torch.equal(y, expected.float())
+    assert all(map(torch.equal, *pairs))
 
 
 def test_products_with_transposed_and_plain_weights() -> None:

@@ -192,6 +192,11 @@ def test_a_step_that_differs_from_run_to_run() -> None:
         amp_fx.search(step, tolerance=1e-3, compiler=None)(torch.randn(4, 8))
 
 
+def test_a_step_that_is_not_finite() -> None:
+    with pytest.raises(SearchError, match="itself gives infinite numbers or NaN in float32"):
+        amp_fx.search(nn.Linear(8, 8), tolerance=1e-2, compiler=None)(torch.full((4, 8), math.nan))
+
+
 def test_a_spent_budget_gives_the_smallest_set_so_far() -> None:
     torch.manual_seed(0)
     result = amp_fx.search(Broken(), **F16, budget=3)(*TinyGPT.inputs())
