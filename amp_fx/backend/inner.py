@@ -28,6 +28,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
+import inspect
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -43,10 +45,12 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
+from amp_fx.policies import float8 as policies_float8
 from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
+from amp_fx.tables import float8 as tables_float8
 from amp_fx.weights.kept_cast import taken_outside
 from amp_fx.weights.spread import is_distributed
 
@@ -145,7 +149,11 @@ def _unused_inputs(gm: fx.GraphModule) -> dict[int, torch.device]:
     }
 
 
-_TAG = "amp_fx: pytorch#185873"
+@functools.cache
+def _tag() -> str:
+    """What keys of caches lack: the repair, and the code of ops that compilers trace through."""
+    code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))
+    return f"amp_fx: pytorch#185873, {hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 
 def repaired() -> contextlib.AbstractContextManager[None]:
@@ -157,9 +165,9 @@ def repaired() -> contextlib.AbstractContextManager[None]:
     ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
     """
     _repair()
-    tags = (torch.compiler.config.cache_key_tag, _TAG)
+    tags = (torch.compiler.config.cache_key_tag, _tag())
     patch: contextlib.AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
-        cache_key_tag=tags[0] if _TAG in tags[0] else " ".join(filter(None, tags))
+        cache_key_tag=tags[0] if tags[1] in tags[0] else " ".join(filter(None, tags))
     )
     return patch
 
