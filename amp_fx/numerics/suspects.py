@@ -221,12 +221,19 @@ def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]
         yield _overflow(node, graph)
     if node.stage == "forward":
         yield from _forward_findings(node, graph)
-    elif node.local >= LOST_GRADIENT and node.underflow >= LOST_GRADIENT / 2:
-        smallest = torch.finfo(getattr(torch, node.dtype)).smallest_normal
-        if not node.recipe and node.max_abs * room >= smallest:
-            return
-        why = f"{flush_words(node)}, {share(min(node.local, 1))} of the gradient's norm"
-        yield _Finding("underflow", node, node, node.local / LOST_GRADIENT, why)
+    elif node.local >= LOST_GRADIENT:
+        yield from _gradient_findings(node, room)
+
+
+def _gradient_findings(node: OpRecord, room: float) -> Iterator[_Finding]:
+    lost, score = f"{share(min(node.local, 1))} of the gradient's norm", node.local / LOST_GRADIENT
+    if node.underflow < LOST_GRADIENT / 2:
+        if node.recipe:
+            yield _Finding("local error", node, node, score, f"its own error is {lost}")
+        return
+    smallest = torch.finfo(getattr(torch, node.dtype)).smallest_normal
+    if node.recipe or node.max_abs * room < smallest:
+        yield _Finding("underflow", node, node, score, f"{flush_words(node)}, {lost}")
 
 
 def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
@@ -432,8 +439,8 @@ def with_reasons(
 
 
 def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
-    """A policy that runs suspects of the forward in float32, those in float8 in the low dtype."""
-    found = [s for s in suspects if s.stage == "forward" and s.is_mendable]
+    """A policy: suspects of the forward run in float32, those in float8 in the low dtype."""
+    found = [s for s in suspects if (s.stage == "forward" or s.recipe) and s.is_mendable]
     for is_float8, treatment in ((False, "fp32"), (True, LOW)):
         chosen = [s for s in found if bool(s.recipe) is is_float8]
         base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)

@@ -124,6 +124,24 @@ def test_what_a_scale_flushes_to_zero_is_a_suspect() -> None:
     assert products(again, "forward") == []
 
 
+def test_a_gradient_that_one_scale_loses_is_a_suspect() -> None:
+    """It meets one row of the weight only, far below the other rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(5)])
+    first, second = model.get_parameter("1.weight"), model.get_parameter("2.weight")
+    with torch.no_grad():
+        second.zero_()
+        second[:, 3] = 1e4 * torch.randn(64)
+        first[3] *= 1e-6
+    x = torch.randn(32, 64)
+    report = amp_fx.accuracy(model, policy="float8-tensorwise")(x)
+    [found] = report.suspects
+    assert (found.module, found.op, found.stage) == ("1", "linear", "backward")
+    assert "of the gradient's norm" in found.why
+    repaired = amp_fx.accuracy(model, policy=report.mended())(x)
+    assert not [s for s in repaired.suspects if s.module == "1"]
+
+
 def test_the_limit_of_gradients_is_that_of_e5m2() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
