@@ -167,7 +167,8 @@ class _Quantizer:
         if has_gradient and value_of(x).requires_grad:
             back = self._quantized(node, weight, recipe, has_rows, is_back=True)
         own = weight if has_gradient and value_of(weight).requires_grad else None
-        args = (x, own, recipe, *forward, *back, has_rows)
+        offsets = bound.get(operands.offsets)
+        args = (x, own, recipe, *forward, *back, has_rows, *(() if offsets is None else (offsets,)))
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
         FLOAT8_NOTE.put(result, note)

@@ -13,6 +13,9 @@ from amp_fx.errors import DtypeWarning
 LEAST_CAPABILITY = (8, 9)
 """The first compute capability with float8 units."""
 
+EXPERTS_CAPABILITY = (9, 0)
+"""The compute capability of ``torch._scaled_grouped_mm``."""
+
 
 def why_no_float8(device: torch.device) -> str:
     """Returns why products on a device do not run in float8; an empty string if they do.
@@ -28,6 +31,24 @@ def why_no_float8(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return ""
     return _why_not_on_cuda(device.index or 0)
+
+
+def why_no_float8_experts(device: torch.device) -> str:
+    """Returns why products with a weight per expert do not; for devices that ``why_no_float8`` has.
+
+    Source: torch's ``_scaled_grouped_mm_cuda``, whose kernel for scales by row is Hopper's.
+    """
+    if device.type == "meta":
+        return ""
+    key = device.type.upper()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm", key):
+        return f"torch has no torch._scaled_grouped_mm for {device.type}"
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    index = device.index or 0
+    if torch.cuda.get_device_capability(index) == EXPERTS_CAPABILITY:
+        return ""
+    return f"torch._scaled_grouped_mm is for 9.0, and here is {device_names('cuda', [index])}"
 
 
 @functools.cache

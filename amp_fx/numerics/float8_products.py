@@ -7,7 +7,10 @@ quantizing both, against the plain product of the same operands.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from amp_fx.numerics.mode import ShadowedCall, ShadowMode
 from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked, widened
@@ -16,8 +19,6 @@ from amp_fx.tables.float8 import RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from amp_fx.numerics.places import Site
     from amp_fx.tables.float8 import Scaling
@@ -36,6 +37,7 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
         weight: torch.Tensor,
         recipe: str,
         has_rows_of_outputs: bool,
+        offsets: torch.Tensor | None,
     ) -> torch.Tensor:
         """Runs a product and measures it; its backward is measured when that runs.
 
@@ -45,13 +47,15 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
             weight: The weight as it is stored.
             recipe: A name of ``RECIPES``.
             has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``.
+            offsets: Where the rows of each expert end, as ``torch._grouped_mm`` takes it.
         """
         if self.is_paused or not is_tracked(x) or not is_tracked(weight):
             return run()
         self.guard.look_at([x, weight])
         with self.paused():
             result = run()
-        _Product(self, x, weight, recipe, has_rows_of_outputs).compare_forward(result)
+        ends = [] if offsets is None else offsets.tolist()
+        _Product(self, x, weight, recipe, has_rows_of_outputs, ends).compare_forward(result)
         return result
 
 
@@ -70,7 +74,7 @@ class _ProductCall(ShadowedCall):
         for operand, scaling in operands if found is not None else ():
             assert found is not None
             is_rounded = RECIPES[self.recipe].has_power_of_two_scales
-            data, _ = quantize(operand, scaling, 1, has_power_of_two_scales=is_rounded)
+            data, _ = quantize(operand, scaling, -1, has_power_of_two_scales=is_rounded)
             is_nonzero = operand != 0
             found.measures.flushed += int((is_nonzero & (data.float() == 0)).sum())
             found.measures.nonzero += int(is_nonzero.sum())
@@ -85,8 +89,10 @@ class _Product:
     weight: torch.Tensor
     recipe: str
     has_rows_of_outputs: bool
+    ends: list[int]
 
     def __post_init__(self) -> None:
+        self.groups = [slice(a, b) for a, b in itertools.pairwise([0, *self.ends])]
         self.settings = RECIPES[self.recipe]
         self.version = self.x._version
 
@@ -98,8 +104,8 @@ class _Product:
             scaling = self.settings.forward
             call = self._call([x, weight], scaling)
             self.shadow = mode.shadows.of(x), self._matrix(mode.shadows.of(weight))
-            shadow, repeated = (left @ right for left, right in (self.shadow, self._wide()))
-            operands = [(_rows(x), scaling), (self._matrix(weight).t(), scaling)]
+            shadow, repeated = (self._by_rows(*pair) for pair in (self.shadow, self._wide()))
+            operands = [(self._rows(x), scaling), (self._matrix(weight).mT, scaling)]
             call.compare((result, shadow, repeated), place, operands)
         node, number = result.grad_fn, place[2]
         if node is not None and number is not None:
@@ -123,15 +129,16 @@ class _Product:
         pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
-            products = [g @ matrix.t() for g, _, matrix in pairs]
+            products = [self._by_rows(g, matrix.mT) for g, _, matrix in pairs]
             call = self._call([grad, self.weight], scaling)
-            call.compare((grads[0], *products), place, [(_rows(grad), scaling)])
+            call.compare((grads[0], *products), place, [(self._rows(grad), scaling)])
         if grads[1] is not None:
-            products = [_rows(x).t() @ _rows(g) for g, x, _ in pairs]
-            products = [p.t() if self.has_rows_of_outputs else p for p in products]
+            products = [self._over_rows(x, g) for g, x, _ in pairs]
+            products = [p.mT if self.has_rows_of_outputs else p for p in products]
             is_float8 = self.settings.has_float8_weight_grads
             call = self._call([grad, self.x], scaling if is_float8 else None)
-            operands = [(_rows(grad).t(), scaling)] if is_float8 else []
+            parts = self._parts(grad) if is_float8 else []
+            operands = [(part.mT, scaling) for part in parts if part.numel()]
             call.compare((grads[1], *products), place, operands)
 
     def _call(self, tensors: list[torch.Tensor], scaling: Scaling | None) -> _ProductCall:
@@ -146,8 +153,24 @@ class _Product:
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as ``[inputs, outputs]``."""
-        return weight.t() if self.has_rows_of_outputs else weight
+        return weight.mT if self.has_rows_of_outputs else weight
 
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_of_experts = self.weight.dim() == 3
+        return tensor if is_of_experts else tensor.reshape(-1, tensor.shape[-1])
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each expert, if offsets say which; else all rows."""
+        return [tensor[rows] for rows in self.groups] or [self._rows(tensor)]
+
+    def _by_rows(self, left: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        if not self.groups:
+            return left @ matrix
+        parts = [part @ own for part, own in zip(self._parts(left), matrix, strict=True)]
+        unused = left.new_zeros(len(left) - self.ends[-1], matrix.shape[-1])
+        return torch.cat([*parts, unused])
+
+    def _over_rows(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self._parts(left), self._parts(right), strict=True)
+        products = [a.mT @ b for a, b in pairs]
+        return torch.stack(products) if self.groups else products[0]

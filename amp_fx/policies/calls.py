@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import EXPERTS, PRODUCTS
+from amp_fx.tables.float8 import PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -269,7 +269,7 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return op in _WITH_DTYPE
     if policy is CastPolicy.FLOAT8:
-        return op in PRODUCTS or op in EXPERTS
+        return op in PRODUCTS
     if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
         return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
     return computes(schema)

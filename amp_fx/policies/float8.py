@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from amp_fx.devices.float8 import why_no_float8
+from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
 from amp_fx.dtypes import dtype_name
 from amp_fx.policies.calls import bind, qualified_name
-from amp_fx.tables.float8 import EXPERTS, LIMITS, MULTIPLE, PRODUCTS, RECIPES
+from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
     Quantized = tuple[torch.Tensor, torch.Tensor]
 
-_OPERANDS = {**PRODUCTS, **EXPERTS}
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def operands_of(op: object) -> Operands | None:
     """The operands of a product that float8 can be asked for; None for other ops."""
-    return _OPERANDS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
+    return PRODUCTS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
 
 
 def why_not_float8(
@@ -44,19 +43,14 @@ def why_not_float8(
     """Returns why a product stays in the low dtype; an empty string if it runs in float8.
 
     Args:
-        call: A call of an op of ``PRODUCTS`` or ``EXPERTS``, with real or fake tensors.
+        call: A call of an op of ``PRODUCTS``, with real or fake tensors.
         weight: Its weight as it is stored.
         low_dtype: The dtype of the region.
         settings: Those of the policy.
         has_rows_of_outputs: Whether the weight as it is stored is ``[outputs, inputs]``.
     """
-    name, bound = qualified_name(call[0]), bind(*call)
-    given: torch.Tensor = bound[_OPERANDS[name].input]
-    if name in EXPERTS:
-        return (
-            "it is a product of experts, which needs torch._scaled_grouped_mm: that runs on GPUs "
-            "of compute capability 9.0 alone, and amp_fx does not use it"
-        )
+    operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
+    given: torch.Tensor = bound[operands.input]
     if low_dtype is not torch.bfloat16:
         return f"float8 products give bfloat16, and the region's dtype is {dtype_name(low_dtype)}"
     if why := why_no_float8(given.device):
@@ -65,15 +59,36 @@ def why_not_float8(
         return f"the weight is a {type(weight).__name__} with layout {weight.layout}"
     if weight.dtype not in _WEIGHT_DTYPES:
         return f"the weight is stored in {dtype_name(weight.dtype)}"
-    if weight.dim() != 2:
-        return f"the weight has {weight.dim()} dimensions"
+    if why := _why_not_of_experts(operands, bound, weight, settings):
+        return why
     if any(bound.get(name, 1) != 1 for name in ("alpha", "beta")):
         return "alpha and beta are not 1"
     if any(size == 0 for size in given.shape if isinstance(size, int)):
         return "the batch is empty"
-    rows, columns = weight.shape
+    rows, columns = weight.shape[-2:]
     num_out, num_in = (rows, columns) if has_rows_of_outputs else (columns, rows)
     return _why_not_of_sizes(num_out, num_in, settings)
+
+
+def _why_not_of_experts(
+    operands: Operands, bound: dict[str, Any], weight: torch.Tensor, settings: Float8
+) -> str:
+    """The reason that holds for products with one weight per expert, or with no such weight."""
+    given, offsets = bound[operands.input], bound.get(operands.offsets)
+    is_batched = given.dim() == 3 and given.shape[0] == weight.shape[0] and offsets is None
+    is_grouped = given.dim() == 2 and offsets is not None
+    if weight.dim() == 2 and not operands.offsets:
+        return ""
+    if weight.dim() != 3 or not (is_batched or is_grouped):
+        return f"the weight has {weight.dim()} dimensions, and the input {given.dim()}"
+    if why := why_no_float8_experts(weight.device):
+        return f"it is a product of experts, and {why}"
+    if settings.recipe != "rowwise":
+        return f"products of experts have the recipe rowwise, not {settings.recipe}"
+    has_bias = bool(operands.offsets) and bound.get("bias") is not None
+    if has_bias or bound.get("out_dtype") not in (None, torch.bfloat16):
+        return "torch._scaled_grouped_mm gives bfloat16 and adds nothing"
+    return ""
 
 
 def _is_subclass(weight: torch.Tensor) -> bool:
@@ -117,12 +132,21 @@ def quantize(
     if largest is None:
         magnitude = tensor.abs()
         largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
-    limit = LIMITS[scaling.dtype]
-    scale = (limit / largest.to(torch.float64).clamp(min=1e-12)).to(torch.float32)
+    scale = _scales(largest, scaling, has_power_of_two_scales)
+    return _scaled(tensor, scale, scaling), scale.reciprocal()
+
+
+def _scales(largest: torch.Tensor, scaling: Scaling, has_power_of_two_scales: bool) -> torch.Tensor:
+    scale = LIMITS[scaling.dtype] / largest.to(torch.float64).clamp(min=1e-12)
+    scale = scale.to(torch.float32)
     if has_power_of_two_scales:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    data = (tensor.to(torch.float32) * scale).clamp(-limit, limit).to(scaling.dtype)
-    return data, scale.reciprocal()
+    return scale
+
+
+def _scaled(tensor: torch.Tensor, scale: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    limit = LIMITS[scaling.dtype]
+    return (tensor.to(torch.float32) * scale).clamp(-limit, limit).to(scaling.dtype)
 
 
 def _float8_weight(
@@ -133,8 +157,8 @@ def _float8_weight(
     largest: torch.Tensor | None = None,
 ) -> Quantized:
     matrix, found = weight.detach(), RECIPES[recipe]
-    matrix = matrix if has_rows_of_outputs else matrix.t()
-    scaling, dim = (found.weight_back, 0) if is_back else (found.forward, 1)
+    matrix = matrix if has_rows_of_outputs else matrix.mT
+    scaling, dim = (found.weight_back, -2) if is_back else (found.forward, -1)
     data, factors = quantize(
         matrix,
         scaling,
@@ -142,7 +166,7 @@ def _float8_weight(
         has_power_of_two_scales=found.has_power_of_two_scales,
         largest=largest,
     )
-    return (data.t() if is_back else data).contiguous(), factors
+    return (data.mT if is_back else data).contiguous(), factors
 
 
 def both_float8_weights(
@@ -257,15 +281,109 @@ def _filled_up(data: torch.Tensor) -> torch.Tensor:
     """Adds rows of zeros up to a multiple of 16: GPUs need them, and sums do not notice."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    num_rows = data.shape[0]
+    num_rows = data.shape[-2]
     # One row turned is a column, whose strides inductor does not let anybody choose.
-    if data.device.type == "cpu" and not statically_known_true(num_rows == 1):
+    if data.device.type == "cpu" and data.dim() == 2 and not statically_known_true(num_rows == 1):
         return data
     if statically_known_true(num_rows % MULTIPLE == 0):
         return data
     missing = -num_rows % MULTIPLE
     filled = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, missing))
     return filled.view(data.dtype)
+
+
+class _Float8Experts(torch.autograd.Function):
+    """Products with a weight per expert, ``[experts, outputs, inputs]``, by the recipe rowwise.
+
+    The numbers are those of torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``. Without offsets
+    the input is ``[experts, rows, inputs]``. With them it is ``[rows, inputs]``, and they say
+    where the rows of each expert end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, offsets: Any, *weights: Any) -> Any:
+        data, factors, *back, has_rows_of_outputs = weights
+        ctx.has_rows_of_outputs = has_rows_of_outputs
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        has_weight_grad = weight is not None and ctx.needs_input_grad[1]
+        ctx.save_for_backward(x if has_weight_grad else None, offsets, *back)
+        return _grouped_product(_by_row(x), (data.mT, factors), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, offsets, weight, weight_factors = ctx.saved_tensors
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            right = weight.mT, weight_factors
+            grad_input = _grouped_product(_by_row(grads[0]), right, offsets)
+        if ctx.needs_input_grad[1]:
+            columns, offsets = _columns_of_experts((grads[0], x), offsets)
+            (grad, factors), right = columns
+            grad_weight = _grouped_product((grad.mT, factors), right, offsets)
+            grad_weight = grad_weight if ctx.has_rows_of_outputs else grad_weight.mT
+            grad_weight = grad_weight.to(ctx.weight_dtype)
+        return grad_input, grad_weight, None, None, None, None, None, None
+
+
+def _by_row(tensor: torch.Tensor, dim: int = -1) -> Quantized:
+    return quantize(tensor, BY_ROW, dim, has_power_of_two_scales=True)
+
+
+def _grouped_product(left: Quantized, right: Quantized, offsets: Any) -> torch.Tensor:
+    """The products of experts.
+
+    Args:
+        left: ``[rows, inner]``, perhaps of each expert, with factors of its rows.
+        right: ``[inner, columns]``, perhaps of each expert, with factors of its columns.
+        offsets: Where the rows of each expert end, or what it sums over, if both are matrices.
+    """
+    (a, a_factors), (b, b_factors) = left, right
+    return torch._scaled_grouped_mm(
+        a.contiguous(),
+        b.mT.contiguous().mT,
+        a_factors.flatten(-2),
+        b_factors.flatten(-2),
+        offs=offsets,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def _columns_of_experts(
+    tensors: tuple[torch.Tensor, torch.Tensor], offsets: torch.Tensor | None
+) -> tuple[list[Quantized], torch.Tensor | None]:
+    """Quantizes columns, of each expert, and fills its rows up to a multiple of 16 with zeros.
+
+    Args:
+        tensors: ``[experts, rows, columns]``, or ``[rows, columns]`` with offsets.
+        offsets: Where the rows of each expert end.
+
+    Returns:
+        The data with the factors of each expert's columns, and where rows end now.
+    """
+    if offsets is None:
+        pairs = [_by_row(tensor, -2) for tensor in tensors]
+        return [(_filled_up(data), factors) for data, factors in pairs], None
+    num_rows, num_experts = tensors[0].shape[0], offsets.shape[0]
+    rows = torch.arange(num_rows, device=offsets.device)
+    expert = torch.searchsorted(offsets, rows, right=True)
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
+    missing = (-sizes) % MULTIPLE
+    ends = (sizes + missing).cumsum(0)
+    # Rows behind the last expert's belong to nobody: they go to one place behind all others.
+    size = num_rows + (-num_rows) % MULTIPLE + MULTIPLE * num_experts
+    shifts = missing.cumsum(0) - missing
+    places = rows + shifts[expert.clamp(max=num_experts - 1)]
+    places = torch.where(expert < num_experts, places, size - 1)
+    found = []
+    for tensor in tensors:
+        largest = tensor.new_zeros(num_experts + 1, tensor.shape[1])
+        largest = largest.index_reduce(0, expert, tensor.abs(), "amax")
+        scale = _scales(largest, BY_ROW, True)
+        data = _scaled(tensor, scale[expert], BY_ROW).view(torch.uint8)
+        filled = data.new_zeros(size, data.shape[1]).index_copy(0, places, data)
+        found.append((filled.view(BY_ROW.dtype), scale[:-1].reciprocal()))
+    return found, ends.to(torch.int32)
 
 
 def _float8_product(
@@ -277,10 +395,11 @@ def _float8_product(
     data_back: torch.Tensor | None,
     factors_back: torch.Tensor | None,
     has_rows_of_outputs: bool,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    result: torch.Tensor = _Float8Product.apply(  # type: ignore[no-untyped-call]
-        x, weight, recipe, data, factors, data_back, factors_back, has_rows_of_outputs
-    )
+    weights = data, factors, data_back, factors_back, has_rows_of_outputs
+    function, how = (_Float8Product, recipe) if data.dim() == 2 else (_Float8Experts, offsets)
+    result: torch.Tensor = function.apply(x, weight, how, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -294,7 +413,8 @@ _library.define(
 _library.impl("float8_weight", _float8_weight, _COMPOSITE)  # type: ignore[no-untyped-call]
 _library.define(
     "float8_product(Tensor x, Tensor? weight, str recipe, Tensor data, Tensor factors,"
-    " Tensor? data_back, Tensor? factors_back, bool has_rows_of_outputs) -> Tensor"
+    " Tensor? data_back, Tensor? factors_back, bool has_rows_of_outputs, Tensor? offsets=None)"
+    " -> Tensor"
 )  # type: ignore[no-untyped-call]
 _library.impl("float8_product", _float8_product, _COMPOSITE)  # type: ignore[no-untyped-call]
 
@@ -308,13 +428,14 @@ gradient of its input (``is_back``), so that no call lays them out anew.
 float8_product = torch.ops.amp_fx.float8_product.default
 """The product of an input in the low dtype with a quantized weight; differentiable.
 
-``weight`` is the weight itself, which its gradient goes to; None if it needs none.
+``weight`` is the weight itself, which its gradient goes to; None if it needs none. ``offsets``
+says where the rows of each expert end, if there is a weight for each.
 """
 
 
 def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
     """The weight of a product, a parameter or a transposed one, and if its rows are outputs."""
-    operands = _OPERANDS[qualified_name(call[0])]
+    operands = PRODUCTS[qualified_name(call[0])]
     given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
     if isinstance(given, torch.nn.Parameter):
         return given, has_rows
@@ -347,6 +468,7 @@ def run_float8(
     """
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     x, has_rows = bound[operands.input], has_rows_of_outputs
+    offsets = bound.get(operands.offsets)
     has_gradient = torch.is_grad_enabled()
     is_back = has_gradient and x.requires_grad
     own = weight if has_gradient and weight.requires_grad else None
@@ -354,12 +476,12 @@ def run_float8(
     def run() -> torch.Tensor:
         quantized = float8_weight(weight, recipe, has_rows, False)
         back = float8_weight(weight, recipe, has_rows, True) if is_back else (None, None)
-        result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows)
+        result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows, offsets)
         return result
 
     mode: Any = _get_current_dispatch_mode()
     if hasattr(mode, "run_float8"):  # amp_fx.accuracy measures it as one op
-        result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows)
+        result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows, offsets)
     else:
         result = run()
     bias = bound.get(operands.bias)

@@ -27,15 +27,17 @@ class Operands(NamedTuple):
 
     Attributes:
         input: Has the summed dimension last.
-        weight: A matrix.
+        weight: A matrix, or one for each expert.
         bias: What is added; empty if the op adds nothing.
         has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``, as that of a linear layer.
+        offsets: Where the rows of each expert end; empty if the op takes no such.
     """
 
     input: str
     weight: str
     bias: str = ""
     has_rows_of_outputs: bool = False
+    offsets: str = ""
 
 
 PRODUCTS = {
@@ -43,15 +45,11 @@ PRODUCTS = {
     "aten::matmul": Operands("self", "other"),
     "aten::mm": Operands("self", "mat2"),
     "aten::addmm": Operands("mat1", "mat2", "self"),
-}
-"""Products that can run in float8, if one side is a weight."""
-
-EXPERTS = {
     "aten::bmm": Operands("self", "mat2"),
     "aten::baddbmm": Operands("batch1", "batch2", "self"),
-    "aten::_grouped_mm": Operands("self", "mat2", "bias"),
+    "aten::_grouped_mm": Operands("self", "mat2", offsets="offs"),
 }
-"""Products with a weight per expert. If float8 is asked for, they stay low and say why."""
+"""Products that can run in float8, if one side is a weight; the last three are for experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +92,7 @@ class Recipe:
         return f"input and weight {self.forward}, gradient {self.grad}, weight gradients in {grads}"
 
 
-_BY_TENSOR, _BY_ROW = Scaling(E4M3, is_by_row=False), Scaling(E4M3, is_by_row=True)
+_BY_TENSOR, BY_ROW = Scaling(E4M3, is_by_row=False), Scaling(E4M3, is_by_row=True)
 
 RECIPES = {
     "tensorwise": Recipe(
@@ -105,10 +103,10 @@ RECIPES = {
         has_power_of_two_scales=False,
     ),
     "rowwise": Recipe(
-        _BY_ROW, _BY_ROW, _BY_ROW, has_float8_weight_grads=True, has_power_of_two_scales=True
+        BY_ROW, BY_ROW, BY_ROW, has_float8_weight_grads=True, has_power_of_two_scales=True
     ),
     "rowwise-gw-hp": Recipe(
-        _BY_ROW, _BY_ROW, _BY_TENSOR, has_float8_weight_grads=False, has_power_of_two_scales=True
+        BY_ROW, BY_ROW, _BY_TENSOR, has_float8_weight_grads=False, has_power_of_two_scales=True
     ),
 }
 """Recipes by name; ``gw-hp`` is for weight gradients in high precision."""
@@ -140,6 +138,6 @@ def float8_table(table: Table) -> dict[str, CastPolicy]:
     """A table whose products run in float8 instead of the low dtype."""
     low = CastPolicy.LOWER_PRECISION_FP
     return {
-        op: CastPolicy.FLOAT8 if op in {**PRODUCTS, **EXPERTS} and policy is low else policy
+        op: CastPolicy.FLOAT8 if op in PRODUCTS and policy is low else policy
         for op, policy in table.items()
     }

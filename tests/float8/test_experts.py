@@ -1,0 +1,242 @@
+"""Products with a weight per expert in float8: the bits of torchao's grouped product."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.policies.policy import preset
+from amp_fx.weights.engine import has_hook
+from amp_fx.weights.kept_float8 import Float8Slot
+from tests.float8.experts import kernel_for_cpu, quantize_without_triton, torchaos
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+POLICY = preset("float8-rowwise").with_ops({"_grouped_mm": "float8"})
+NUM_EXPERTS, SIZE, WIDTH = 4, 32, 48
+UPDATES, BATCHES = 3, 2
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    quantize_without_triton(monkeypatch)
+    torch.manual_seed(0)
+    with kernel_for_cpu():
+        yield
+
+
+class Experts(nn.Module):
+    """An MLP per expert, of rows that are sorted by experts."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, SIZE).to(dtype))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, SIZE, WIDTH).to(dtype))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.product(nn.functional.silu(self.product(x, self.up, ends)), self.down, ends)
+
+    def product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, weight.mT, offs=ends)
+
+
+class Torchaos(Experts):
+    """The same with torchao's product, which wants groups of 16, 32, ... rows."""
+
+    def product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return torchaos(x.to(torch.bfloat16), weight, ends)
+
+
+class Batched(Experts):
+    """As many rows for each expert, by one of the ops for that."""
+
+    op: str
+
+    def product(self, x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+        if self.op == "baddbmm":
+            return torch.baddbmm(x.new_zeros(1), x, weight.mT)
+        product: Tensor = getattr(torch, self.op)(x, weight.mT)
+        return product
+
+
+def called(model: nn.Module, how: str, policy: Any = POLICY) -> Callable[..., Tensor]:
+    """A model by one of the ways to use a policy."""
+    torch._dynamo.reset()
+    if how == "region":
+
+        def call(*inputs: Tensor) -> Tensor:
+            with amp_fx.autocast("cpu", policy=policy):
+                y: Tensor = model(*inputs)
+            return y
+
+        return call
+    options: dict[str, Any] = {"policy": policy, "compiler": how, "fallback": False}
+    options |= {"output_dtype": "autocast"}
+    compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=options)
+    return compiled
+
+
+def trained(model: nn.Module, call: Callable[..., Tensor], ends: Tensor) -> list[Tensor]:
+    """Outputs, gradients and weights of some updates of some micro-batches."""
+    torch.manual_seed(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(UPDATES):
+        for _ in range(BATCHES):
+            x = torch.randn(int(ends[-1]), SIZE).bfloat16().requires_grad_()
+            y = call(x, ends)
+            y.float().square().mean().backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach() for p in model.parameters()]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    pairs = enumerate(zip(found, expected, strict=True))
+    assert [i for i, (a, b) in pairs if a.dtype != b.dtype or not torch.equal(a, b)] == []
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "region"])
+def test_bits_of_torchao(how: str) -> None:
+    ends = torch.tensor([16, 32, 64, 96], dtype=torch.int32)
+    model, other = Experts(), Torchaos()
+    assert_equal(trained(model, called(model, how), ends), trained(other, other, ends))
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "inductor", "region"])
+def test_groups_of_any_number_of_rows(how: str) -> None:
+    """As torchao's product of groups that are filled up; rows behind the last belong to nobody."""
+    sizes, rows = [3, 0, 37, 50], 96
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    model, other = Experts(), Torchaos()
+    # inductor hands what it fuses to the second product as float32
+    call, used = called(model.product if how == "inductor" else model, how), int(ends[-1])  # type: ignore[arg-type]
+    x = torch.randn(rows, SIZE).bfloat16()
+    y = (call(x, model.up, ends) if how == "inductor" else call(x, ends))[:used]
+    y.float().square().mean().backward()  # type: ignore[no-untyped-call]
+    filled: list[Tensor] = []
+    places: list[int] = []
+    start = 0
+    for size in sizes:
+        begin = sum(len(own) for own in filled)
+        places += range(begin, begin + size)
+        zeros = x.new_zeros(-size % 16 if size else 16, SIZE)
+        filled.append(torch.cat([x[start : start + size], zeros]))
+        start += size
+    new_ends = torch.tensor([len(part) for part in filled]).cumsum(0).to(torch.int32)
+    inputs = torch.cat(filled), new_ends
+    whole = other.product(inputs[0], other.up, new_ends) if how == "inductor" else other(*inputs)
+    expected = whole[places]
+    expected.float().square().mean().backward()
+    assert torch.equal(y, expected)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        if a.grad is None or b.grad is None:
+            assert a.grad is b.grad
+        else:
+            assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("how", ["aot_eager", "region"])
+@pytest.mark.parametrize("op", ["bmm", "baddbmm", "matmul"])
+def test_batched_products(op: str, how: str) -> None:
+    """Float32 weights are quantized as they are stored."""
+    model, other = Batched(torch.float32), Torchaos(torch.float32)
+    model.op, rows = op, 16
+    x = torch.randn(NUM_EXPERTS, rows, SIZE)
+    ends = torch.arange(1, NUM_EXPERTS + 1, dtype=torch.int32) * rows
+    y, expected = called(model, how)(x, ends), other(x.flatten(0, 1), ends)
+    for result in (y, expected):
+        result.float().square().mean().backward()
+    found, grads = ([p.grad for p in m.parameters() if p.grad is not None] for m in (model, other))
+    assert_equal([y.flatten(0, 1), *found], [expected, *grads])
+
+
+@pytest.mark.skipif(not has_hook(), reason="nothing is kept without the part in C++")
+@pytest.mark.parametrize("has_step", [False, True])
+def test_experts_are_quantized_once_per_update(
+    has_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Counter[Any] = Counter()
+    make = Float8Slot.make
+
+    def counting(slot: Float8Slot, weights: Any) -> Any:
+        if not isinstance(weights[0], torch._subclasses.FakeTensor):
+            made[slot.name, slot.is_back] += 1
+        return make(slot, weights)
+
+    monkeypatch.setattr(Float8Slot, "make", counting)
+    model, ends = Batched(torch.float32), torch.empty(0)
+    model.op = "bmm"
+    call, optimizer = called(model, "aot_eager"), torch.optim.AdamW(model.parameters(), lr=0.1)
+    step: Any = amp_fx.compile_step(optimizer, backend="eager") if has_step else optimizer.step
+    for _ in range(5):
+        for _ in range(4):
+            y = call(torch.randn(NUM_EXPERTS, 24, SIZE), ends)
+            y.float().square().mean().backward()  # type: ignore[no-untyped-call]
+        step()
+        optimizer.zero_grad()
+    # A step hands over what it wrote; the first one is eager. Inputs of ``up`` need no gradient.
+    assert sorted(made.values()) == [2 if has_step else 5] * 3
+    twin = Batched(torch.float32)
+    twin.load_state_dict(model.state_dict())
+    twin.op, x = "bmm", torch.randn(NUM_EXPERTS, 24, SIZE)
+    assert torch.equal(call(x, ends), called(twin, "region")(x, ends))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise-gw-hp"])
+def test_other_recipes_stay_low_and_say_so(recipe: str) -> None:
+    model, ends = Experts(), torch.tensor([16, 32, 64, 96], dtype=torch.int32)
+    policy = preset(f"float8-{recipe}").with_ops({"_grouped_mm": "float8"})
+    x = torch.randn(96, SIZE).bfloat16()
+    found = amp_fx.explain(model, policy=policy)(x, ends)
+    reasons = [n.reason for g in found.graphs for n in g.nodes if n.op == "aten._grouped_mm"]
+    said = f"not in float8: products of experts have the recipe rowwise, not {recipe}"
+    assert len(reasons) == 2
+    assert all(said in reason for reason in reasons)
+    assert torch.equal(called(model, "aot_eager", policy)(x, ends), model(x, ends))
+
+
+@pytest.mark.parametrize("op", ["_grouped_mm", "bmm"])
+def test_accuracy_is_that_of_eager_runs(op: str) -> None:
+    model = Experts(torch.float32) if op == "_grouped_mm" else Batched(torch.float32)
+    x, ends = torch.randn(96, SIZE), torch.tensor([3, 3, 64, 96], dtype=torch.int32)
+    if isinstance(model, Batched):
+        model.op, x = op, x.view(NUM_EXPERTS, -1, SIZE)
+
+    def loss_of(y: Tensor) -> Tensor:
+        return y.float().square().mean()
+
+    report = amp_fx.accuracy(model, policy=POLICY, loss=loss_of)(x, ends)
+    loss = loss_of(called(model, "region")(x, ends))
+    low = torch.autograd.grad(loss, [*model.parameters()])
+    assert report.loss == pytest.approx(loss.item(), rel=1e-6)
+    exact = wide(model, loss_of, x, ends)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(low, exact, strict=True)]
+    measured = {g.name: g.error for g in report.gradients}
+    assert measured == pytest.approx(dict(zip(("up", "down"), errors, strict=True)), rel=1e-2)
+    kernels = [n.stage for n in report.nodes if n.kernel == "amp_fx::float8_product"]
+    assert kernels.count("forward") == 2
+    assert report.not_examined == ()
+
+
+def wide(model: Experts, loss_of: Any, x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Gradients without rounding, expert by expert."""
+    weights = [p.detach().float().requires_grad_() for p in model.parameters()]
+    rows = list(x.float()) if x.dim() == 3 else x.float().tensor_split(ends.tolist()[:-1])
+    found = []
+    for part, up, down in zip(rows, *weights, strict=True):
+        found.append(nn.functional.silu(part @ up.mT) @ down.mT)
+    return torch.autograd.grad(loss_of(torch.cat(found)), weights)
