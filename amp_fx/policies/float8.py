@@ -378,7 +378,8 @@ def _columns_of_experts(
     found = []
     for tensor in tensors:
         largest = tensor.new_zeros(num_experts + 1, tensor.shape[1])
-        largest = largest.index_reduce(0, expert, tensor.abs(), "amax")
+        index = expert[:, None].expand_as(tensor)
+        largest = largest.scatter_reduce(0, index, tensor.abs(), "amax")
         scale = _scales(largest, BY_ROW, True)
         data = _scaled(tensor, scale[expert], BY_ROW).view(torch.uint8)
         filled = data.new_zeros(size, data.shape[1]).index_copy(0, places, data)

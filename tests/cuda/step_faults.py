@@ -93,6 +93,6 @@ STEP_FAULTS = {
         "one weight's new value goes to the other's copy",
         step_copies,
         "_targets",
-        {"for weight in weights]": "for weight in reversed(weights)]"},
+        {"in weights], quantized": "in reversed(weights)], quantized"},
     ),
 }
