@@ -314,8 +314,8 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
             _warn(override, frame, [name for *_, name in modules])
         elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
             warnings.warn(
-                f"the modules that match {override.text!r} of the policy hold no weight with two "
-                "dimensions: no product runs in float8 there",
+                f"the modules that match {override.text!r} of the policy hold no weight with two or "
+                "three dimensions: no product runs in float8 there",
                 PolicyWarning,
                 stacklevel=2,
             )
@@ -325,7 +325,7 @@ def _holds_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
     if frame.root is None:
         return False
     fitting = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
-    return not any(weight.dim() == 2 for module in fitting for weight in module.parameters())
+    return not any(weight.dim() in (2, 3) for module in fitting for weight in module.parameters())
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx import Policy
 from amp_fx.policies.policy import preset
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.kept_float8 import Float8Slot
@@ -196,6 +198,27 @@ def test_experts_are_quantized_once_per_update(
     twin, x = Batched("bmm"), torch.randn(NUM_EXPERTS, 24, SIZE)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(call(x, ends), called(twin, "region")(x, ends))
+
+
+def test_a_module_of_experts_can_be_named() -> None:
+    outer, x = Outer(), torch.randn(NUM_EXPERTS, 16, SIZE)
+    policy = Policy.default().with_modules({"experts": "float8"}).with_float8("rowwise")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", amp_fx.errors.PolicyWarning)
+        y = called(outer, "aot_eager", policy)(x)
+    assert torch.equal(y, called(outer.experts, "aot_eager")(x, x))
+
+
+class Outer(nn.Module):
+    """A model that holds experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Batched("bmm")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(x, x)
+        return y
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise-gw-hp"])
