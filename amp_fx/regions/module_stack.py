@@ -314,8 +314,8 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
             _warn(override, frame, [name for *_, name in modules])
         elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
             warnings.warn(
-                f"the modules that match {override.text!r} of the policy hold no weight with two or "
-                "three dimensions: no product runs in float8 there",
+                f"the modules that match {override.text!r} of the policy hold no weight with two "
+                "or three dimensions: no product runs in float8 there",
                 PolicyWarning,
                 stacklevel=2,
             )
