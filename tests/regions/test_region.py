@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -232,7 +232,10 @@ def test_numbers_promote_as_numbers(
     """Policies of modules replace the kernels of these ops, which autocast leaves alone."""
     policy = Policy.default().with_modules({"no.such.module": "fp32"})
     x = torch.full(shape, 3, dtype=dtype)
-    expected = op(x, number)
+    try:
+        expected = op(x, number)
+    except NotImplementedError:
+        reject()  # complex numbers of bfloat16, since torch 2.15
     with amp_fx.autocast("cpu", torch.bfloat16, policy=policy):
         inside = op(x, number)
     with torch.autocast("cpu", torch.bfloat16):
