@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -220,6 +220,7 @@ def test_policy_of_another_device_changes_nothing(args: tuple[torch.Tensor, ...]
         assert dtypes(program(*args)) == TORCH
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([torch.subtract, torch.multiply, torch.divide, torch.true_divide, torch.add]),
     st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.int64]),
