@@ -1,6 +1,8 @@
-"""How dtypes are written by people, for people and in files."""
+"""How dtypes are written by people, for people and in files; which tensors are DTensors."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
@@ -41,3 +43,9 @@ def low_dtype_named(text: str) -> torch.dtype:
 def is_low(dtype: torch.dtype) -> bool:
     """Whether it is a dtype to autocast to: ``torch.bfloat16`` or ``torch.float16``."""
     return dtype.is_floating_point and dtype.itemsize == 2
+
+
+def is_spread(value: object) -> bool:
+    """Whether something is a DTensor; without importing what takes a second to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and type(value) is module.DTensor

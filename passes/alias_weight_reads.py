@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from amp_fx.dtypes import is_spread
 from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.values import analysis, detect_fake_mode, set_value, storage_id, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.keep_weight_casts import add_kept_input, kept_casts
 from amp_fx.policies.float8 import float8_product
 from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from torch import fx

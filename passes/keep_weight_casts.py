@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from amp_fx.dtypes import dtype_name
+from amp_fx.dtypes import dtype_name, is_spread
 from amp_fx.graphs.casts import inserted_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, ISLAND, KEPT_INPUT, SITE
 from amp_fx.graphs.places import input_path
@@ -51,7 +51,6 @@ from amp_fx.passes.low_reads import readers
 from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.weights.kept_cast import Slot, kept_cast
 from amp_fx.weights.kept_float8 import Float8Slot
-from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -215,6 +214,8 @@ def _like_exactly(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def _can_keep_quantized(node: fx.Node, weights: Iterable[str]) -> bool:
     source = node.all_input_nodes[0]
+    if is_spread(value_of(source)):
+        return False  # its factors are of all processes
     is_plain = not free_symbols(value_of(source)) and bool(SITE.of(node).state.cache_enabled)
     return is_plain and source.name in weights and not is_written(source)
 

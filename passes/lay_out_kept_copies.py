@@ -30,6 +30,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_fx.dtypes import is_spread
 from amp_fx.graphs.metadata import CAPTURED, KEPT_INPUT, SITE, VALUE
 from amp_fx.graphs.values import (
     analysis,
@@ -41,7 +42,6 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.weights.kept_cast import kept_cast, laid_out_as_before
-from amp_fx.weights.spread import is_spread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

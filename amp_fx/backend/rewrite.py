@@ -11,6 +11,7 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.backend.pipeline import default_passes, passes_of_users, run_passes, with_added
+from amp_fx.dtypes import is_spread
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
@@ -41,7 +42,6 @@ from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
 from amp_fx.stats import record, record_graph
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_inputs import is_weight, keepable_weights
-from amp_fx.weights.spread import is_spread
 from amp_fx.weights.variants import has_dynamic_inputs
 
 if TYPE_CHECKING:

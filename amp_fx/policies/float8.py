@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
-from amp_fx.dtypes import dtype_name
+from amp_fx.dtypes import dtype_name, is_spread
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES
 
@@ -55,7 +55,7 @@ def why_not_float8(
         return f"float8 products give bfloat16, and the region's dtype is {dtype_name(low_dtype)}"
     if why := why_no_float8(given.device):
         return why
-    if weight.layout is not torch.strided or _is_subclass(weight):
+    if weight.layout is not torch.strided or _is_foreign(weight):
         return f"the weight is a {type(weight).__name__} with layout {weight.layout}"
     if weight.dtype not in _WEIGHT_DTYPES:
         return f"the weight is stored in {dtype_name(weight.dtype)}"
@@ -65,7 +65,7 @@ def why_not_float8(
         return "alpha and beta are not 1"
     if any(size == 0 for size in given.shape if isinstance(size, int)):
         return "the batch is empty"
-    rows, columns = weight.shape[-2:]
+    rows, columns = _part_of_each_process(weight)
     num_out, num_in = (rows, columns) if has_rows_of_outputs else (columns, rows)
     return _why_not_of_sizes(num_out, num_in, settings)
 
@@ -91,9 +91,20 @@ def _why_not_of_experts(
     return ""
 
 
-def _is_subclass(weight: torch.Tensor) -> bool:
+def _is_foreign(weight: torch.Tensor) -> bool:
     plain = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
-    return type(weight) not in plain
+    return type(weight) not in plain and not (is_spread(weight) and weight.dim() == 2)
+
+
+def _part_of_each_process(weight: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns that every process has of a matrix; 0 if they have different ones."""
+    sizes = list(weight.shape)
+    for dim, placement in enumerate(weight.placements if is_spread(weight) else ()):  # type: ignore[attr-defined]
+        if placement.is_shard():
+            num_parts = weight.device_mesh.size(dim)  # type: ignore[attr-defined]
+            size = sizes[placement.dim]
+            sizes[placement.dim] = 0 if size % num_parts else size // num_parts
+    return sizes[-2], sizes[-1]
 
 
 def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
@@ -202,6 +213,8 @@ def _scaled_product(
         is_fast: Whether GPUs may add up in fewer bits.
     """
     (a, a_factors), (b, b_factors) = left, right
+    if is_spread(a):
+        return _spread_product(left, right, dtype, is_fast)
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
     if a_factors.dim() != b_factors.dim():
@@ -215,6 +228,54 @@ def _scaled_product(
     one = a_factors.new_ones(())
     product = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype)
     return product.mul_(a_factors * b_factors)
+
+
+def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) -> torch.Tensor:
+    """The product of DTensors: each process multiplies its parts.
+
+    Scales are those of the whole tensors, so that the processes have the quantized numbers of one
+    that has all. Torch's own rule for ``_scaled_mm`` gathers data in float8, which not every
+    process group can.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    (a, a_factors), (b, b_factors) = left, right
+    mesh, pairs = a.device_mesh, zip(a.placements, b.placements, strict=True)
+    of_a, of_b, of_result = zip(*[_placements_of_product(*pair) for pair in pairs], strict=True)
+
+    def part(tensor: Any, placements: Any) -> torch.Tensor:
+        mine: torch.Tensor = tensor.redistribute(mesh, placements).to_local()
+        return mine
+
+    def factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
+        """Where data lie by rows, or columns, factors lie as they do."""
+        is_one = tensor.dim() == 0
+        return part(
+            tensor, [p if p.is_shard(dim) and not is_one else Replicate() for p in placements]
+        )
+
+    product = _scaled_product(
+        (part(a, of_a), factors(a_factors, of_a, 0)),
+        (part(b, of_b), factors(b_factors, of_b, 1)),
+        dtype,
+        is_fast=is_fast,
+    )
+    shape = torch.Size([a.shape[0], b.shape[1]])
+    result: torch.Tensor = DTensor.from_local(
+        product, mesh, of_result, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+    return result
+
+
+def _placements_of_product(a: Any, b: Any) -> tuple[Any, Any, Any]:
+    """How matrices have to lie over a dimension of a mesh, and how their product does then."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if b.is_shard(0) or (a.is_shard(1) and not b.is_shard(1)):  # what is summed over
+        return Shard(1), Shard(0), Partial()
+    if b.is_shard(1):
+        return Replicate(), b, Shard(1)
+    return (a, Replicate(), Shard(0)) if a.is_shard(0) else (Replicate(),) * 3
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

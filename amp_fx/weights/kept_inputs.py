@@ -13,6 +13,7 @@ import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
+from amp_fx.dtypes import is_spread
 from amp_fx.graphs.metadata import KEPT_INPUT
 from amp_fx.graphs.places import lines_of
 from amp_fx.weights.kept_call import KeptCall
@@ -21,7 +22,6 @@ from amp_fx.weights.spread import (
     is_distributed,
     is_managed,
     is_of_plain_module,
-    is_spread,
     part_of,
     spec_like,
     spread_as,

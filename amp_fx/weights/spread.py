@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import is_spread
 from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:
@@ -82,12 +83,6 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
             yield from (
                 part_of(p._unsharded_param) for p in params if hasattr(p, "_unsharded_param")
             )
-
-
-def is_spread(value: Any) -> bool:
-    """Whether something is a DTensor; without importing what takes a second to import."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and type(value) is module.DTensor
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
-from tests.distributed import scaler_cases
-from tests.distributed.nets import (
-    NUM_MICRO,
-    NUM_UPDATES,
-    as_it_is,
-    batch,
-    compiled,
-    make_net,
-    train,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, batch, compiled, make_net, train
+from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, cast_inputs, converted
 
 PRESET = "float8-rowwise"
 LOW = torch.bfloat16
@@ -97,23 +89,57 @@ def float8_fsdp2(rank: int) -> Any:
     return found
 
 
-def float8_tensor_parallel(rank: int) -> Any:
-    """Losses under a float8 policy, compiled and eager, beside those under none; and why."""
+def float8_tensor_parallel(rank: int) -> Any:  # noqa: ARG001
+    """What has the bits of torchao's layers in the same wrapper, and why another size stays low."""
+    found: dict[Any, Any] = {}
+    if find_spec("torchao") is None:
+        return found
+    for recipe in RECIPES:
+        policy = amp_fx.Policy.default().with_ops({"linear": "float8"}).with_float8(recipe)
+        with bfloat16_of_cuda():
+            expected = _numbers(_by_columns_and_rows(converted(two_layers(), recipe, whole=True)))
+        for how in ("eager", "compiled"):
+            torch._dynamo.reset()
+            model = _by_columns_and_rows(two_layers())
+            call = compiled(model, policy=policy) if how == "compiled" else model
+            numbers = _numbers(
+                model, call, functools.partial(amp_fx.autocast, "cpu", policy=policy)
+            )
+            pairs = zip(numbers, expected, strict=True)
+            found[recipe, how] = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    torch._dynamo.reset()
+    model = _by_columns_and_rows(two_layers(width=48))
+    report = amp_fx.explain(model, policy=policy)(torch.ones(16, 32))
+    found["why"] = [n.reason for g in report.graphs for n in g.nodes if n.op == "aten.linear"]
+    return found
 
-    def losses(compile_: Callable[[Any], Any], context: Any = None) -> Any:
-        torch._dynamo.reset()
-        model = compile_(scaler_cases.tensor_parallel(make_net()))
-        return train(model, rank, **({} if context is None else {"context": context}))
 
-    policy = amp_fx.Policy.default().with_modules({"blocks.*": "float8"})
-    within = functools.partial(amp_fx.autocast, "cpu", policy=policy)
-    model = scaler_cases.tensor_parallel(make_net())
-    dist.barrier()
-    report = amp_fx.explain(model, policy=policy)(torch.ones(4, 16))
-    notes = {n.reason for g in report.graphs for n in g.nodes if "not in float8" in n.reason}
-    return {
-        "plain": losses(as_it_is),
-        "eager": losses(as_it_is, within),
-        "compiled": losses(functools.partial(compiled, policy=policy)),
-        "why": sorted(notes),
-    }
+def two_layers(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
+
+
+def _by_columns_and_rows(model: nn.Module) -> nn.Module:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    cast_inputs(model)  # behind the hooks that spread them
+    return model
+
+
+def _numbers(model: nn.Module, call: Any = None, context: Any = None) -> list[torch.Tensor]:
+    """Outputs, gradients and weights of some updates; all processes have the same inputs."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[torch.Tensor] = []
+    for _ in range(NUM_UPDATES):
+        for _ in range(NUM_MICRO):
+            x = torch.randn(16, 32, requires_grad=True)
+            with context() if context else contextlib.nullcontext():
+                y = (call or model)(x)
+            y.float().square().mean().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        found += [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]

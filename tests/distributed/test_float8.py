@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.float8.torchao_oracle import RECIPES
+
+pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
+
 Ranks = list[dict[str, Any]]
 
 
@@ -23,8 +27,15 @@ def test_fsdp2_has_the_numbers_of_one_process(
         assert found["plain"], "float8 has other numbers than bfloat16"
 
 
-def test_weights_that_are_dtensors_stay_in_the_low_dtype(ranks: Ranks) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_tensor_parallelism_has_the_bits_of_torchao(ranks: Ranks, recipe: str, how: str) -> None:
     for rank in ranks:
-        found = rank["float8_tensor_parallel"]
-        assert found["eager"] == found["compiled"] == found["plain"]
-        assert any("the weight is a DTensor" in reason for reason in found["why"])
+        assert rank["float8_tensor_parallel"][recipe, how] == []
+
+
+def test_each_process_needs_a_part_that_fits(ranks: Ranks) -> None:
+    for rank in ranks:
+        by_columns, by_rows = rank["float8_tensor_parallel"]["why"]
+        assert "its 24 outputs are not a multiple of 16" in by_columns
+        assert "its 24 inputs are not a multiple of 16" in by_rows

@@ -27,10 +27,14 @@ def linear_names(model: nn.Module) -> list[str]:
     return names[1:-1]
 
 
-def converted(model: nn.Module, recipe: str) -> nn.Module:
+def converted(model: nn.Module, recipe: str, *, whole: bool = False) -> nn.Module:
     """A copy of a model whose linear layers run in float8, but for the first and the last.
 
-    A hook casts their inputs: torchao asks for the autocast of CUDA alone.
+    Args:
+        model: A model with linear layers.
+        recipe: One of ``RECIPES``.
+        whole: Has the first and the last in float8, too, and leaves it to the caller to
+            ``cast_inputs``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,11 +42,20 @@ def converted(model: nn.Module, recipe: str) -> nn.Module:
     names = linear_names(model)
     config = Float8LinearConfig.from_recipe_name(RECIPES[recipe])
     model = convert_to_float8_training(
-        copy.deepcopy(model), config=config, module_filter_fn=lambda _, name: name in names
+        copy.deepcopy(model),
+        config=config,
+        module_filter_fn=lambda _, name: whole or name in names,
     )
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(_cast)
+    if not whole:
+        cast_inputs(model)
     return model
+
+
+def cast_inputs(model: nn.Module) -> None:
+    """Casts the inputs of layers in float8: torchao asks for the autocast of CUDA alone."""
+    for module in model.modules():
+        if type(module).__name__ == "Float8Linear":
+            module.register_forward_pre_hook(_cast)
 
 
 def _cast(_: nn.Module, args: Any) -> Any:
