@@ -65,7 +65,10 @@ def why_not_float8(
         return "alpha and beta are not 1"
     if any(size == 0 for size in given.shape if isinstance(size, int)):
         return "the batch is empty"
-    rows, columns = _part_of_each_process(weight)
+    part = _part_of_each_process(weight)
+    if part is None:
+        return "the processes have different parts of the weight"
+    rows, columns = part
     num_out, num_in = (rows, columns) if has_rows_of_outputs else (columns, rows)
     return _why_not_of_sizes(num_out, num_in, settings)
 
@@ -87,7 +90,7 @@ def _why_not_of_experts(
         return f"products of experts have the recipe rowwise, not {settings.recipe}"
     has_bias = bool(operands.offsets) and bound.get("bias") is not None
     if has_bias or bound.get("out_dtype") not in (None, torch.bfloat16):
-        return "torch._scaled_grouped_mm gives bfloat16 and adds nothing"
+        return "torch._scaled_grouped_mm gives bfloat16, without a bias"
     return ""
 
 
@@ -96,14 +99,14 @@ def _is_foreign(weight: torch.Tensor) -> bool:
     return type(weight) not in plain and not (is_spread(weight) and weight.dim() == 2)
 
 
-def _part_of_each_process(weight: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns that every process has of a matrix; 0 if they have different ones."""
+def _part_of_each_process(weight: Any) -> tuple[int, int] | None:
+    """Rows and columns that every process has of a matrix; None if they have different ones."""
     sizes = list(weight.shape)
-    for dim, placement in enumerate(weight.placements if is_spread(weight) else ()):  # type: ignore[attr-defined]
+    for dim, placement in enumerate(weight.placements if is_spread(weight) else ()):
         if placement.is_shard():
-            num_parts = weight.device_mesh.size(dim)  # type: ignore[attr-defined]
-            size = sizes[placement.dim]
-            sizes[placement.dim] = 0 if size % num_parts else size // num_parts
+            sizes[placement.dim], rest = divmod(sizes[placement.dim], weight.device_mesh.size(dim))
+            if rest:
+                return None
     return sizes[-2], sizes[-1]
 
 
@@ -249,10 +252,9 @@ def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) ->
 
     def factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
         """Where data lie by rows, or columns, factors lie as they do."""
-        is_one = tensor.dim() == 0
-        return part(
-            tensor, [p if p.is_shard(dim) and not is_one else Replicate() for p in placements]
-        )
+        has_dim = tensor.dim() > 0
+        places = [p if has_dim and p.is_shard(dim) else Replicate() for p in placements]
+        return part(tensor, places)
 
     product = _scaled_product(
         (part(a, of_a), factors(a_factors, of_a, 0)),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
@@ -107,10 +108,13 @@ def float8_tensor_parallel(rank: int) -> Any:  # noqa: ARG001
             )
             pairs = zip(numbers, expected, strict=True)
             found[recipe, how] = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-    torch._dynamo.reset()
-    model = _by_columns_and_rows(two_layers(width=48))
-    report = amp_fx.explain(model, policy=policy)(torch.ones(16, 32))
-    found["why"] = [n.reason for g in report.graphs for n in g.nodes if n.op == "aten.linear"]
+    gathered = {"0": ColwiseParallel(output_layouts=Replicate())}
+    for width, plan in ((48, None), (49, gathered)):
+        torch._dynamo.reset()
+        model = _by_columns_and_rows(two_layers(width), plan)
+        report = amp_fx.explain(model, policy=policy)(torch.ones(16, 32))
+        linear = [n.reason for g in report.graphs for n in g.nodes if n.op == "aten.linear"]
+        found["why", width] = linear
     return found
 
 
@@ -119,8 +123,8 @@ def two_layers(width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
 
 
-def _by_columns_and_rows(model: nn.Module) -> nn.Module:
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+def _by_columns_and_rows(model: nn.Module, plan: Any = None) -> nn.Module:
+    plan = plan or {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     cast_inputs(model)  # behind the hooks that spread them
     return model

@@ -36,6 +36,8 @@ def test_tensor_parallelism_has_the_bits_of_torchao(ranks: Ranks, recipe: str, h
 
 def test_each_process_needs_a_part_that_fits(ranks: Ranks) -> None:
     for rank in ranks:
-        by_columns, by_rows = rank["float8_tensor_parallel"]["why"]
+        found = rank["float8_tensor_parallel"]
+        by_columns, by_rows = found["why", 48]
         assert "its 24 outputs are not a multiple of 16" in by_columns
         assert "its 24 inputs are not a multiple of 16" in by_rows
+        assert "the processes have different parts of the weight" in found["why", 49][0]
