@@ -99,7 +99,7 @@ def capture(
         def call(*given: Any) -> Any:
             inputs = (*given, *attributes)
             has_grad = torch.is_grad_enabled()
-            found.append(Captured(made, _copied(inputs), rewritten.frame, has_grad, region))
+            found.append(Captured(made, copied(tuple(inputs)), rewritten.frame, has_grad, region))
             return made(*inputs)
 
         return called_in(region, call)
@@ -129,7 +129,7 @@ def _first_of_two(ours: Captured, theirs: Captured) -> Place | None:
     for values, captured in ((expected, theirs), (actual, ours)):
         torch.manual_seed(0)
         with torch.no_grad(), captured.region():
-            values.run(*_copied(captured.inputs))
+            values.run(*copied(captured.inputs))
     new = [node for node in ours.gm.graph.nodes if node.name in actual.found]
     for node in new:
         if node.name in expected.found:
@@ -169,7 +169,7 @@ def _in_values(captured: Captured, options: Options) -> Place | None:
     nodes = _cuts(captured.gm.graph)
     values = _Values(captured.gm)
     with torch.no_grad():
-        values.run(*_copied(captured.inputs))
+        values.run(*copied(captured.inputs))
     seen: dict[int, Difference] = {}
 
     def differs(index: int) -> bool:
@@ -192,7 +192,7 @@ def _in_gradients(captured: Captured, options: Options) -> Place | None:
     nodes = _cuts(captured.gm.graph)
     values = _Values(captured.gm)
     with torch.no_grad():
-        values.run(*_copied(captured.inputs))
+        values.run(*copied(captured.inputs))
     seen: dict[int, Difference] = {}
 
     def differs(index: int) -> bool:
@@ -294,7 +294,9 @@ def _plain_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     own = fx.GraphModule(gm, _copy_of(gm.graph))
-    return compile_inner(own, list(_copied(inputs)), dataclasses.replace(options, fallback=False))
+    return compile_inner(
+        own, list(copied(tuple(inputs))), dataclasses.replace(options, fallback=False)
+    )
 
 
 def _copy_of(graph: fx.Graph) -> fx.Graph:
@@ -306,7 +308,7 @@ def _copy_of(graph: fx.Graph) -> fx.Graph:
 def _called(call: Callable[..., Any], captured: Captured) -> list[Any]:
     torch.manual_seed(0)
     with torch.set_grad_enabled(captured.has_grad):
-        return [value.detach() for value in call(*_copied(captured.inputs))]
+        return [value.detach() for value in call(*copied(captured.inputs))]
 
 
 def _gradients(call: Callable[..., Any], inputs: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -328,12 +330,10 @@ def _leaves(inputs: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _copied(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in inputs
+def copied(tree: Any) -> Any:
+    """A copy of inputs, leaves again."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
     )
 
 

@@ -43,7 +43,7 @@ from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import GuardMode, guard_of, modules_of
-from amp_fx.numerics.suspects import LOW, common_pattern, with_reasons
+from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.regions.region import autocast
@@ -92,7 +92,7 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
     reasons = {(without_numbers(s.module.replace("*", "0")), s.op): s.why for s in suspects}
     order = {key: place for place, key in enumerate(reasons)}
     kept = {key: nodes for key, nodes in groups.items() if not _is_kept(nodes, keep)}
-    ranked = sorted(kept, key=lambda key: (order.get(key, len(order)), -_weight(kept[key])))
+    ranked = sorted(kept, key=lambda key: (order.get(key, len(order)), -weight_of(kept[key])))
     units = [_unit(kept[key], reasons.get(key, "")) for key in ranked]
     return units, sum(key in reasons for key in ranked)
 
@@ -144,12 +144,6 @@ def faults_of(report: AccuracyReport, units: Sequence[Unit]) -> list[Unit]:
 
 def _is_kept(nodes: Iterable[OpRecord], keep: Sequence[str]) -> bool:
     return any(is_inside(path, keep) for path in {node.module for node in nodes})
-
-
-def _weight(nodes: Iterable[OpRecord]) -> float:
-    several = list(nodes)
-    signed = abs(sum(n.effect or 0.0 for n in several))
-    return max(signed, math.hypot(*(n.effect_rms for n in several)))
 
 
 def _unit(nodes: list[OpRecord], why: str) -> Unit:

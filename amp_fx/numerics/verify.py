@@ -8,7 +8,6 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
@@ -18,7 +17,7 @@ from amp_fx.explanation.running import isolated, optimized
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import Difference, differences
-from amp_fx.numerics.locate import Captured, capture, first_difference
+from amp_fx.numerics.locate import Captured, capture, copied, first_difference
 from amp_fx.numerics.running import undisturbed
 from amp_fx.numerics.shadow import compiled_with, tensors_in
 from amp_fx.numerics.state import guard_of, leaves_of, modules_of
@@ -186,7 +185,7 @@ class _Trial:
         found: Outcome = {}
         for number in range(1, self.num_steps + 1):
             when = f" in step {number}" if self.num_steps > 1 else ""
-            args, kwargs = _fresh((self.args, self.kwargs))
+            args, kwargs = copied((self.args, self.kwargs))
             with self.region():
                 result = call(*args, **kwargs)
             found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
@@ -225,13 +224,6 @@ def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
-
-
-def _fresh(tree: Any) -> Any:
-    """A copy of inputs, leaves again."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
-    )
 
 
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None) -> None:
@@ -330,7 +322,7 @@ def _place(
     def captured(more: Mapping[str, Any], *, is_rewritten: bool = True) -> list[Captured]:
         plain = {"weight_cache": False, "compiler": "eager", **more}
         trial.restore()
-        args, kwargs = _fresh((trial.args, trial.kwargs))
+        args, kwargs = copied((trial.args, trial.kwargs))
         with trial.region():
             parsed = Options.parse(_merged(options, plain))
             region = no_autocast if is_rewritten else trial.region

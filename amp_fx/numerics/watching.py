@@ -21,7 +21,7 @@ from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
-from amp_fx.numerics.shadow import tensors_in, unseen_writes
+from amp_fx.numerics.shadow import random_state, tensors_in, unseen_writes
 from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ class Watch:
             )
             devices = {tensor.device for tensor in tensors_in(copies)}
             buffers = [(b, b.detach().clone()) for b in model.buffers()]
-            states = _random_states(devices)
-            self._kept = _Kept(self._step, copies[0], copies[1], states, buffers)
+            self._kept = _Kept(self._step, copies[0], copies[1], devices, buffers)
 
     def _after(self, _: torch.nn.Module, __: Any, outputs: Any) -> None:
         kept = self._kept
@@ -180,24 +179,27 @@ class _Kept:
     step: int
     args: Any
     kwargs: Any
-    states: list[tuple[torch.device, torch.Tensor]]
+    devices: set[torch.device]
     buffers: list[tuple[torch.Tensor, torch.Tensor]]
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     gradients: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.rewind = _random_states(self.devices)
+
     @contextlib.contextmanager
     def restored(self) -> Any:
         """Buffers and random numbers as they were before the forward, for a while."""
-        now = _random_states({device for device, _ in self.states})
+        go_on = _random_states(self.devices)
         buffers = [buffer for buffer, _ in self.buffers]
         later = [buffer.detach().clone() for buffer in buffers]
         with unseen_writes(buffers):
             _write(buffers, [before for _, before in self.buffers])
-            _set_random_states(self.states)
+            self.rewind()
             try:
                 yield
             finally:
-                _set_random_states(now)
+                go_on()
                 _write(buffers, later)
 
 
@@ -207,21 +209,16 @@ def _write(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
             buffer.copy_(value)
 
 
-def _random_states(devices: set[torch.device]) -> list[tuple[torch.device, torch.Tensor]]:
-    found = [(torch.device("cpu"), torch.get_rng_state())]
-    for device in devices - {torch.device("cpu")}:
-        module = getattr(torch, device.type, None)
-        if hasattr(module, "get_rng_state"):
-            found.append((device, module.get_rng_state(device)))  # type: ignore[union-attr]
-    return found
+def _random_states(devices: set[torch.device]) -> Callable[[], None]:
+    """Takes the states of the random numbers of devices; call what is returned to go back."""
+    having = (d for d in devices if hasattr(getattr(torch, d.type, None), "get_rng_state"))
+    states = [random_state(device) for device in {torch.device("cpu"), *having}]
 
+    def go_back() -> None:
+        for each in states:
+            each()
 
-def _set_random_states(states: list[tuple[torch.device, torch.Tensor]]) -> None:
-    for device, state in states:
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            getattr(torch, device.type).set_rng_state(state, device)
+    return go_back
 
 
 class _Writers:
