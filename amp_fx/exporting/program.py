@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.decompose import OpDecision, Site
 from amp_fx.graphs.metadata import (
@@ -37,7 +37,7 @@ from amp_fx.regions.state import AutocastState
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from torch.export.graph_signature import ExportGraphSignature
 
@@ -50,8 +50,6 @@ _OURS = (
     *(CAPTURED, CAST, DECISIONS, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, RANGE_NOTE),
     *(SITE, STORED_LOW, VERSION),
 )
-_STALE = ("tensor_meta",)
-"""Torch's own keys that say what a node produced before."""
 
 
 def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> None:
@@ -68,7 +66,7 @@ def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> No
 def clean(gm: fx.GraphModule) -> None:
     """Takes off what passes wrote onto nodes, and what is no longer true of them."""
     for node in _nodes(gm):
-        for key in [*(key.name for key in _OURS), *_STALE]:
+        for key in (*(key.name for key in _OURS), "tensor_meta"):  # the last is torch's own
             node.meta.pop(key, None)
 
 
@@ -91,7 +89,7 @@ def restore_notes(gm: fx.GraphModule) -> AutocastState:
         SITE.put(node, Site(state, is_grad_enabled=False))
         if "cast" in found:
             old, new, reason = found["cast"]
-            CAST.put(node, Cast(_dtype(old), _dtype(new), None, reason))
+            CAST.put(node, Cast(getattr(torch, old), getattr(torch, new), None, reason))
         if "decisions" in found:
             decisions = (OpDecision(o, d, CastPolicy(p), w) for o, d, p, w in found["decisions"])
             DECISIONS.put(node, tuple(decisions))
@@ -101,8 +99,7 @@ def restore_notes(gm: fx.GraphModule) -> AutocastState:
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes]
+    return [node for graph in graphs_in(gm) for node in graph.nodes]
 
 
 def _note(node: fx.Node, start: AutocastState) -> dict[str, Any]:
@@ -128,12 +125,8 @@ def _region(state: AutocastState) -> dict[str, str]:
 def _state(region: dict[str, str]) -> AutocastState:
     state = AutocastState.ambient().turned_off()
     for device, name in region.items():
-        state = state.turned(device, enabled=True, dtype=_dtype(name))
+        state = state.turned(device, enabled=True, dtype=getattr(torch, name))
     return state
-
-
-def _dtype(name: str) -> Any:
-    return as_dtype(name)
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -269,17 +262,13 @@ def _identity(tensor: torch.Tensor) -> Any:
 def _renamed_outputs(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
     """A signature whose outputs have the names that their nodes now have."""
     renamed = copy.deepcopy(signature)
-    for spec, output in zip(renamed.output_specs, _outputs(graph), strict=True):
+    for spec, output in zip(renamed.output_specs, outputs_of(graph), strict=True):
         if isinstance(output, torch.fx.Node):
             spec.arg.name = output.name
     return renamed
 
 
-def _outputs(graph: fx.Graph) -> Iterable[Any]:
-    outputs: Any = graph.output_node().args[0]
-    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-
-
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
     """Returns a graph's outputs, in the order of the signature's ``output_specs``."""
-    return tuple(_outputs(graph))
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

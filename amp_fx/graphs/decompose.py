@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from amp_fx.graphs.values import (
     set_value,
     tensors_in,
     value_of,
+    without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
 from amp_fx.regions.kernels import has_autocast_kernel
@@ -333,21 +333,6 @@ def _value_key(value: Any) -> Any:
     return type(value), str(value)
 
 
-@contextlib.contextmanager
-def _without_meta_errors() -> Iterator[None]:
-    """Keeps torch from logging a traceback for a call that is only tried out."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_refuse_record)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_refuse_record)
-
-
-def _refuse_record(record: logging.LogRecord) -> bool:  # noqa: ARG001
-    return False
-
-
 def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
     """Traces one call to ops as the autocast keys of the dispatcher would see them.
 
@@ -370,7 +355,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     tracer.decomposition_table = table  # type: ignore[assignment]
     table.tracer = tracer
     try:
-        with _without_meta_errors():
+        with without_meta_errors():
             return tracer.trace(fn, *values).graph
     except (NotPlainError, BannedOpError, PolicyError):
         raise
@@ -467,8 +452,7 @@ def spell_out_tuples(node: fx.Node) -> None:
         value = value_of(source)
         if isinstance(value, (tuple, list)) and tensors_in(value):
             items = tuple(_item(source, index, node) for index in range(len(value)))
-            node.args = _substitute(node.args, source, items)
-            node.kwargs = _substitute(node.kwargs, source, items)
+            node.args, node.kwargs = _substitute((node.args, node.kwargs), source, items)
 
 
 def _item(source: fx.Node, index: int, node: fx.Node) -> fx.Node:

@@ -9,6 +9,7 @@ write gradients only where they unscale them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,15 +49,9 @@ PARTIAL_WRITES = frozenset(
 
 OVERWRITES = frozenset(
     (
-        *(
-            "aten::bernoulli_",
-            "aten::copy_",
-            "aten::exponential_",
-            "aten::fill_",
-            "aten::index_copy_",
-        ),
-        *("aten::index_put_", "aten::_index_put_impl_", "aten::normal_", "aten::random_"),
-        *("aten::scatter_", "aten::uniform_", "aten::zero_"),
+        *("aten::bernoulli_", "aten::copy_", "aten::exponential_", "aten::fill_"),
+        *("aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_", "aten::normal_"),
+        *("aten::random_", "aten::scatter_", "aten::uniform_", "aten::zero_"),
         *("aten::_foreach_copy_", "aten::_foreach_zero_"),
     )
 )
@@ -160,8 +155,9 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Memory that the elements of a tensor lie in: those of an expanded one are there once."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return _product((size for size, stride in sizes if not _is_zero(stride)), tensor.dtype.itemsize)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    sizes = (size for size, stride in pairs if not isinstance(stride, int) or stride)
+    return _product(sizes, tensor.dtype.itemsize)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -174,18 +170,13 @@ def num_elements(tensor: torch.Tensor) -> int:
     return _product(tensor.shape, 1)
 
 
-def _is_zero(stride: Any) -> bool:
-    return isinstance(stride, int) and stride == 0
-
-
 def _product(sizes: Iterable[Any], total: int) -> int:
-    for size in sizes:
-        total *= _hint(size)
-    return total
+    return math.prod((int(hint(size)) for size in sizes), start=total)
 
 
-def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint if size.node.has_hint() else None
-    return 1 if hint is None else int(hint)
+def hint(value: Any) -> Any:
+    """A symbolic number as it is in the call at hand, 1 if unknown; anything else as it is."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    known = value.node.hint if value.node.has_hint() else None
+    return 1 if known is None else known

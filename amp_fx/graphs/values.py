@@ -8,6 +8,8 @@ in-place ops raise the version of what they write.
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -155,6 +157,22 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def without_meta_errors() -> Iterator[None]:
+    """Keeps torch from logging this thread's ops that fail on fake tensors: the error says it."""
+    thread = threading.get_ident()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno < logging.ERROR
+
+    log.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_kept)
 
 
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
