@@ -272,7 +272,10 @@ def compare(
     casts = timings.pop(CASTS, None)
     measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
-    figures = [*_speedup_figures(comparison), *_cast_figures(workload, comparison, casts)]
+    pairs = (paired_figure(comparison, *pair) for pair in _PAIRS)
+    figures = [figure for figure in pairs if figure is not None]
+    if casts is not None:
+        figures += _cast_figures(workload, comparison, casts)
     if AMP_FX in runs and not workload.micro_batches:
         figures.append(_after_write(workload, runs[AMP_FX], settings))
     torch._dynamo.reset()
@@ -330,19 +333,10 @@ def _casting(workload: Workload, settings: Settings) -> Run:
 
 
 _PAIRS = (
-    (NATIVE, AMP_FX),
-    (NATIVE, UNCACHED),
-    (NATIVE_FROZEN, AMP_FX),
-    (LIMIT_FROZEN, AMP_FX),
-    (NATIVE, LEAN),
-    (LIMIT, LEAN),
+    *((NATIVE, AMP_FX), (NATIVE, UNCACHED), (NATIVE_FROZEN, AMP_FX), (LIMIT_FROZEN, AMP_FX)),
+    *((NATIVE, LEAN), (LIMIT, LEAN)),
 )
-
-
-def _speedup_figures(comparison: Comparison) -> list[Figure]:
-    """The headline, how sure it is, and beside it what the cache does to it."""
-    figures = (paired_figure(comparison, *pair) for pair in _PAIRS)
-    return [figure for figure in figures if figure is not None]
+"""The headline, and beside it what the cache and the policy do to it."""
 
 
 def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure | None:
@@ -354,16 +348,13 @@ def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure |
     return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
 
 
-def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:
-    if casts is None:
-        return []
-    figures = [Figure(f"{workload.name}: casting every weight once", 1e3 * casts.median, "ms")]
+def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing) -> Iterator[Figure]:
+    name, number = workload.name, workload.micro_batches
+    yield Figure(f"{name}: casting every weight once", 1e3 * casts.median, "ms")
     for measured in comparison.measured:
         if measured.name == NATIVE:
             share = 100 * casts.median / measured.timing.median
-            what = f"{workload.name}: {{}} of a native step"
-            figures.append(Figure(what.format("that share"), share, "%"))
-            if workload.micro_batches > 1:
-                times = f"{workload.micro_batches} times that, as it does, share"
-                figures.append(Figure(what.format(times), workload.micro_batches * share, "%"))
-    return figures
+            yield Figure(f"{name}: that share of a native step", share, "%")
+            if number > 1:
+                what = f"{number} times that, as it does, share of a native step"
+                yield Figure(f"{name}: {what}", number * share, "%")

@@ -92,12 +92,15 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.others.setdefault(self._names[storage_id(tensor)], str(func))
         return result
 
-    def reason(self, name: str, dtype: torch.dtype) -> str:
-        """Why a weight may not be stored in a dtype, as far as this run tells; or ``""``."""
+    def reasons(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, str]:
+        """Why weights may not be stored in a dtype, as far as this run tells; or ``""``."""
+        return {name: self._reason(name, dtype) for name in names}
+
+    def _reason(self, name: str, dtype: torch.dtype) -> str:
         if name in self.others:
             return f"read as it is: {self.others[name].removesuffix('.default')}"
         found = self.dtypes.get(name, set())
-        others = ", ".join(sorted(str(d).removeprefix("torch.") for d in found - {dtype}))
+        others = ", ".join(sorted(dtype_name(d) for d in found - {dtype}))
         if others:
             return f"read in {others}"
         return "" if found else "nothing reads it in this call"
@@ -161,11 +164,8 @@ _QUESTIONS = (
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
     torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.to,
-    torch.Tensor.type,
-    torch.Tensor.type_as,
-    torch.Tensor.element_size,
-    torch.Tensor.float,
+    *(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as),
+    *(torch.Tensor.element_size, torch.Tensor.float),
 )
 
 
@@ -235,25 +235,21 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def reasons_to_stay(call: Call) -> dict[str, str]:
     """Why each weight has to stay as it is; ``""`` for those that may be stored low."""
     try:
-        return _reasons(call, _fake)
-    except (*NEEDS_NUMBERS, _EagerError) as error:
-        if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
-            raise _as_explain_error(call, error) from error
-    try:
+        try:
+            return _reasons(call, _fake)
+        except (*NEEDS_NUMBERS, _EagerError):
+            if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
+                raise
         return _reasons(call, _real)
-    except _EagerError as error:
-        raise _as_explain_error(call, error) from error
+    except (*NEEDS_NUMBERS, _EagerError) as error:
+        raise ExplainError(
+            f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} "
+            f"with these arguments: {error}"
+        ) from error
 
 
 class _EagerError(Exception):
     """A stand-in does not run uncompiled; some ops take real tensors and refuse fake ones."""
-
-
-def _as_explain_error(call: Call, error: Exception) -> ExplainError:
-    return ExplainError(
-        f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} with "
-        f"these arguments: {error}"
-    )
 
 
 def _fake(call: Call) -> StandIn:
@@ -275,7 +271,7 @@ def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
         return reasons
     runs = [_eager_run(call, make(call), has_gradients=mode) for mode in (False, True)]
     for reads, _ in runs:
-        reasons = _first_of(reasons, {name: reads.reason(name, call.dtype) for name in reasons})
+        reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
     before = [compiled.calls, *(reads.calls for reads, _ in runs)]
     asked = {name for _, names in runs for name in names}
     for _ in range(_MOST_TRIES):
@@ -348,12 +344,9 @@ def _own_reason(tensor: torch.Tensor) -> str:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer) or _is_fake(tensor)
-    return is_own and tensor.layout is torch.strided
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
+    is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
+    return (is_own or is_fake) and tensor.layout is torch.strided
 
 
 def _owner_reason(owner: nn.Module, name: str) -> str:
@@ -380,7 +373,7 @@ def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]
         is_fine = is_low and found[weight.path] in ("", _UNREAD)  # in each graph that reads it
         found[weight.path] = "" if is_fine else _AS_IT_IS
     if not capture.is_whole:  # code between the graphs has run, too
-        found = _first_of(found, {name: reads.reason(name, call.dtype) for name in found})
+        found = _first_of(found, reads.reasons(found, call.dtype))
     found |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _HANDED_OUT)
     has_fallback = any(seen.fallback for seen in capture.graphs)
     capture.release()
@@ -402,14 +395,9 @@ def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[R
     """Finds what eager code does in the region, and the weights whose dtype it asks for."""
     weights = named_weights(_module(stand_in))
     reads, questions = Reads(weights), Questions(weights)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=()))
-        if stand_in.fake_mode is not None:
-            stack.enter_context(stand_in.fake_mode)
-        stack.enter_context(call.region())
-        stack.enter_context(torch.set_grad_enabled(has_gradients))
-        stack.enter_context(reads)
-        stack.enter_context(questions)
+    fake_mode = stand_in.fake_mode or contextlib.nullcontext()
+    gradients = torch.enable_grad() if has_gradients else torch.no_grad()
+    with torch.random.fork_rng(devices=()), fake_mode, call.region(), gradients, reads, questions:
         try:
             reads.hand_out(stand_in.program(*stand_in.args, **stand_in.kwargs))
         except NEEDS_NUMBERS:
@@ -423,17 +411,14 @@ def _calls_stored(
     call: Call, names: list[str], make: Callable[[Call], StandIn]
 ) -> list[list[SeenCall]]:
     """The calls of a compiled run and two eager ones of a program with weights stored low."""
-    stored = [make(call) for _ in range(3)]
-    for stand_in in stored:
+    compiled, *eager = [make(call) for _ in range(3)]
+    for stand_in in (compiled, *eager):
         weights = named_weights(_module(stand_in))
         for name in names:
             store(weights[name], call.dtype)
-    runs = [
-        _compiled_run(call, stored[0])[0],
-        _eager_run(call, stored[1], has_gradients=False)[0],
-        _eager_run(call, stored[2], has_gradients=True)[0],
-    ]
-    return [reads.calls for reads in runs]
+    modes = zip(eager, (False, True), strict=True)
+    runs = [_eager_run(call, each, has_gradients=mode) for each, mode in modes]
+    return [reads.calls for reads, _ in (_compiled_run(call, compiled), *runs)]
 
 
 def store(tensor: torch.Tensor, dtype: torch.dtype) -> None:

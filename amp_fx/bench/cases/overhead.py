@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amp_fx.bench.compare import Figure, compare
-from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, Workload, compiled
+from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, UNFROZEN, Workload, compiled
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import MLP
 from amp_fx.weights.engine import engine
@@ -22,12 +22,11 @@ from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_cast import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from amp_fx.bench.compare import Comparison, Watch
     from amp_fx.bench.contenders import Run
     from amp_fx.bench.settings import Settings
-    from amp_fx.bench.timing import Timing
 
 WEIGHTS_PER_LAYER = 2
 """A linear layer's weight and bias."""
@@ -83,12 +82,14 @@ def _refresh(
     with settings.device:
         model = build().eval()
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
-    name = f"refresh of {len(weights)} weights after a step, beside the copying"
-    watch(name, 0, 1)
-    call = compiled(BY_NAME["amp_fx-unfrozen"], model, settings)
+    what = f"refresh of {len(weights)} weights after a step, beside the copying"
+    watch(what, 0, 1)
+    call = compiled(BY_NAME[UNFROZEN], model, settings)
     runs, before = _refresh_turns(lambda: _discard(call(x)), weights, settings.dtype)
     with torch.no_grad():
-        _warm_up(runs, before)
+        for name in [*runs] * WARM_UP_CALLS:  # compiles, and does what only the first calls do
+            before[name]()
+            runs[name]()
         timings = time_in_turns(
             runs,
             repeats=ROUNDS_PER_REPEAT * settings.repeats,
@@ -97,7 +98,9 @@ def _refresh(
             before=before,
         )
     torch._dynamo.reset()
-    return Figure(name, 1e6 * _median_rest(timings), "µs")
+    rounds = zip(*(timings[name].seconds for name in (STALE, FRESH, COPYING)), strict=True)
+    rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
+    return Figure(what, 1e6 * rest, "µs")
 
 
 def _refresh_turns(
@@ -118,20 +121,6 @@ def _refresh_turns(
 
     runs = {STALE: call, FRESH: call, COPYING: copy}
     return runs, {STALE: write, FRESH: call, COPYING: write}
-
-
-def _warm_up(runs: Mapping[str, Run], before: Mapping[str, Run]) -> None:
-    """Compiles, and does whatever is done only the first time that weights are stale or fresh."""
-    for _ in range(WARM_UP_CALLS):
-        for name, run in runs.items():
-            before[name]()
-            run()
-
-
-def _median_rest(timings: Mapping[str, Timing]) -> float:
-    """Seconds of a stale call without those of the fresh one and the copying of its round."""
-    rounds = zip(*(timings[name].seconds for name in (STALE, FRESH, COPYING)), strict=True)
-    return float(statistics.median(stale - fresh - copying for stale, fresh, copying in rounds))
 
 
 def _discard(*_: object) -> None:
