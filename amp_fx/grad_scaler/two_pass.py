@@ -71,14 +71,6 @@ class Rule(NamedTuple):
     scalars: Callable[[Tensor, Tensor], Tensor]
     update: Callable[[Tensor, Tensor, States, Tensor, Flags], New]
 
-    def flags_of(self, group: dict[str, Any]) -> Flags:
-        """Returns which flags a group has set."""
-        return tuple([name for name in self.flags if group.get(name)])
-
-    def states_with(self, flags: Flags) -> list[str]:
-        """Returns the names of the states that a weight has with some flags set."""
-        return [name for name, flag in self.states.items() if not flag or flag in flags]
-
 
 def rule_of(optimizer: Any) -> Rule | None:
     """Returns the rule of an optimizer; None for those that have none.
@@ -89,8 +81,7 @@ def rule_of(optimizer: Any) -> Rule | None:
     rule = _RULES.get(type(optimizer))
     if rule is None or not runs_only_own_code(optimizer):
         return None
-    groups = optimizer.param_groups
-    return rule if all(_is_plain(group, rule) for group in groups) else None
+    return rule if all(_is_plain(group, rule) for group in optimizer.param_groups) else None
 
 
 def number(group: dict[str, Any], name: str) -> Any:
@@ -394,8 +385,8 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
     """Gathers all that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
-        group_flags = rule.flags_of(group)
-        names = rule.states_with(group_flags)
+        group_flags = tuple([name for name in rule.flags if group.get(name)])
+        names = [name for name, flag in rule.states.items() if not flag or flag in group_flags]
         for weight in group["params"]:
             if weight.grad is None:
                 continue

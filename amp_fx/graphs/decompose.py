@@ -216,8 +216,7 @@ class _PolicyTable:
             decision = self._resolver.decide(call, device_type, self._stack)
             low_dtype = self._state.low_dtype(device_type)
             if decision is None:
-                _refuse_native_kernel(op, device_type)
-                _refuse_opaque_kernel(op, device_type, low_dtype)
+                _refuse_own_kernel(op, device_type, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
@@ -255,13 +254,10 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE.name)
 
 
-def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
+def _refuse_own_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
     """A library that registers its own autocast kernel knows its op best: leave it whole."""
     if op.namespace != "aten" and has_autocast_kernel(op, device_type):
         raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
-
-
-def _refuse_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
     result = opaque_result(qualified_name(op), device_type)
     if result is not None:
         raise OpaqueKernelError(qualified_name(op), low_dtype, result)
@@ -384,7 +380,8 @@ def inline(
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
-            DECISIONS.put(env[op], _decisions_of(op, decomposed))
+            decisions = [d for d in decomposed.decisions if d.op == _op_name(op)]
+            DECISIONS.put(env[op], tuple(decisions))
             num_casts += CAST.is_on(env[op])
             evaluate_node(env[op])
     result = map_arg(decomposed.graph.output_node().args[0], env.__getitem__)
@@ -400,18 +397,6 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
         mark_cast(new, str(node.target))
         new._rename(cast_name(new.all_input_nodes[0], CAST.of(new).dtype))
     return new
-
-
-def _decisions_of(op: fx.Node, decomposed: Decomposed) -> tuple[OpDecision, ...]:
-    """The decisions on one op of a decomposed node."""
-    return tuple(decision for decision in decomposed.decisions if decision.op == _op_name(op))
-
-
-def _decisions_on_none(decomposed: Decomposed) -> tuple[OpDecision, ...]:
-    """Returns the decisions on ops that were decomposed in their turn, and left the graph."""
-    assert decomposed.graph is not None
-    names = {_op_name(op) for op in decomposed.graph.nodes}
-    return tuple(decision for decision in decomposed.decisions if decision.op not in names)
 
 
 def _op_name(op: fx.Node) -> str | None:
@@ -442,8 +427,12 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
 
 
 def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
+    """Gives a result what was known of the node, and decisions on ops that left the graph."""
+    assert decomposed.graph is not None
+    names = {_op_name(op) for op in decomposed.graph.nodes}
+    gone = [decision for decision in decomposed.decisions if decision.op not in names]
     CAPTURED.put(result, captured)
-    DECISIONS.put(result, (*DECISIONS.of(result), *_decisions_on_none(decomposed)))
+    DECISIONS.put(result, (*DECISIONS.of(result), *gone))
 
 
 def spell_out_tuples(node: fx.Node) -> None:
