@@ -196,7 +196,11 @@ class TwoPassStep:
         writes_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
-        _refuse_needed_closure(optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ScalerTypeError(
+                f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+            )
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -522,12 +526,3 @@ class PlainStep:
             params = params_of(optimizer)
             self.norm = clip_grad_norm_(params, two_pass.max_norm, two_pass.norm_type)
         return optimizer.step()
-
-
-def _refuse_needed_closure(optimizer: Any) -> None:
-    """Raises if an optimizer's step cannot do without a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ScalerTypeError(
-            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
-        )

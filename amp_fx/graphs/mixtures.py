@@ -39,18 +39,13 @@ class MixtureProbe:
         True, too, where nothing can be learnt: the dtypes do not differ among
         themselves, or the op does not run here even on the captured dtypes.
         """
-        if not _is_mixed(node) or name_of(node) in _PROMOTING:
-            return True
         dtypes = tuple(t.dtype for n in node.all_input_nodes for t in tensors_in(value_of(n)))
+        if len({d for d in dtypes if d.is_floating_point}) < 2 or name_of(node) in _PROMOTING:
+            return True
         key = (node.op, node.target, dtypes)
         if key not in self._answers:
             self._answers[key] = _runs(node, value_of) or not _runs(node, captured_value)
         return self._answers[key]
-
-
-def _is_mixed(node: fx.Node) -> bool:
-    values = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    return len({t.dtype for t in values if t.is_floating_point()}) > 1
 
 
 def _runs(node: fx.Node, value: Any) -> bool:

@@ -46,7 +46,7 @@ def clamp_fill_value(node: fx.Node) -> None:
     low = _low_dtype(node)
     if low is None or name.removesuffix("_") not in _FILLS:
         return
-    if not _is_made_narrower(node) and name.removesuffix("_") not in _REFUSED:
+    if not any(map(_is_narrower, node.all_input_nodes)) and name.removesuffix("_") not in _REFUSED:
         if problems := _problems(node, low, flushes_only=False):
             record_range(node, f"{problems}, as in eager autocast")
         return
@@ -79,7 +79,7 @@ def reason_for_float32(node: fx.Node) -> str | None:
     problems = _problems(node, low, flushes_only=name in _LIMITS)
     if not problems:
         return None
-    if _is_made_narrower(node):
+    if any(map(_is_narrower, node.all_input_nodes)):
         return f"{problems}: computed in float32"
     record_range(node, f"{problems}, as in eager autocast")
     return None
@@ -133,10 +133,6 @@ def _low_dtype(node: fx.Node) -> torch.dtype | None:
         return None
     dtype = dtypes.pop()
     return dtype if dtype in (torch.float16, torch.bfloat16) else None
-
-
-def _is_made_narrower(node: fx.Node) -> bool:
-    return any(_is_narrower(source) for source in node.all_input_nodes)
 
 
 def _is_narrower(source: fx.Node) -> bool:

@@ -115,7 +115,8 @@ def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -
         num_made = tensor_bytes(made[0]) + sum(num_elements(t) * width for t in made[1:])
     if name in PARTIAL_WRITES:
         num_written = min(num_written, max(map(tensor_bytes, given), default=0))
-    is_read = name not in OVERWRITES and not _is_out(func)
+    is_out = any(argument.is_out for argument in func._schema.arguments)
+    is_read = name not in OVERWRITES and not is_out
     return Moved(_sum(given) + is_read * num_written, num_made + num_written)
 
 
@@ -140,11 +141,6 @@ def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[
     for argument in schema:
         if argument.name in kwargs:
             yield argument, kwargs[argument.name]
-
-
-def _is_out(func: OpOverload) -> bool:
-    """Whether an overload writes into tensors that it is given as ``out=``."""
-    return any(argument.is_out for argument in func._schema.arguments)
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> int:

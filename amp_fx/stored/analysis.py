@@ -78,12 +78,16 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
-        is_cast = bool(read) and _is_low_cast(func, read[0], kwargs)
+        is_cast = bool(read) and _is_plain_cast(func, kwargs)
+        is_cast = is_cast and read[0].dtype == torch.float32 and kwargs["dtype"] in LOW_DTYPES
         if not (is_cast or _asks_form(func) or self._keeps_bits(func, args, kwargs)):
             self.calls.append(self._seen(func, args, kwargs))
         result = func(*args, **kwargs)
         if is_cast:
-            self._note_cast(self._names[storage_id(read[0])], result)
+            name = self._names[storage_id(read[0])]
+            self.dtypes.setdefault(name, set()).add(result.dtype)
+            self._casts[storage_id(result)] = name
+            self._held.append(result)
         elif _is_plain_cast(func, kwargs) and is_widening(args[0].dtype, result.dtype):
             self._widened[storage_id(result)] = args[0].dtype
             self._held.append(result)
@@ -122,25 +126,20 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source, dtype = tensors[0], kwargs["dtype"]
         return is_widening(source.dtype, dtype) or self._widened.get(storage_id(source)) == dtype
 
-    def _note_cast(self, name: str, result: torch.Tensor) -> None:
-        self.dtypes.setdefault(name, set()).add(result.dtype)
-        self._casts[storage_id(result)] = name
-        self._held.append(result)
-
     def _seen(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
-        leaves = pytree.tree_leaves((args, kwargs))
-        named = [(leaf, self._weight(leaf)) for leaf in leaves]
-        texts = [
-            f"{name or leaf.dtype}{tuple(leaf.shape)}"
-            if isinstance(leaf, torch.Tensor)
-            else repr(leaf)
-            for leaf, name in named
-        ]
-        return SeenCall(f"{func} {' '.join(texts)}", frozenset(name for _, name in named if name))
+        texts, weights = [str(func)], set()
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                name = self._weight(leaf)
+                weights.add(name)
+                texts.append(f"{name or leaf.dtype}{tuple(leaf.shape)}")
+            else:
+                texts.append(repr(leaf))
+        return SeenCall(" ".join(texts), frozenset(weights - {""}))
 
-    def _weight(self, leaf: Any) -> str:
+    def _weight(self, leaf: torch.Tensor) -> str:
         """The weight that a tensor is, or a view or a cast of; ``""`` for none."""
-        if not isinstance(leaf, torch.Tensor) or not _has_storage(leaf):
+        if not _has_storage(leaf):
             return ""
         number = storage_id(leaf)
         return self._names.get(number) or self._casts.get(number, "")
@@ -177,12 +176,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
         tensor
     )
-
-
-def _is_low_cast(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call rounds a float32 weight, and does nothing else to it."""
-    is_cast = _is_plain_cast(func, kwargs) and tensor.dtype == torch.float32
-    return is_cast and kwargs["dtype"] in LOW_DTYPES
 
 
 def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -331,30 +324,26 @@ def _own_reasons(model: nn.Module) -> dict[str, str]:
     reasons = {}
     for name, tensor in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        reasons[name] = _own_reason(tensor) or _owner_reason(owner, name)
-        if not reasons[name] and max(holders[storage_id(tensor)], others[storage_id(tensor)]) > 1:
+        if not _is_plain(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
+            reasons[name] = f"is a {type(tensor).__name__}, {layout}"
+        elif tensor.dtype != torch.float32:
+            reasons[name] = f"is {dtype_name(tensor.dtype)}"
+        elif "parametrizations" in name.split("."):
+            reasons[name] = "belongs to a parametrization"
+        elif owner._forward_hooks or owner._forward_pre_hooks:
+            reasons[name] = "its module has hooks"
+        elif max(holders[storage_id(tensor)], others[storage_id(tensor)]) > 1:
             reasons[name] = "tied, or shares memory with another tensor"
+        else:
+            reasons[name] = ""
     return reasons
-
-
-def _own_reason(tensor: torch.Tensor) -> str:
-    if not _is_plain(tensor):
-        return f"is a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}"
-    return "" if tensor.dtype == torch.float32 else f"is {dtype_name(tensor.dtype)}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
     is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
     return (is_own or is_fake) and tensor.layout is torch.strided
-
-
-def _owner_reason(owner: nn.Module, name: str) -> str:
-    if "parametrizations" in name.split("."):
-        return "belongs to a parametrization"
-    if owner._forward_hooks or owner._forward_pre_hooks:
-        return "its module has hooks"
-    return ""
 
 
 # What runs of it tell
