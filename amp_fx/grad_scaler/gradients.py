@@ -70,7 +70,6 @@ class ParameterNames:
     """Knows what parameters are called; holds them weakly."""
 
     def __init__(self) -> None:
-        """Knows no names."""
         self._names = WeakTensorKeyDictionary()
 
     def add(self, named_parameters: NamedParameters) -> None:

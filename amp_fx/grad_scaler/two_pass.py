@@ -499,7 +499,6 @@ class PlainStep:
     """
 
     def __init__(self, two_pass: TwoPassStep) -> None:
-        """Compiles nothing yet."""
         self.norm: Tensor | None = None
         self._two_pass = two_pass
         self._has_warned = False

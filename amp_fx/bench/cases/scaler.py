@@ -123,7 +123,6 @@ class _Workload:
     """An optimizer and the scalers that step it: of several, each would lie elsewhere in memory."""
 
     def __init__(self, optimizer: str, num_params: int, device: str) -> None:
-        """Make parameters, and gradients to be scaled."""
         self._params: list[Tensor] = [
             torch.nn.Parameter(torch.randn(NUMEL, device=device)) for _ in range(num_params)
         ]
