@@ -85,11 +85,6 @@ class Contender:
     is_for_inference: bool = False
     is_for_training: bool = False
 
-    @property
-    def is_low(self) -> bool:
-        """Whether anything of it runs in the low dtype."""
-        return self.is_autocast or self.is_stored_low or self.is_amp_fx
-
 
 _native = functools.partial(Contender, is_compiled=True, is_autocast=True)
 _ours = functools.partial(Contender, is_compiled=True, is_amp_fx=True)
@@ -148,7 +143,8 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     model.train(workload.micro_batches > 0)
     if contender.is_stored_low:
         model.to(settings.dtype)
-    is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
+    has_low = workload.has_low_inputs and (contender.is_autocast or contender.is_amp_fx)
+    is_low = contender.is_stored_low or has_low
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
     call = compiled(contender, model, settings)
     region = functools.partial(region_of, contender, settings)

@@ -200,7 +200,7 @@ def with_graph(
     those that the graph writes to.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    own = _Own()
+    own: dict[Any, torch.Tensor] = {}  # one that has several names is made once
     state_dict, constants = dict(program.state_dict), dict(program.constants)
     for spec in program.graph_signature.input_specs:
         if spec.kind not in WEIGHTS:
@@ -208,10 +208,14 @@ def with_graph(
         dtype = value_of(placeholders[spec.arg.name]).dtype
         for holder in (state_dict, constants):
             if spec.target in holder:
-                is_copied = spec.arg.name in written
-                holder[spec.target] = own.made(holder[spec.target], dtype, is_copied=is_copied)
+                tensor = holder[spec.target]
+                key = _identity(tensor)
+                if key not in own and (tensor.dtype != dtype or spec.arg.name in written):
+                    own[key] = _own(tensor, dtype)
     for holder in (state_dict, constants):
-        holder.update({name: own.tied_to(tensor) for name, tensor in holder.items()})
+        for name, tensor in holder.items():
+            if isinstance(tensor, torch.Tensor):
+                holder[name] = own.get(_identity(tensor), tensor)
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -225,30 +229,12 @@ def with_graph(
     )
 
 
-class _Own:
-    """Weights of a program's own, made of other ones: one that has several names once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, torch.Tensor] = {}
-
-    def made(self, tensor: torch.Tensor, dtype: torch.dtype, *, is_copied: bool) -> torch.Tensor:
-        """A tensor in a dtype; itself if it has that and needs not be a copy."""
-        if tensor.dtype == dtype and not is_copied:
-            return tensor
-        key = _identity(tensor)
-        if key not in self._made:
-            with torch.no_grad():
-                new = tensor.detach().to(dtype, copy=True)
-            needs_grad = tensor.requires_grad and tensor.dtype == dtype
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[key] = nn.Parameter(new, requires_grad=needs_grad) if is_parameter else new
-        return self._made[key]
-
-    def tied_to(self, tensor: Any) -> Any:
-        """Returns what replaced a tensor under another name; itself if nothing did."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        return self._made.get(_identity(tensor), tensor)
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in a dtype; a parameter, if it is one of a parameter."""
+    with torch.no_grad():
+        new = tensor.detach().to(dtype, copy=True)
+    needs_grad = tensor.requires_grad and tensor.dtype == dtype
+    return nn.Parameter(new, needs_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _identity(tensor: torch.Tensor) -> Any:

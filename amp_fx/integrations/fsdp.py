@@ -115,9 +115,7 @@ def _own_dtype_unless(
 
     The policy outlives sharding, whole weights must not: they are held weakly.
     """
-    low = WeakTensorKeyDictionary()
-    for weight in chosen:
-        low[weight] = True
+    low = WeakTensorKeyDictionary(dict.fromkeys(chosen, True))
 
     def dtype_of(parameter: torch.Tensor) -> torch.dtype | None:
         return None if parameter in low else parameter.dtype
