@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.graphs.values import argument_values, recorded_value, tensors_in
+from amp_fx.policies.calls import bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -111,7 +110,8 @@ def op_name(node: fx.Node) -> str:
 
 def _collective(node: fx.Node) -> Collective:
     name = op_name(node)
-    arguments = _arguments(node)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = bind(node.target, *argument_values(node))
     tensors = _handed_over(name, arguments)
     size = sum(map(num_bytes, tensors))
     group = _group(arguments.get("group_name"))
@@ -122,14 +122,6 @@ def _collective(node: fx.Node) -> Collective:
         sent = size - size * splits[group.rank()] // max(sum(splits), 1)
     dtype = tensors[0].dtype if tensors else None
     return Collective(node, name.partition("::")[2], dtype, ranks, size, sent)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by name, nodes replaced by their values."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: map_arg(value, VALUE.get) for name, value in given.items()}
 
 
 def _handed_over(name: str, arguments: dict[str, Any]) -> list[torch.Tensor]:

@@ -16,9 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from amp_fx.graphs.values import storage_id, tensors_in
+from amp_fx.policies.calls import bind, written_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch._ops import OpOverload
 
@@ -126,21 +127,13 @@ def _by_use(
     """The tensors that are only read, and those that are written to."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    given = [(argument, tensors_in(value)) for argument, value in _arguments(func, args, kwargs)]
-    names = {argument.name for argument, tensors in given if tensors}
-    for argument, tensors in given:
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
-        is_whole = argument.name == "grads" and "grad_scale" not in names  # as kernels have it
-        (written if is_write and not is_whole else read).extend(tensors)
+    given = {name: tensors_in(value) for name, value in bind(func, args, kwargs).items()}
+    names = written_arguments(func)
+    if not given.get("grad_scale"):
+        names = [name for name in names if name != "grads"]  # as kernels have it
+    for name, tensors in given.items():
+        (written if name in names else read).extend(tensors)
     return read, written
-
-
-def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    schema = func._schema.arguments
-    yield from zip(schema, args, strict=False)
-    for argument in schema:
-        if argument.name in kwargs:
-            yield argument, kwargs[argument.name]
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> int:
