@@ -85,35 +85,22 @@ def _kept_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
-    return sum({_place(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """What tells storages apart: views share one, and so do aliases."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    address: int = storage_address_of(tensor)
-    return address
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage; of an opaque one (packed for oneDNN) without its padding."""
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.itemsize
-    return int(tensor.untyped_storage().nbytes())
+    sizes: dict[int, int] = {}
+    for tensor in (tensor for tensor in alive if tensor.device.type == "cpu"):
+        if tensor.layout is torch.strided:  # views share a storage, and so do aliases
+            sizes[storage_address_of(tensor)] = tensor.untyped_storage().nbytes()
+        else:  # packed for oneDNN, say: without padding
+            sizes[id(tensor)] = tensor.numel() * tensor.itemsize
+    return sum(sizes.values())
 
 
 def _cpu_peak(run: Run) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        _no_standard_error(),
-        # Without acc_events torch 2.11 warns of cycles, of which this has one.
-        torch.profiler.profile(
-            activities=activities, profile_memory=True, acc_events=True
-        ) as profile,
-    ):
+    # Without acc_events torch 2.11 warns of cycles, of which this has one.
+    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with _no_standard_error(), profile:
         run()
-    result = profile.profiler.kineto_results
+    result: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in result.events() if event.name() == "[memory]"]
     allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
