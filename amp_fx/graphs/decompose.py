@@ -313,16 +313,10 @@ def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
 
 def _value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        stride = tuple(map(str, value.stride())) if value.layout is torch.strided else None
         return (
-            type(value),
-            tuple(map(str, value.size())),
-            tuple(map(str, value.stride())) if value.layout is torch.strided else None,
-            value.dtype,
-            value.device,
-            value.layout,
-            value.requires_grad,
-            value.is_conj(),
-            value.is_neg(),
+            *(type(value), tuple(map(str, value.size())), stride, value.dtype, value.device),
+            *(value.layout, value.requires_grad, value.is_conj(), value.is_neg()),
         )
     if isinstance(value, (tuple, list)):
         raise NotPlainError("an input is a tuple of tensors")

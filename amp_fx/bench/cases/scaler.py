@@ -68,18 +68,16 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
             )
         comparison = Comparison(name, tuple(Measured(*timed) for timed in timings.items()))
         yield comparison
-        added = {who: _overhead(comparison, who) for who in timings if who != BARE}
-        for who, seconds in added.items():
-            yield Figure(f"{name}: {who} adds", 1e3 * seconds, "ms")
+        added: dict[str, float] = {}
+        for who in [name for name in timings if name != BARE]:
+            rounds = comparison.rounds(who, BARE)
+            added[who] = statistics.median(scaled - bare for scaled, bare in rounds)
+            yield Figure(f"{name}: {who} adds", 1e3 * added[who], "ms")
         share = 100 * added[AMP_FX] / added[TORCH]
         yield Figure(f"{name}: amp_fx adds, of what torch adds", share, "%")
-    if settings.device.type == "cuda":
-        yield from _waits(settings)
-
-
-def _overhead(comparison: Comparison, scaler: str) -> float:
-    """Seconds that a scaler adds to the bare step of the same round."""
-    return statistics.median(scaled - bare for scaled, bare in comparison.rounds(scaler, BARE))
+    for optimizer in OPTIMIZERS if settings.device.type == "cuda" else ():
+        for who, num_waits in count_waits(optimizer, _compiler(optimizer, settings)).items():
+            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
 
 
 def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
@@ -92,14 +90,6 @@ def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
             yield optimizer, settings.pick(tiny=2, cpu=30), compiler
         yield optimizer, settings.pick(tiny=3, cpu=300), None
         yield optimizer, settings.pick(tiny=4, cpu=3000), None
-
-
-def _waits(settings: Settings) -> Iterator[Figure]:
-    """How often each makes the host wait."""
-    for optimizer in OPTIMIZERS:
-        waits = count_waits(optimizer, _compiler(optimizer, settings))
-        for who, num_waits in waits.items():
-            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
 
 
 def _compiler(optimizer: str, settings: Settings) -> str | None:
