@@ -32,6 +32,7 @@ from amp_fx.graphs.metadata import (
     STORED_LOW,
     VERSION,
 )
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import storage_id, value_of
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.cast_policy import CastPolicy
@@ -165,12 +166,9 @@ def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
 def weight_bytes(program: ExportedProgram) -> int:
     """The memory of a program's weights, in bytes; that of tied ones once."""
     tensors = [*program.state_dict.values(), *program.constants.values()]
-    sizes = {
-        _identity(tensor): tensor.numel() * tensor.itemsize
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    }
-    return sum(sizes.values())
+    return sum(
+        {_identity(t): num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)}.values()
+    )
 
 
 def groups_by_storage(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:

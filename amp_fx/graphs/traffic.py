@@ -145,8 +145,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    sizes = (size for size, stride in pairs if not isinstance(stride, int) or stride)
-    return _product(sizes, tensor.dtype.itemsize)
+    sizes = (hint(size) for size, stride in pairs if not isinstance(stride, int) or stride)
+    return int(math.prod(sizes)) * tensor.dtype.itemsize
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -156,11 +156,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def num_elements(tensor: torch.Tensor) -> int:
     """Elements of a tensor, symbolic sizes as in the call at hand."""
-    return _product(tensor.shape, 1)
-
-
-def _product(sizes: Iterable[Any], total: int) -> int:
-    return math.prod((int(hint(size)) for size in sizes), start=total)
+    return int(math.prod(map(hint, tensor.shape)))
 
 
 def hint(value: Any) -> Any:

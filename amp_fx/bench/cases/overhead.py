@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amp_fx.bench.compare import Comparison, Watch
-    from amp_fx.bench.contenders import Run
     from amp_fx.bench.settings import Settings
 
 WEIGHTS_PER_LAYER = 2
@@ -62,7 +61,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
     slots = [Slot(index, settings.dtype) for index in range(num_weights)]
-    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(_discard)
+    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(lambda *_: None)
     timings = time_in_turns(
         {"look": lambda: look(*weights)},
         repeats=settings.repeats,
@@ -85,7 +84,14 @@ def _refresh(
     what = f"refresh of {len(weights)} weights after a step, beside the copying"
     watch(what, 0, 1)
     call = compiled(BY_NAME[UNFROZEN], model, settings)
-    runs, before = _refresh_turns(lambda: _discard(call(x)), weights, settings.dtype)
+    lows = [weight.to(settings.dtype) for weight in weights]
+    # Written by an op that optimizers call, and by no optimizer: hooks on its step may refresh,
+    # outside of what is timed.
+    write = functools.partial(torch._foreach_mul_, weights, 1.0)
+    copy = functools.partial(torch._foreach_copy_, lows, weights)
+    run = functools.partial(call, x)
+    runs = {STALE: run, FRESH: run, COPYING: copy}
+    before = {STALE: write, FRESH: run, COPYING: write}
     with torch.no_grad():
         for name in [*runs] * WARM_UP_CALLS:  # compiles, and does what only the first calls do
             before[name]()
@@ -101,27 +107,3 @@ def _refresh(
     rounds = zip(*(timings[name].seconds for name in (STALE, FRESH, COPYING)), strict=True)
     rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
     return Figure(what, 1e6 * rest, "µs")
-
-
-def _refresh_turns(
-    call: Run, weights: list[torch.Tensor], dtype: torch.dtype
-) -> tuple[dict[str, Run], dict[str, Run]]:
-    """What is timed, and what runs before each of it.
-
-    The weights are written by an op that optimizers call, and by no optimizer: hooks on its step
-    may refresh, outside of what is timed.
-    """
-    lows = [weight.to(dtype) for weight in weights]
-
-    def write() -> None:
-        torch._foreach_mul_(weights, 1.0)
-
-    def copy() -> None:
-        torch._foreach_copy_(lows, weights)
-
-    runs = {STALE: call, FRESH: call, COPYING: copy}
-    return runs, {STALE: write, FRESH: call, COPYING: write}
-
-
-def _discard(*_: object) -> None:
-    """Makes a function that returns something one that returns nothing."""
