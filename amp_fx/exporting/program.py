@@ -165,10 +165,9 @@ def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 def weight_bytes(program: ExportedProgram) -> int:
     """The memory of a program's weights, in bytes; that of tied ones once."""
-    tensors = [*program.state_dict.values(), *program.constants.values()]
-    return sum(
-        {_identity(t): num_bytes(t) for t in tensors if isinstance(t, torch.Tensor)}.values()
-    )
+    held = (*program.state_dict.values(), *program.constants.values())
+    sizes = {_identity(t): num_bytes(t) for t in held if isinstance(t, torch.Tensor)}
+    return sum(sizes.values())
 
 
 def groups_by_storage(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
