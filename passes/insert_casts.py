@@ -50,7 +50,7 @@ from amp_fx.graphs.islands import (
 )
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
-from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_kept_in_float32
+from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -225,7 +225,7 @@ class _Rewriter:
             value = value_of(source)
             if isinstance(value, torch.Tensor) and value.dtype in _LOW_DTYPES:
                 self._cast_input(node, source, torch.float32, "range guard")
-        record_kept_in_float32(node, reason)
+        record_range(node, reason)
         self.counts["ops_kept_in_float32"] += 1
 
     # Islands.

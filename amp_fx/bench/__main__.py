@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parsed = _parser().parse_args(arguments)
     try:
-        cases = _parse_cases(parsed.cases)
+        cases = [choose("case", name, tuple(CASES)) for name in parsed.cases] or list(CASES)
         settings = _parse_settings(parsed)
         if parsed.json:
             _check_folder("--json", parsed.json)
@@ -101,12 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars there (matplotlib)")
     return parser
-
-
-def _parse_cases(names: list[str]) -> list[str]:
-    for name in names:
-        choose("case", name, tuple(CASES))
-    return names or list(CASES)
 
 
 def _parse_settings(parsed: argparse.Namespace) -> Settings:

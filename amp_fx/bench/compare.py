@@ -85,35 +85,22 @@ def _kept_bytes(device: torch.device) -> int:
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
-    return sum({_place(t): _num_bytes(t) for t in alive if t.device.type == "cpu"}.values())
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """What tells storages apart: views share one, and so do aliases."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    address: int = storage_address_of(tensor)
-    return address
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage; of an opaque one (packed for oneDNN) without its padding."""
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.itemsize
-    return int(tensor.untyped_storage().nbytes())
+    sizes: dict[int, int] = {}
+    for tensor in (tensor for tensor in alive if tensor.device.type == "cpu"):
+        if tensor.layout is torch.strided:  # views share a storage, and so do aliases
+            sizes[storage_address_of(tensor)] = tensor.untyped_storage().nbytes()
+        else:  # packed for oneDNN, say: without padding
+            sizes[id(tensor)] = tensor.numel() * tensor.itemsize
+    return sum(sizes.values())
 
 
 def _cpu_peak(run: Run) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        _no_standard_error(),
-        # Without acc_events torch 2.11 warns of cycles, of which this has one.
-        torch.profiler.profile(
-            activities=activities, profile_memory=True, acc_events=True
-        ) as profile,
-    ):
+    # Without acc_events torch 2.11 warns of cycles, of which this has one.
+    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    with _no_standard_error(), profile:
         run()
-    result = profile.profiler.kineto_results
+    result: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in result.events() if event.name() == "[memory]"]
     allocated = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -272,7 +259,10 @@ def compare(
     casts = timings.pop(CASTS, None)
     measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
-    figures = [*_speedup_figures(comparison), *_cast_figures(workload, comparison, casts)]
+    pairs = (paired_figure(comparison, *pair) for pair in _PAIRS)
+    figures = [figure for figure in pairs if figure is not None]
+    if casts is not None:
+        figures += _cast_figures(workload, comparison, casts)
     if AMP_FX in runs and not workload.micro_batches:
         figures.append(_after_write(workload, runs[AMP_FX], settings))
     torch._dynamo.reset()
@@ -330,19 +320,10 @@ def _casting(workload: Workload, settings: Settings) -> Run:
 
 
 _PAIRS = (
-    (NATIVE, AMP_FX),
-    (NATIVE, UNCACHED),
-    (NATIVE_FROZEN, AMP_FX),
-    (LIMIT_FROZEN, AMP_FX),
-    (NATIVE, LEAN),
-    (LIMIT, LEAN),
+    *((NATIVE, AMP_FX), (NATIVE, UNCACHED), (NATIVE_FROZEN, AMP_FX), (LIMIT_FROZEN, AMP_FX)),
+    *((NATIVE, LEAN), (LIMIT, LEAN)),
 )
-
-
-def _speedup_figures(comparison: Comparison) -> list[Figure]:
-    """The headline, how sure it is, and beside it what the cache does to it."""
-    figures = (paired_figure(comparison, *pair) for pair in _PAIRS)
-    return [figure for figure in figures if figure is not None]
+"""The headline, and beside it what the cache and the policy do to it."""
 
 
 def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure | None:
@@ -354,16 +335,13 @@ def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure |
     return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
 
 
-def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing | None) -> list[Figure]:
-    if casts is None:
-        return []
-    figures = [Figure(f"{workload.name}: casting every weight once", 1e3 * casts.median, "ms")]
+def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing) -> Iterator[Figure]:
+    name, number = workload.name, workload.micro_batches
+    yield Figure(f"{name}: casting every weight once", 1e3 * casts.median, "ms")
     for measured in comparison.measured:
         if measured.name == NATIVE:
             share = 100 * casts.median / measured.timing.median
-            what = f"{workload.name}: {{}} of a native step"
-            figures.append(Figure(what.format("that share"), share, "%"))
-            if workload.micro_batches > 1:
-                times = f"{workload.micro_batches} times that, as it does, share"
-                figures.append(Figure(what.format(times), workload.micro_batches * share, "%"))
-    return figures
+            yield Figure(f"{name}: that share of a native step", share, "%")
+            if number > 1:
+                what = f"{number} times that, as it does, share of a native step"
+                yield Figure(f"{name}: {what}", number * share, "%")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
-LEAN = "amp_fx-lean"
+LEAN, UNFROZEN = "amp_fx-lean", "amp_fx-unfrozen"
 SEED = 0
 LEARNING_RATE = 1e-5
 MICRO_BATCHES = (1, 4, 16)
@@ -85,17 +85,15 @@ class Contender:
     is_for_inference: bool = False
     is_for_training: bool = False
 
-    @property
-    def is_low(self) -> bool:
-        """Whether anything of it runs in the low dtype."""
-        return self.is_autocast or self.is_stored_low or self.is_amp_fx
-
 
 _native = functools.partial(Contender, is_compiled=True, is_autocast=True)
 _ours = functools.partial(Contender, is_compiled=True, is_amp_fx=True)
 _low = functools.partial(Contender, is_compiled=True, is_stored_low=True)
-_STRICT = (("numerics", "strict"),)
+_STRICT, _EAGER = (("numerics", "strict"),), (("numerics", "eager"),)
+_ROUNDING = "native, with generated code that rounds as eager code does"
 _FREEZING = "native, with inductor's freezing of weights, which sees no write to them"
+_FOLDING = "amp_fx, with batch norms folded into convolutions"
+_UNFROZEN = "amp_fx that keeps casts alone"
 _LEAN = "amp_fx with the lean preset: a low residual stream, float32 gradients of weights"
 
 CONTENDERS = (
@@ -105,29 +103,13 @@ CONTENDERS = (
     _native(NATIVE, "torch.compile under torch.autocast"),
     _native(NATIVE_FROZEN, _FREEZING, is_frozen=True, is_for_inference=True),
     _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
-    _ours(
-        "amp_fx-folding",
-        "amp_fx, with batch norms folded into convolutions",
-        options=(("fold_batch_norm", True),),
-        is_for_inference=True,
-    ),
-    _ours(
-        "amp_fx-unfrozen",
-        "amp_fx that keeps casts alone",
-        options=(("freezing", False),),
-        is_for_inference=True,
-    ),
+    _ours("amp_fx-folding", _FOLDING, options=(("fold_batch_norm", True),), is_for_inference=True),
+    _ours(UNFROZEN, _UNFROZEN, options=(("freezing", False),), is_for_inference=True),
     _ours(UNCACHED, "amp_fx with weight_cache off", options=(("weight_cache", False),)),
     _ours(LEAN, _LEAN, options=(("policy", "lean"),), is_for_training=True),
-    _native(
-        "native-strict",
-        "native, with generated code that rounds as eager code does",
-        options=_STRICT,
-    ),
+    _native("native-strict", _ROUNDING, options=_STRICT),
     _ours("amp_fx-strict", "amp_fx, with the same", options=_STRICT),
-    _ours(
-        "amp_fx-eager", "amp_fx with the bits of eager autocast", options=(("numerics", "eager"),)
-    ),
+    _ours("amp_fx-eager", "amp_fx with the bits of eager autocast", options=_EAGER),
     _low(LIMIT, "stored in the low dtype and compiled"),
     _low(LIMIT_FROZEN, "limit, with inductor's freezing", is_frozen=True, is_for_inference=True),
 )
@@ -161,13 +143,30 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     model.train(workload.micro_batches > 0)
     if contender.is_stored_low:
         model.to(settings.dtype)
-    is_low = contender.is_stored_low or (contender.is_low and workload.has_low_inputs)
+    has_low = workload.has_low_inputs and (contender.is_autocast or contender.is_amp_fx)
+    is_low = contender.is_stored_low or has_low
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
     call = compiled(contender, model, settings)
     region = functools.partial(region_of, contender, settings)
+
+    def infer() -> None:
+        with torch.no_grad(), region():
+            call(*inputs)
+
     if workload.micro_batches == 0:
-        return _inference(call, inputs, region)
-    return _training(call, inputs, region, _optimizer(model), workload.micro_batches)
+        return infer
+    # Fused for every contender: on the CPU torch chooses the slowest by itself.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def train() -> None:
+        for _ in range(workload.micro_batches):
+            with region():
+                loss = call(*inputs)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
 
 
 def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
@@ -197,11 +196,7 @@ def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Call
     if not contender.is_amp_fx:
         given = numerics_config(Options.parse(dict(contender.options))) or None
         return torch.compile(model, backend=settings.compiler, options=given)
-    options: dict[str, Any] = {
-        "dtype": settings.dtype,
-        "compiler": settings.compiler,
-        **dict(contender.options),
-    }
+    options = {"dtype": settings.dtype, "compiler": settings.compiler, **dict(contender.options)}
     return torch.compile(model, backend="amp_fx", options=options)
 
 
@@ -214,38 +209,3 @@ def region_of(contender: Contender, settings: Settings) -> contextlib.AbstractCo
 
 def _stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The fused AdamW, for every contender: on the CPU torch chooses the slowest by itself."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-
-def _inference(
-    call: Callable[..., Any],
-    inputs: tuple[torch.Tensor, ...],
-    region: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Run:
-    def run() -> None:
-        with torch.no_grad(), region():
-            call(*inputs)
-
-    return run
-
-
-def _training(
-    call: Callable[..., Any],
-    inputs: tuple[torch.Tensor, ...],
-    region: Callable[[], contextlib.AbstractContextManager[Any]],
-    optimizer: torch.optim.Optimizer,
-    micro_batches: int,
-) -> Run:
-    def run() -> None:
-        for _ in range(micro_batches):
-            with region():
-                loss = call(*inputs)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run

@@ -230,16 +230,11 @@ def load_pyplot() -> Any:
 def write_plot(path: Path, report: Report) -> None:
     """Draws a bar for each contender of each comparison, with its quartiles."""
     pyplot = load_pyplot()
-    comparisons = report.comparisons
+    comparisons, num = report.comparisons, len(report.comparisons)
     if not comparisons:
         return
-    figure, axes = pyplot.subplots(
-        len(comparisons),
-        1,
-        figsize=(8, 2.2 * len(comparisons)),
-        squeeze=False,
-        layout="constrained",
-    )
+    size = (8, 2.2 * num)
+    figure, axes = pyplot.subplots(num, 1, figsize=size, squeeze=False, layout="constrained")
     for ax, (case, comparison) in zip(axes[:, 0], comparisons, strict=True):
         _draw_bars(ax, case, comparison)
     try:

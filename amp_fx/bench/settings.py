@@ -84,7 +84,8 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
     facts: dict[str, str | int | float] = {"processor": processor_name()}
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
-    facts["cores"] = _num_cores()
+    affinity = getattr(os, "sched_getaffinity", None)  # of this process; not on every system
+    facts["cores"] = len(affinity(0)) if affinity else os.cpu_count() or 1
     facts["threads"] = torch.get_num_threads()
     if hasattr(os, "getloadavg"):
         facts["load"] = round(os.getloadavg()[0], 2)
@@ -98,10 +99,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "amp_fx": importlib.metadata.version("amp_fx"),
     }
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

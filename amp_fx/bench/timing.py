@@ -60,6 +60,7 @@ def time_in_turns(
     device: torch.device,
     on_round: Callable[[int], None] = lambda _: None,
     before: Mapping[str, Run] | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, Timing]:
     """Times every run, one block per round, in an order that changes from round to round.
 
@@ -70,12 +71,13 @@ def time_in_turns(
         device: Waited for before and after each block.
         on_round: Called with the number of the round that ended.
         before: What runs before each block, untimed, by the name of the run.
+        clock: Gives seconds; None for ``time.perf_counter``.
 
     Returns:
         The samples of each run.
     """
-    before = before or {}
-    num_steps = {name: steps or _steps_per_block(run, device) for name, run in runs.items()}
+    before, clock = before or {}, clock or time.perf_counter
+    num_steps = {name: steps or _steps_per_block(run, device, clock) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     rng = random.Random(0)
@@ -85,27 +87,27 @@ def time_in_turns(
             for name in order:
                 if name in before:
                     before[name]()
-                samples[name].append(_time_block(runs[name], num_steps[name], device))
+                samples[name].append(_time_block(runs[name], num_steps[name], device, clock))
             on_round(number)
     return {name: Timing(tuple(samples[name]), num_steps[name]) for name in runs}
 
 
-def _steps_per_block(run: Run, device: torch.device) -> int:
+def _steps_per_block(run: Run, device: torch.device, clock: Callable[[], float]) -> int:
     for _ in range(WARM_UP_CALLS):
         run()
-    seconds = min(_time_block(run, 1, device) for _ in range(2))
+    seconds = min(_time_block(run, 1, device, clock) for _ in range(2))
     return max(1, min(MAX_STEPS, round(BLOCK_SECONDS / seconds)))
 
 
-def _time_block(run: Run, steps: int, device: torch.device) -> float:
+def _time_block(run: Run, steps: int, device: torch.device, clock: Callable[[], float]) -> float:
     if steps > 1:
         run()  # what ran before has taken the processor's caches
     wait_for(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(steps):
         run()
     wait_for(device)
-    return (time.perf_counter() - start) / steps
+    return (clock() - start) / steps
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from amp_fx import __version__, weight_cache
 from amp_fx.errors import ShardingError
 from amp_fx.explanation.entry import explain
 from amp_fx.integrations.fsdp import fsdp_policy
+from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -180,7 +181,6 @@ def counted_gathers() -> Iterator[list[int]]:
     """
     sent: list[int] = []
     names = [n for n in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, n)]
-    originals = {name: getattr(dist, name) for name in names}
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
         def gather(*args: Any, **kwargs: Any) -> Any:
@@ -190,13 +190,8 @@ def counted_gathers() -> Iterator[list[int]]:
 
         return gather
 
-    for name, original in originals.items():
-        setattr(dist, name, counting(original))
-    try:
+    with replaced(*((dist, name, counting(getattr(dist, name))) for name in names)):
         yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def table_of(runs: dict[str, tuple[Run, Run]], updates: int) -> Table:

@@ -41,7 +41,6 @@ class NextToken(nn.Module):
     """
 
     def __init__(self, model: GPT) -> None:
-        """A step that shares the weights of ``model``."""
         super().__init__()
         self.model = model
         self._blocks = cast("list[Block]", list(model.blocks))

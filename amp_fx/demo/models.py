@@ -13,7 +13,6 @@ class MLP(nn.Module):
     """Square linear layers with ReLU between them."""
 
     def __init__(self, width: int, depth: int) -> None:
-        """``depth`` layers of ``width`` by ``width`` weights."""
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
@@ -124,7 +123,6 @@ class Residual(nn.Module):
     """Two 3x3 convolutions, added to what came in."""
 
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
-        """A block that divides height and width by ``stride``."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(out_channels)
@@ -143,10 +141,9 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Shaped like ResNet-18, if ``width`` is 64 and each stage has two blocks."""
+    """Shaped like ResNet-18, if ``width`` is 64 and each of its four stages has two blocks."""
 
     def __init__(self, width: int, blocks_per_stage: int, num_classes: int) -> None:
-        """Four stages that double channels and halve height and width."""
         super().__init__()
         self.stem = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
         self.norm = nn.BatchNorm2d(width)
@@ -172,7 +169,6 @@ class LoopedCell(nn.Module):
     """An LSTM cell called once per time step, so that its weights are used many times."""
 
     def __init__(self, width: int) -> None:
-        """A cell with inputs and states of ``width``."""
         super().__init__()
         self.cell = nn.LSTMCell(width, width)
 
@@ -188,7 +184,6 @@ class Loss(nn.Module):
     """A classifier's cross entropy, for training."""
 
     def __init__(self, model: nn.Module) -> None:
-        """The loss of a model whose outputs are logits."""
         super().__init__()
         self.model = model
 

@@ -71,11 +71,8 @@ class Vocabulary:
 def statements() -> str:
     """Returns Python's help on some statements, without headings and code, in one line."""
     text = "\n\n".join(topics.topics[name] for name in STATEMENTS)
-    return " ".join(" ".join(filter(_is_prose, text.split("\n\n"))).split())
-
-
-def _is_prose(paragraph: str) -> bool:
-    return not paragraph.startswith(" ") and "***" not in paragraph
+    prose = (p for p in text.split("\n\n") if not p.startswith(" ") and "***" not in p)
+    return " ".join(" ".join(prose).split())
 
 
 def random_batch(data: torch.Tensor, size: int, context: int, rng: torch.Generator) -> Batch:

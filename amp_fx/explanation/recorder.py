@@ -30,7 +30,7 @@ from amp_fx.explanation.records import (
     PassRecord,
     WeightRecord,
 )
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.metadata import CAST
@@ -215,11 +215,6 @@ def _bytes_per_call(cast: fx.Node) -> int:
         return 0
     values = tensors_in([recorded_value(node) for node in (cast.all_input_nodes[0], cast)])
     return sum(map(num_bytes, values))
-
-
-def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
-    """A graph and the graphs of bodies inside it."""
-    return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:

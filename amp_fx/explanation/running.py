@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import logging
 import sys
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ from amp_fx.backend.entry import called_in
 from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import ExplainError, OptionError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
-from amp_fx.graphs.values import plain_inputs, storage_id
+from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
 from amp_fx.options import Options
 from amp_fx.regions.state import autocast_device_types, no_autocast
 
@@ -263,7 +261,7 @@ def run_stand_in(
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(_sizes_forgotten())
         stack.enter_context(_without_limit())
-        stack.enter_context(_not_logged())
+        stack.enter_context(without_meta_errors())
         stack.enter_context(_forgotten(backend))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
@@ -348,22 +346,6 @@ def optimized(backend: Any, **kwargs: Any) -> Any:
         return torch._dynamo.optimize(backend, isolate_recompiles=True, **kwargs)
     except TypeError:
         return torch._dynamo.optimize(backend, **kwargs)
-
-
-@contextlib.contextmanager
-def _not_logged() -> Iterator[None]:
-    """Keeps torch from logging this thread's ops that fail on fake tensors: the error says it."""
-    thread = threading.get_ident()
-    log = logging.getLogger(FakeTensorMode.__module__)
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno < logging.ERROR
-
-    log.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_kept)
 
 
 @contextlib.contextmanager

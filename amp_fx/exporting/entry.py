@@ -197,26 +197,21 @@ def for_onnx(
     Raises:
         CompileTargetError: It is no exported program.
     """
-    if not isinstance(exported, ExportedProgram):
-        raise CompileTargetError(
-            f"amp_fx.for_onnx takes an exported program, not a {type(exported).__name__}: "
-            "amp_fx.export(model, args) makes one"
-        )
+    _check_program("for_onnx", exported)
     with no_autocast():
-        exported = _functional(exported)
+        exported = exported.run_decompositions({})  # opens ops that write, and no others
         gm = copied_graph(exported)
         run_passes(gm, [WidenOps(tuple(without_kernels))], check=False)
     clean(gm)
     return with_graph(exported, gm, written_inputs(exported.graph_signature))
 
 
-def _functional(program: ExportedProgram) -> ExportedProgram:
-    """A program without ops that write, all others as they are.
-
-    Relies on ``run_decompositions`` opening only what its table has.
-    """
-    functional: ExportedProgram = program.run_decompositions({})
-    return functional
+def _check_program(function: str, given: object) -> None:
+    if not isinstance(given, ExportedProgram):
+        raise CompileTargetError(
+            f"amp_fx.{function} takes an exported program, not a {type(given).__name__}: "
+            "amp_fx.export(model, args) makes one"
+        )
 
 
 SUFFIX = ".pt2"
@@ -254,11 +249,7 @@ def package(
         OptionError: The name does not end in ``.pt2``, or there is no such folder.
         ExportError: AOTInductor cannot compile it; says why.
     """
-    if not isinstance(exported, ExportedProgram):
-        raise CompileTargetError(
-            f"amp_fx.package takes an exported program, not a {type(exported).__name__}: "
-            "amp_fx.export(model, args) makes one"
-        )
+    _check_program("package", exported)
     target = Path(path)
     if target.suffix != SUFFIX or not target.parent.is_dir():
         raise OptionError(

@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import Cast, inserted_cast
 from amp_fx.graphs.decompose import OpDecision, Site
 from amp_fx.graphs.metadata import (
@@ -32,12 +32,13 @@ from amp_fx.graphs.metadata import (
     STORED_LOW,
     VERSION,
 )
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import storage_id, value_of
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from torch.export.graph_signature import ExportGraphSignature
 
@@ -50,8 +51,6 @@ _OURS = (
     *(CAPTURED, CAST, DECISIONS, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, RANGE_NOTE),
     *(SITE, STORED_LOW, VERSION),
 )
-_STALE = ("tensor_meta",)
-"""Torch's own keys that say what a node produced before."""
 
 
 def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> None:
@@ -68,7 +67,7 @@ def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> No
 def clean(gm: fx.GraphModule) -> None:
     """Takes off what passes wrote onto nodes, and what is no longer true of them."""
     for node in _nodes(gm):
-        for key in [*(key.name for key in _OURS), *_STALE]:
+        for key in (*(key.name for key in _OURS), "tensor_meta"):  # the last is torch's own
             node.meta.pop(key, None)
 
 
@@ -91,7 +90,7 @@ def restore_notes(gm: fx.GraphModule) -> AutocastState:
         SITE.put(node, Site(state, is_grad_enabled=False))
         if "cast" in found:
             old, new, reason = found["cast"]
-            CAST.put(node, Cast(_dtype(old), _dtype(new), None, reason))
+            CAST.put(node, Cast(getattr(torch, old), getattr(torch, new), None, reason))
         if "decisions" in found:
             decisions = (OpDecision(o, d, CastPolicy(p), w) for o, d, p, w in found["decisions"])
             DECISIONS.put(node, tuple(decisions))
@@ -101,8 +100,7 @@ def restore_notes(gm: fx.GraphModule) -> AutocastState:
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes]
+    return [node for graph in graphs_in(gm) for node in graph.nodes]
 
 
 def _note(node: fx.Node, start: AutocastState) -> dict[str, Any]:
@@ -128,12 +126,8 @@ def _region(state: AutocastState) -> dict[str, str]:
 def _state(region: dict[str, str]) -> AutocastState:
     state = AutocastState.ambient().turned_off()
     for device, name in region.items():
-        state = state.turned(device, enabled=True, dtype=_dtype(name))
+        state = state.turned(device, enabled=True, dtype=getattr(torch, name))
     return state
-
-
-def _dtype(name: str) -> Any:
-    return as_dtype(name)
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -171,12 +165,8 @@ def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 def weight_bytes(program: ExportedProgram) -> int:
     """The memory of a program's weights, in bytes; that of tied ones once."""
-    tensors = [*program.state_dict.values(), *program.constants.values()]
-    sizes = {
-        _identity(tensor): tensor.numel() * tensor.itemsize
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    }
+    held = (*program.state_dict.values(), *program.constants.values())
+    sizes = {_identity(t): num_bytes(t) for t in held if isinstance(t, torch.Tensor)}
     return sum(sizes.values())
 
 
@@ -207,7 +197,7 @@ def with_graph(
     those that the graph writes to.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    own = _Own()
+    own: dict[Any, torch.Tensor] = {}  # one that has several names is made once
     state_dict, constants = dict(program.state_dict), dict(program.constants)
     for spec in program.graph_signature.input_specs:
         if spec.kind not in WEIGHTS:
@@ -215,10 +205,14 @@ def with_graph(
         dtype = value_of(placeholders[spec.arg.name]).dtype
         for holder in (state_dict, constants):
             if spec.target in holder:
-                is_copied = spec.arg.name in written
-                holder[spec.target] = own.made(holder[spec.target], dtype, is_copied=is_copied)
+                tensor = holder[spec.target]
+                key = _identity(tensor)
+                if key not in own and (tensor.dtype != dtype or spec.arg.name in written):
+                    own[key] = _own(tensor, dtype)
     for holder in (state_dict, constants):
-        holder.update({name: own.tied_to(tensor) for name, tensor in holder.items()})
+        for name, tensor in holder.items():
+            if isinstance(tensor, torch.Tensor):
+                holder[name] = own.get(_identity(tensor), tensor)
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -232,30 +226,12 @@ def with_graph(
     )
 
 
-class _Own:
-    """Weights of a program's own, made of other ones: one that has several names once."""
-
-    def __init__(self) -> None:
-        self._made: dict[Any, torch.Tensor] = {}
-
-    def made(self, tensor: torch.Tensor, dtype: torch.dtype, *, is_copied: bool) -> torch.Tensor:
-        """A tensor in a dtype; itself if it has that and needs not be a copy."""
-        if tensor.dtype == dtype and not is_copied:
-            return tensor
-        key = _identity(tensor)
-        if key not in self._made:
-            with torch.no_grad():
-                new = tensor.detach().to(dtype, copy=True)
-            needs_grad = tensor.requires_grad and tensor.dtype == dtype
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[key] = nn.Parameter(new, requires_grad=needs_grad) if is_parameter else new
-        return self._made[key]
-
-    def tied_to(self, tensor: Any) -> Any:
-        """Returns what replaced a tensor under another name; itself if nothing did."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        return self._made.get(_identity(tensor), tensor)
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in a dtype; a parameter, if it is one of a parameter."""
+    with torch.no_grad():
+        new = tensor.detach().to(dtype, copy=True)
+    needs_grad = tensor.requires_grad and tensor.dtype == dtype
+    return nn.Parameter(new, needs_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -269,17 +245,13 @@ def _identity(tensor: torch.Tensor) -> Any:
 def _renamed_outputs(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
     """A signature whose outputs have the names that their nodes now have."""
     renamed = copy.deepcopy(signature)
-    for spec, output in zip(renamed.output_specs, _outputs(graph), strict=True):
+    for spec, output in zip(renamed.output_specs, outputs_of(graph), strict=True):
         if isinstance(output, torch.fx.Node):
             spec.arg.name = output.name
     return renamed
 
 
-def _outputs(graph: fx.Graph) -> Iterable[Any]:
-    outputs: Any = graph.output_node().args[0]
-    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-
-
 def outputs_of(graph: fx.Graph) -> tuple[Any, ...]:
     """Returns a graph's outputs, in the order of the signature's ``output_specs``."""
-    return tuple(_outputs(graph))
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)

@@ -23,6 +23,7 @@ from amp_fx.exporting.program import (
     with_graph,
     written_inputs,
 )
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.metadata import DECISIONS
 from amp_fx.graphs.values import is_written, recorded_value, value_of
@@ -47,27 +48,21 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
-_MODULE = "torch._functorch"
-"""The modules of the functions that ``torch.export`` records of a transform."""
-
-
 def refuse_transforms(program: ExportedProgram) -> None:
     """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program."""
-    for module in program.graph_module.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if _is_transform(node):
-                raise ExportError(
-                    f"{node.format_node()} is part of a torch.func transform{place_of(node)}. "
-                    f"{_advice(program)}"
-                )
+    for graph in graphs_in(program.graph_module):
+        if node := next(filter(_is_transform, graph.nodes), None):
+            raise ExportError(
+                f"{node.format_node()} is part of a torch.func transform{place_of(node)}. "
+                f"{_advice(program)}"
+            )
 
 
 def _is_transform(node: fx.Node) -> bool:
+    """Whether ``torch.export`` recorded a node of a transform, by its function's module."""
     module = getattr(node.target, "__module__", None) or ""
     name = getattr(node.target, "__name__", "")
-    return module.startswith(_MODULE) and name != "lazy_load_decompositions"
+    return module.startswith("torch._functorch") and name != "lazy_load_decompositions"
 
 
 def _advice(program: ExportedProgram) -> str:
@@ -109,11 +104,8 @@ def devices_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> set[torch.device]:
     """The devices of a model's parameters and buffers, and of its arguments."""
-    tensors = [
-        *model.parameters(),
-        *model.buffers(),
-        *pytree.tree_leaves((args, dict(kwargs or {}))),
-    ]
+    leaves = pytree.tree_leaves((args, dict(kwargs or {})))
+    tensors = [*model.parameters(), *model.buffers(), *leaves]
     return {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
@@ -243,22 +235,15 @@ def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
     gm = graph_to_rewrite(program)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
-    return _dtypes(map(_output_value, outputs_of(gm.graph)))
+    return _dtypes(value_of(o) if isinstance(o, fx.Node) else o for o in outputs_of(gm.graph))
 
 
 def written_dtypes(program: ExportedProgram) -> Dtypes:
     """Returns the dtypes of inputs that outputs are written back into; None for other outputs."""
-    recorded = {
-        spec.arg.name: recorded_value(node)
-        for node, spec in zip(
-            program.graph.find_nodes(op="placeholder"),
-            program.graph_signature.input_specs,
-            strict=True,
-        )
-    }
+    placeholders = program.graph.find_nodes(op="placeholder")
     by_target = {
-        spec.target or spec.arg.name: recorded[spec.arg.name]
-        for spec in program.graph_signature.input_specs
+        spec.target or spec.arg.name: recorded_value(node)
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
     }
     return _dtypes(
         by_target.get(spec.target) if spec.kind in WRITES else None
@@ -274,25 +259,17 @@ def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
     refuse_transforms(program)
     gm = copied_graph(program)
     inputs = set(program.graph_signature.user_inputs)
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.find_nodes(op="call_function", target=_ASSERTION):
-            if module is not gm or node.args[0].name not in inputs:
-                module.graph.erase_node(node)
+    assertion = torch.ops.aten._assert_tensor_metadata.default
+    for graph in graphs_in(gm):
+        for node in graph.find_nodes(op="call_function", target=assertion):
+            if graph is not gm.graph or node.args[0].name not in inputs:
+                graph.erase_node(node)
     return gm
-
-
-_ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
 
 def _passes_to_casts(region: Region) -> tuple[Pass, ...]:
     site = Site(region.state, is_grad_enabled=False, is_bare=region.is_bare)
     return InlineRegions(), MarkRegions(site), InsertCasts(region.policy)
-
-
-def _output_value(output: Any) -> Any:
-    return value_of(output) if isinstance(output, fx.Node) else output
 
 
 def _dtypes(values: Iterable[Any]) -> Dtypes:

@@ -9,8 +9,8 @@ In the order in which a training step meets them:
 * ``processes``: several processes skip steps together.
 * ``eager_step``: steps that run the optimizer's own code.
 * ``compiled_step``: unscale, check, clip and step as one compiled call.
-* ``two_pass``: the same in two passes over memory, with a scaler or without.
-* ``update_rules``: what Adam, AdamW and SGD do to one weight.
+* ``two_pass``: the same in two passes over memory, with a scaler or without, and what Adam, AdamW
+  and SGD do to one weight.
 * ``reports``: what happened to each optimizer since the last update, which steps were skipped, and
   because of which parameters.
 * ``torch_private``: the functions of torch that are not public, one wrapper each.

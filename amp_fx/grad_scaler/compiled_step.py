@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.grad_scaler.gradients import GradGroup
-    from amp_fx.grad_scaler.reports import OptimizerState
     from amp_fx.grad_scaler.scaler import GradScaler
     from amp_fx.grad_scaler.two_pass import Work
 
@@ -104,7 +103,10 @@ class CompiledStep:
         work = self._work() if groups else None
         result = None
         if work is not None:
-            self._step_in_two_passes(state, work)
+            inv_scale = scaler._inv_scale(work.weights[0].device)
+            found_inf, self.norm = self._two_pass(work, inv_scale)
+            state.inv_scale = None if self._two_pass.writes_grads else inv_scale
+            scaler._stepped(state, found_inf)
         elif self._can_run_compiled(groups):
             result = self._step_compiled(groups)
         else:
@@ -127,13 +129,6 @@ class CompiledStep:
             return work
         _move_to_device(self._optimizer, work.weights)  # counters that were loaded
         return self._two_pass.work()
-
-    def _step_in_two_passes(self, state: OptimizerState, work: Work) -> None:
-        inv_scale = self._scaler._inv_scale(work.weights[0].device)
-        found_inf, self.norm = self._two_pass(work, inv_scale)
-        assert found_inf is not None
-        state.inv_scale = None if self._two_pass.writes_grads else inv_scale
-        self._scaler._stepped(state, found_inf)
 
     # Eagerly -------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_fx.grad_scaler import loss_scale
-from amp_fx.grad_scaler.gradients import on_devices, params_with_grads
+from amp_fx.grad_scaler.gradients import OnDevices, params_with_grads
 from amp_fx.grad_scaler.processes import local
 from amp_fx.grad_scaler.torch_private import runs_only_own_code
 
@@ -124,7 +124,7 @@ def step_unless(found_inf: Tensor, optimizer: Any, step: Callable[..., Any]) -> 
     no hooks, step a part of their parameters at a time, so that the copy is of that part: those of
     them that are capturable treat each parameter by itself.
     """
-    overflowed = on_devices(found_inf != 0)
+    overflowed = OnDevices(found_inf != 0)
     if not runs_only_own_code(optimizer):
         return _step_or_put_back(overflowed, optimizer, step)
     groups, result = optimizer.param_groups, None

@@ -70,7 +70,6 @@ class ParameterNames:
     """Knows what parameters are called; holds them weakly."""
 
     def __init__(self) -> None:
-        """Knows no names."""
         self._names = WeakTensorKeyDictionary()
 
     def add(self, named_parameters: NamedParameters) -> None:
@@ -191,6 +190,9 @@ def _refuse_grads(
 class OnDevices(dict[torch.device, Tensor]):
     """Holds copies of one 0-dim tensor, made as devices ask for them."""
 
+    def __init__(self, source: Tensor) -> None:
+        super().__init__({source.device: source})
+
     def __missing__(self, device: torch.device) -> Tensor:
         """Copies the tensor to a device that asks for the first time."""
         source = next(iter(self.values()))
@@ -200,16 +202,11 @@ class OnDevices(dict[torch.device, Tensor]):
         return copy
 
 
-def on_devices(source: Tensor) -> OnDevices:
-    """Serves copies of this tensor."""
-    return OnDevices({source.device: source})
-
-
 @torch.no_grad()
 def check(groups: list[GradGroup], inv_scale: Tensor | None = None) -> Flags:
     """Looks for gradients that are not finite, or not after multiplying; changes none."""
     found_inf = _no_inf(groups)
-    factors = None if inv_scale is None else on_devices(inv_scale)
+    factors = None if inv_scale is None else OnDevices(inv_scale)
     for group in groups:
         _check_(group, found_inf[group.device])
         if factors is not None:
@@ -225,7 +222,7 @@ def unscale_(groups: list[GradGroup], inv_scale: Tensor, *, may_overflow: bool =
     finite gradients overflow by it, `may_overflow` has them checked again.
     """
     found_inf = _no_inf(groups)
-    factor = on_devices(inv_scale)
+    factor = OnDevices(inv_scale)
     for group in groups:
         flag = found_inf[group.device]
         if has_check_and_unscale(group.device, group.dtype):
@@ -242,7 +239,7 @@ def combine(found_infs: list[Tensor], device: torch.device) -> Tensor:
     """Makes one flag out of several, on a device: not 0 if any is not 0."""
     if len(found_infs) == 1 and found_infs[0].device == device:
         return found_infs[0]
-    flags = [on_devices(flag)[device] for flag in found_infs] or [_float32(0.0, device)]
+    flags = [OnDevices(flag)[device] for flag in found_infs] or [_float32(0.0, device)]
     return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
 
@@ -272,7 +269,7 @@ def unscale_and_clip_(
     known = loss_scale.peek(scaled_norm)
     if known is not None and not math.isfinite(known):
         return None
-    inv_scale = on_devices(inv_scale)[scaled_norm.device]
+    inv_scale = OnDevices(inv_scale)[scaled_norm.device]
     norm = scaled_norm * inv_scale
     factor = clip_factor(norm, max_norm)
     if known is None:  # keeps infinities and NaNs where they are, for reports to count
@@ -294,7 +291,7 @@ def norm_of_all(optimizer: Any, groups: list[GradGroup], norm_type: float) -> Te
 @torch.no_grad()
 def clip_(groups: list[GradGroup], max_norm: float, norm: Tensor) -> Tensor:
     """Clips unscaled gradients by their norm, and returns it."""
-    factors = on_devices(clip_factor(norm, max_norm))
+    factors = OnDevices(clip_factor(norm, max_norm))
     for group in groups:
         torch._foreach_mul_(group.grads, factors[group.device])
     return norm

@@ -335,7 +335,6 @@ class OptimizerStates:
     """
 
     def __init__(self) -> None:
-        """Knows no optimizer."""
         # By id, which another optimizer can get: an entry counts as long as its optimizer lives.
         self._entries: dict[int, OptimizerState] = {}
         self._in_use: list[OptimizerState] = []  # in this iteration, in the order of first use

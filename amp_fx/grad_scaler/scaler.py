@@ -187,7 +187,7 @@ class GradScaler(torch.amp.GradScaler):
                 if self._scale is None:
                     self._lazy_init_scale_growth_tracker(arguments.device_with_values(value))
                 if not scales:
-                    scales.append(gradients.on_devices(cast("Tensor", self._scale)))
+                    scales.append(gradients.OnDevices(cast("Tensor", self._scale)))
                 return gradients.upcast(value) * scales[0][value.device]
             return _map_nested(scaled, value)
 
@@ -592,7 +592,7 @@ class GradScaler(torch.amp.GradScaler):
     def _inv_scale(self, device: torch.device | None = None) -> Tensor:
         assert self._scale is not None
         inv_scale = self._scale.reciprocal()
-        return inv_scale if device is None else gradients.on_devices(inv_scale)[device]
+        return inv_scale if device is None else gradients.OnDevices(inv_scale)[device]
 
     def _may_amplify(self) -> bool:
         """Returns whether the scale may be below 1, as far as is known without waiting."""

@@ -71,14 +71,6 @@ class Rule(NamedTuple):
     scalars: Callable[[Tensor, Tensor], Tensor]
     update: Callable[[Tensor, Tensor, States, Tensor, Flags], New]
 
-    def flags_of(self, group: dict[str, Any]) -> Flags:
-        """Returns which flags a group has set."""
-        return tuple([name for name in self.flags if group.get(name)])
-
-    def states_with(self, flags: Flags) -> list[str]:
-        """Returns the names of the states that a weight has with some flags set."""
-        return [name for name, flag in self.states.items() if not flag or flag in flags]
-
 
 def rule_of(optimizer: Any) -> Rule | None:
     """Returns the rule of an optimizer; None for those that have none.
@@ -89,8 +81,7 @@ def rule_of(optimizer: Any) -> Rule | None:
     rule = _RULES.get(type(optimizer))
     if rule is None or not runs_only_own_code(optimizer):
         return None
-    groups = optimizer.param_groups
-    return rule if all(_is_plain(group, rule) for group in groups) else None
+    return rule if all(_is_plain(group, rule) for group in optimizer.param_groups) else None
 
 
 def number(group: dict[str, Any], name: str) -> Any:
@@ -205,7 +196,11 @@ class TwoPassStep:
         writes_grads: bool,
         compile_options: dict[str, Any],
     ) -> None:
-        _refuse_needed_closure(optimizer)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ScalerTypeError(
+                f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+            )
         self.optimizer = optimizer
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -394,8 +389,8 @@ def gathered(optimizer: Any, rule: Rule) -> Work | None:
     """Gathers all that a step reads and writes; None where something is missing."""
     weights, states, counts, groups, flags = [], [], [], [], []
     for index, group in enumerate(optimizer.param_groups):
-        group_flags = rule.flags_of(group)
-        names = rule.states_with(group_flags)
+        group_flags = tuple([name for name in rule.flags if group.get(name)])
+        names = [name for name, flag in rule.states.items() if not flag or flag in group_flags]
         for weight in group["params"]:
             if weight.grad is None:
                 continue
@@ -504,7 +499,6 @@ class PlainStep:
     """
 
     def __init__(self, two_pass: TwoPassStep) -> None:
-        """Compiles nothing yet."""
         self.norm: Tensor | None = None
         self._two_pass = two_pass
         self._has_warned = False
@@ -531,12 +525,3 @@ class PlainStep:
             params = params_of(optimizer)
             self.norm = clip_grad_norm_(params, two_pass.max_norm, two_pass.norm_type)
         return optimizer.step()
-
-
-def _refuse_needed_closure(optimizer: Any) -> None:
-    """Raises if an optimizer's step cannot do without a closure."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ScalerTypeError(
-            f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
-        )

@@ -3,16 +3,11 @@
 Copies captured graphs, too, so that Dynamo's own stays as Dynamo made it.
 Dynamo goes on reading its graph after the backend returns (it builds guards from the
 placeholders), and a graph that turns out not to be rewritable is taken from it afresh.
-
-``with_attributes_as_inputs`` makes inputs of the tensors that a captured graph holds as attributes.
-
-Dynamo captures weights as inputs, but as attributes where
-``torch._inductor.config.freezing`` or ``torch._dynamo.config.prepare_freezing`` is on; it then
-guards their identity.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +17,11 @@ from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+
+def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
+    """A graph and the graphs of bodies inside it."""
+    return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 _hop = torch.ops.higher_order
@@ -155,7 +155,10 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 def with_attributes_as_inputs(
     gm: fx.GraphModule,
 ) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """A graph that takes its tensors as further inputs, and those tensors.
+    """A graph that takes the tensors it has as attributes as further inputs, and those tensors.
+
+    Dynamo captures weights as inputs, but as attributes where ``torch._inductor.config.freezing``
+    or ``torch._dynamo.config.prepare_freezing`` is on; it then guards their identity.
 
     Returns:
         The graph itself if it holds none.
@@ -171,18 +174,11 @@ def with_attributes_as_inputs(
             node.replace_all_uses_with(inputs[node.target])
             gm.graph.erase_node(node)
     gm.recompile()
-    return gm, tuple(_attribute(gm, name) for name in inputs)
+    return gm, tuple(operator.attrgetter(name)(gm) for name in inputs)
 
 
 def _is_tensor(gm: fx.GraphModule, node: fx.Node) -> bool:
-    return isinstance(_attribute(gm, str(node.target)), torch.Tensor)
-
-
-def _attribute(gm: fx.GraphModule, name: str) -> torch.Tensor:
-    value = gm
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value  # type: ignore[return-value]
+    return isinstance(operator.attrgetter(str(node.target))(gm), torch.Tensor)
 
 
 def _input_for(gm: fx.GraphModule, node: fx.Node, num_added: int) -> fx.Node:

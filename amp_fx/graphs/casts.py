@@ -5,6 +5,7 @@ In graphs that AOTAutograd makes, casts to fewer bytes are found, put elsewhere,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -116,10 +117,8 @@ def is_reinterpreting(node: fx.Node) -> bool:
 
 def narrows(node: fx.Node) -> bool:
     """Whether a node is a plain cast to a dtype of fewer bytes."""
-    value, source = VALUE.get(node), None
-    if op_name(node) == "prims::convert_element_type" or _is_plain_copy(node):
-        source = VALUE.get(node.all_input_nodes[0])
-    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
+    value, source = VALUE.get(node), _cast_value(node)
+    if not isinstance(value, torch.Tensor) or source is None:
         return False
     are_floats = value.is_floating_point() and source.is_floating_point()
     return are_floats and value.element_size() < source.element_size()
@@ -138,37 +137,34 @@ def narrowing_cast(
     graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node
 ) -> fx.Node:
     """A cast of a node at the graph's insertion point; what it was widened from, if that is it."""
-    if _is_widened_from(given, dtype):
+    source = _cast_value(given)
+    if source is not None and source.dtype == dtype:
         return given.all_input_nodes[0]
     if op_name(like) == "prims::convert_element_type":
         convert: Any = like.target
         cast = graph.call_function(convert, (given, dtype))
     else:
         cast = graph.call_function(torch.ops.aten._to_copy.default, (given,), {"dtype": dtype})
-    cast.meta.update(
-        {k: v for k, v in like.meta.items() if k in ("stack_trace", "nn_module_stack")}
-    )
+    kept = ("stack_trace", "nn_module_stack")
+    cast.meta.update({key: like.meta[key] for key in kept if key in like.meta})
     evaluate(cast)
     return cast
 
 
-def _is_widened_from(node: fx.Node, dtype: torch.dtype) -> bool:
+def _cast_value(node: fx.Node) -> torch.Tensor | None:
+    """The tensor that a plain cast takes; None for any other node."""
     if op_name(node) != "prims::convert_element_type" and not _is_plain_copy(node):
-        return False
+        return None
     source = VALUE.get(node.all_input_nodes[0])
-    return isinstance(source, torch.Tensor) and source.dtype == dtype
+    return source if isinstance(source, torch.Tensor) else None
 
 
 def evaluate(node: fx.Node) -> None:
     """Gives a node the value that it has with its arguments as they are now."""
     args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
-    with _fake_mode(args), torch.no_grad():
+    fake_mode: Any = detect_fake_mode(pytree.tree_leaves(args))
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
         value: Any = node.target(*args, **kwargs)  # type: ignore[operator]
     VALUE.put(node, value)
     if isinstance(value, torch.Tensor) and "tensor_meta" in node.meta:
         node.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
-
-
-def _fake_mode(args: Any) -> Any:
-    found = detect_fake_mode(pytree.tree_leaves(args))
-    return found if found is not None else torch.no_grad()

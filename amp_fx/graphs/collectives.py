@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
-from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import tensors_in
+from amp_fx.graphs.values import argument_values, recorded_value, tensors_in
+from amp_fx.policies.calls import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +62,19 @@ def _passed_on(size: int, ranks: int) -> int:
     return size if ranks > 1 else 0
 
 
-_SENT: dict[str, Callable[[int, int], int]] = {
-    "_c10d_functional::all_gather_into_tensor": _gathered,
-    "_c10d_functional::all_gather_into_tensor_coalesced": _gathered,
-    "_c10d_functional::all_gather_into_tensor_out": _gathered,
-    "_c10d_functional::all_reduce": _reduced,
-    "_c10d_functional::all_reduce_": _reduced,
-    "_c10d_functional::all_reduce_coalesced": _reduced,
-    "_c10d_functional::all_reduce_coalesced_": _reduced,
-    "_c10d_functional::all_to_all_single": _scattered,
-    "_c10d_functional::broadcast": _passed_on,
-    "_c10d_functional::broadcast_": _passed_on,
-    "_c10d_functional::isend": _passed_on,
-    "_c10d_functional::batch_p2p_ops": _passed_on,
-    "_c10d_functional::reduce_scatter_tensor": _scattered,
-    "_c10d_functional::reduce_scatter_tensor_coalesced": _scattered,
-    "_c10d_functional::reduce_scatter_tensor_out": _scattered,
-    "_dtensor::shard_dim_alltoall": _scattered,
-}
+_SENT: Mapping[str, Callable[[int, int], int]] = {
+    f"_c10d_functional::{op}{variant}": sent
+    for sent, op, variants in (
+        (_gathered, "all_gather_into_tensor", ("", "_coalesced", "_out")),
+        (_reduced, "all_reduce", ("", "_", "_coalesced", "_coalesced_")),
+        (_scattered, "all_to_all_single", ("",)),
+        (_passed_on, "broadcast", ("", "_")),
+        (_passed_on, "isend", ("",)),
+        (_passed_on, "batch_p2p_ops", ("",)),
+        (_scattered, "reduce_scatter_tensor", ("", "_coalesced", "_out")),
+    )
+    for variant in variants
+} | {"_dtensor::shard_dim_alltoall": _scattered}
 """What a rank sends, from the bytes that it hands over and the number of ranks."""
 
 
@@ -92,25 +87,20 @@ def collectives_in(graph: fx.Graph) -> Iterator[Collective]:
 
 def has_collectives(gm: fx.GraphModule) -> bool:
     """Whether a graph, captured or of AOTAutograd, names a collective or takes a DTensor."""
-    nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
-    return any(_namespace(n) in _NAMESPACES or _is_distributed(n) for n in nodes)
+    return any(_is_distributed(node) for graph in graphs_in(gm) for node in graph.nodes)
 
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
-def _namespace(node: fx.Node) -> str:
-    target: Any = node.target
-    return str(getattr(target, "namespace", "")) if node.op == "call_function" else ""
-
-
 def _is_distributed(node: fx.Node) -> bool:
+    if node.op == "call_function" and getattr(node.target, "namespace", "") in _NAMESPACES:
+        return True
     if not torch.distributed.is_available() or node.op not in ("placeholder", "call_function"):
         return False
     from torch.distributed.tensor import DTensor
 
-    value = node.meta.get("example_value", VALUE.get(node))
-    return any(isinstance(tensor, DTensor) for tensor in tensors_in(value))
+    return any(isinstance(tensor, DTensor) for tensor in tensors_in(recorded_value(node)))
 
 
 def op_name(node: fx.Node) -> str:
@@ -120,7 +110,8 @@ def op_name(node: fx.Node) -> str:
 
 def _collective(node: fx.Node) -> Collective:
     name = op_name(node)
-    arguments = _arguments(node)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    arguments = bind(node.target, *argument_values(node))
     tensors = _handed_over(name, arguments)
     size = sum(map(num_bytes, tensors))
     group = _group(arguments.get("group_name"))
@@ -131,14 +122,6 @@ def _collective(node: fx.Node) -> Collective:
         sent = size - size * splits[group.rank()] // max(sum(splits), 1)
     dtype = tensors[0].dtype if tensors else None
     return Collective(node, name.partition("::")[2], dtype, ranks, size, sent)
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by name, nodes replaced by their values."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: map_arg(value, VALUE.get) for name, value in given.items()}
 
 
 def _handed_over(name: str, arguments: dict[str, Any]) -> list[torch.Tensor]:

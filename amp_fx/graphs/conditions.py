@@ -69,16 +69,15 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
     fake_mode = detect_fake_mode(gm.graph)
     for node in gm.graph.nodes:
         _check_cast(node, pass_name)
-        if node.op in ("call_function", "call_method") and _can_evaluate(node):
+        if node.op in _CALLS and _can_evaluate(node):
             args, kwargs = argument_values(node)
             with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
                 _check_value(node, call_target(node, args, kwargs), pass_name)
 
 
 def _can_evaluate(node: fx.Node) -> bool:
-    if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node):
-        return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    is_hop = isinstance(node.target, torch._ops.HigherOrderOperator)
+    if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node) or is_hop:
         return False
     return bool(tensors_in(*argument_values(node)))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from amp_fx.graphs.values import (
     set_value,
     tensors_in,
     value_of,
+    without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
 from amp_fx.regions.kernels import has_autocast_kernel
@@ -216,8 +216,7 @@ class _PolicyTable:
             decision = self._resolver.decide(call, device_type, self._stack)
             low_dtype = self._state.low_dtype(device_type)
             if decision is None:
-                _refuse_native_kernel(op, device_type)
-                _refuse_opaque_kernel(op, device_type, low_dtype)
+                _refuse_own_kernel(op, device_type, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
@@ -255,13 +254,10 @@ def is_composite(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE.name)
 
 
-def _refuse_native_kernel(op: OpOverload, device_type: str) -> None:
+def _refuse_own_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
     """A library that registers its own autocast kernel knows its op best: leave it whole."""
     if op.namespace != "aten" and has_autocast_kernel(op, device_type):
         raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
-
-
-def _refuse_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
     result = opaque_result(qualified_name(op), device_type)
     if result is not None:
         raise OpaqueKernelError(qualified_name(op), low_dtype, result)
@@ -317,35 +313,14 @@ def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
 
 def _value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        stride = tuple(map(str, value.stride())) if value.layout is torch.strided else None
         return (
-            type(value),
-            tuple(map(str, value.size())),
-            tuple(map(str, value.stride())) if value.layout is torch.strided else None,
-            value.dtype,
-            value.device,
-            value.layout,
-            value.requires_grad,
-            value.is_conj(),
-            value.is_neg(),
+            *(type(value), tuple(map(str, value.size())), stride, value.dtype, value.device),
+            *(value.layout, value.requires_grad, value.is_conj(), value.is_neg()),
         )
     if isinstance(value, (tuple, list)):
         raise NotPlainError("an input is a tuple of tensors")
     return type(value), str(value)
-
-
-@contextlib.contextmanager
-def _without_meta_errors() -> Iterator[None]:
-    """Keeps torch from logging a traceback for a call that is only tried out."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_refuse_record)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_refuse_record)
-
-
-def _refuse_record(record: logging.LogRecord) -> bool:  # noqa: ARG001
-    return False
 
 
 def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
@@ -370,7 +345,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     tracer.decomposition_table = table  # type: ignore[assignment]
     table.tracer = tracer
     try:
-        with _without_meta_errors():
+        with without_meta_errors():
             return tracer.trace(fn, *values).graph
     except (NotPlainError, BannedOpError, PolicyError):
         raise
@@ -399,7 +374,8 @@ def inline(
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
-            DECISIONS.put(env[op], _decisions_of(op, decomposed))
+            decisions = [d for d in decomposed.decisions if d.op == _op_name(op)]
+            DECISIONS.put(env[op], tuple(decisions))
             num_casts += CAST.is_on(env[op])
             evaluate_node(env[op])
     result = map_arg(decomposed.graph.output_node().args[0], env.__getitem__)
@@ -415,18 +391,6 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
         mark_cast(new, str(node.target))
         new._rename(cast_name(new.all_input_nodes[0], CAST.of(new).dtype))
     return new
-
-
-def _decisions_of(op: fx.Node, decomposed: Decomposed) -> tuple[OpDecision, ...]:
-    """The decisions on one op of a decomposed node."""
-    return tuple(decision for decision in decomposed.decisions if decision.op == _op_name(op))
-
-
-def _decisions_on_none(decomposed: Decomposed) -> tuple[OpDecision, ...]:
-    """Returns the decisions on ops that were decomposed in their turn, and left the graph."""
-    assert decomposed.graph is not None
-    names = {_op_name(op) for op in decomposed.graph.nodes}
-    return tuple(decision for decision in decomposed.decisions if decision.op not in names)
 
 
 def _op_name(op: fx.Node) -> str | None:
@@ -457,8 +421,12 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
 
 
 def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
+    """Gives a result what was known of the node, and decisions on ops that left the graph."""
+    assert decomposed.graph is not None
+    names = {_op_name(op) for op in decomposed.graph.nodes}
+    gone = [decision for decision in decomposed.decisions if decision.op not in names]
     CAPTURED.put(result, captured)
-    DECISIONS.put(result, (*DECISIONS.of(result), *_decisions_on_none(decomposed)))
+    DECISIONS.put(result, (*DECISIONS.of(result), *gone))
 
 
 def spell_out_tuples(node: fx.Node) -> None:
@@ -467,8 +435,7 @@ def spell_out_tuples(node: fx.Node) -> None:
         value = value_of(source)
         if isinstance(value, (tuple, list)) and tensors_in(value):
             items = tuple(_item(source, index, node) for index in range(len(value)))
-            node.args = _substitute(node.args, source, items)
-            node.kwargs = _substitute(node.kwargs, source, items)
+            node.args, node.kwargs = _substitute((node.args, node.kwargs), source, items)
 
 
 def _item(source: fx.Node, index: int, node: fx.Node) -> fx.Node:

@@ -83,13 +83,10 @@ def evaluate_together(
     """
     _lay_down_policy(nodes, frame)
     values: dict[fx.Node, Any] = {}
-
-    def lookup(node: fx.Node) -> Any:
-        return values.get(node, value_of(node))
-
     with native_autocast(nodes[0], fake_mode), functorch_levels_restored():
         for node in nodes:
-            args, kwargs = map_arg((node.args, node.kwargs), lookup)
+            given = node.args, node.kwargs
+            args, kwargs = map_arg(given, lambda n: values.get(n, value_of(n)))
             values[node] = call_target(node, args, kwargs)
     inside = set(nodes)
     for node in nodes:

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
-from amp_fx.graphs.traffic import num_elements
+from amp_fx.graphs.range_guard import name_of
+from amp_fx.graphs.traffic import hint, num_elements
 from amp_fx.graphs.values import call_target, captured_value, tensors_in, value_of
 from amp_fx.regions.state import no_autocast
 
@@ -38,24 +39,13 @@ class MixtureProbe:
         True, too, where nothing can be learnt: the dtypes do not differ among
         themselves, or the op does not run here even on the captured dtypes.
         """
-        if not _is_mixed(node) or _name(node) in _PROMOTING:
-            return True
         dtypes = tuple(t.dtype for n in node.all_input_nodes for t in tensors_in(value_of(n)))
+        if len({d for d in dtypes if d.is_floating_point}) < 2 or name_of(node) in _PROMOTING:
+            return True
         key = (node.op, node.target, dtypes)
         if key not in self._answers:
             self._answers[key] = _runs(node, value_of) or not _runs(node, captured_value)
         return self._answers[key]
-
-
-def _is_mixed(node: fx.Node) -> bool:
-    values = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    return len({t.dtype for t in values if t.is_floating_point()}) > 1
-
-
-def _name(node: fx.Node) -> str:
-    if node.op == "call_method":
-        return str(node.target)
-    return getattr(node.target, "__name__", "")
 
 
 def _runs(node: fx.Node, value: Any) -> bool:
@@ -75,13 +65,5 @@ def _runs(node: fx.Node, value: Any) -> bool:
 
 def _zeros_like(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return torch.zeros([_hint(size) for size in value.size()], dtype=value.dtype)
-    return _hint(value)
-
-
-def _hint(value: Any) -> Any:
-    """A symbolic size as the number that was captured; anything else as it is."""
-    node = getattr(value, "node", None)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and node is not None:
-        return node.hint if node.has_hint() else 1
-    return value
+        return torch.zeros([hint(size) for size in value.size()], dtype=value.dtype)
+    return hint(value)

@@ -42,12 +42,13 @@ _CREATIONS = {"full": 1, "scalar_tensor": 0, "tensor": 0}
 
 def clamp_fill_value(node: fx.Node) -> None:
     """Keeps numbers that a node puts in place of elements inside the range of a low dtype."""
-    name = _name(node)
+    name = name_of(node)
     low = _low_dtype(node)
     if low is None or name.removesuffix("_") not in _FILLS:
         return
-    if not _is_made_narrower(node) and name.removesuffix("_") not in _REFUSED:
-        _note_out_of_range(node, low)
+    if not any(map(_is_narrower, node.all_input_nodes)) and name.removesuffix("_") not in _REFUSED:
+        if problems := _problems(node, low, flushes_only=False):
+            record_range(node, f"{problems}, as in eager autocast")
         return
     limit = torch.finfo(low).max
     clamped: list[str] = []
@@ -63,7 +64,7 @@ def clamp_fill_value(node: fx.Node) -> None:
     node.args = map_aggregate(node.args, clamp)
     node.kwargs = map_aggregate(node.kwargs, clamp)
     if clamped:
-        _record(node, "; ".join(clamped))
+        record_range(node, "; ".join(clamped))
 
 
 def reason_for_float32(node: fx.Node) -> str | None:
@@ -72,34 +73,25 @@ def reason_for_float32(node: fx.Node) -> str | None:
     Returns:
         None if it need not; what eager autocast would not do either is only recorded.
     """
-    name, low = _name(node), _low_dtype(node)
+    name, low = name_of(node), _low_dtype(node)
     if low is None or name not in _ARITHMETIC + _LIMITS:
         return None
     problems = _problems(node, low, flushes_only=name in _LIMITS)
     if not problems:
         return None
-    if _is_made_narrower(node):
-        return f"{'; '.join(problems)}: computed in float32"
-    _record(node, f"{'; '.join(problems)}, as in eager autocast")
+    if any(map(_is_narrower, node.all_input_nodes)):
+        return f"{problems}: computed in float32"
+    record_range(node, f"{problems}, as in eager autocast")
     return None
 
 
-def record_kept_in_float32(node: fx.Node, reason: str) -> None:
-    """Writes onto a node that its inputs were cast for ``reason``."""
-    _record(node, reason)
+def record_range(node: fx.Node, what: str) -> None:
+    """Writes onto a node what was found, and what was done about it."""
+    RANGE_NOTE.put(node, f"{name_of(node)}: {what}")
 
 
-def _record(node: fx.Node, what: str) -> None:
-    RANGE_NOTE.put(node, f"{_name(node)}: {what}")
-
-
-def _note_out_of_range(node: fx.Node, low: torch.dtype) -> None:
-    problems = _problems(node, low, flushes_only=False)
-    if problems:
-        _record(node, f"{'; '.join(problems)}, as in eager autocast")
-
-
-def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> list[str]:
+def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> str:
+    """Which finite numbers among a node's arguments the low dtype cannot hold; "" for none."""
     numbers: list[float] = []
 
     def collect(arg: Any) -> Any:
@@ -113,21 +105,20 @@ def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> list[st
     smallest = info.smallest_normal * info.eps
     too_small = [n for n in numbers if abs(n) <= smallest / 2]
     too_large = [n for n in numbers if abs(n) > info.max and not flushes_only]
-    return [f"{n:g} flushes to zero in {dtype_name(low)}" for n in too_small] + [
-        f"{n:g} overflows {dtype_name(low)}" for n in too_large
-    ]
+    flushed = [f"{n:g} flushes to zero in {dtype_name(low)}" for n in too_small]
+    return "; ".join([*flushed, *(f"{n:g} overflows {dtype_name(low)}" for n in too_large)])
 
 
 def _number(arg: Any) -> int | float | None:
     """A number among the arguments of a node, or in a tensor that the graph makes of one."""
     if isinstance(arg, (int, float)) and not isinstance(arg, bool):
         return arg
-    if not isinstance(arg, fx.Node) or arg.op != "call_function" or _name(arg) not in _CREATIONS:
+    if not isinstance(arg, fx.Node) or arg.op != "call_function" or name_of(arg) not in _CREATIONS:
         return None
     value = value_of(arg)
     if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
         return None
-    position = _CREATIONS[_name(arg)]
+    position = _CREATIONS[name_of(arg)]
     number = arg.args[position] if len(arg.args) > position else arg.kwargs.get("fill_value")
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     return number if is_number else None  # type: ignore[return-value]
@@ -144,10 +135,6 @@ def _low_dtype(node: fx.Node) -> torch.dtype | None:
     return dtype if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _is_made_narrower(node: fx.Node) -> bool:
-    return any(_is_narrower(source) for source in node.all_input_nodes)
-
-
 def _is_narrower(source: fx.Node) -> bool:
     cast = inserted_cast(source)
     if cast is not None:
@@ -155,7 +142,7 @@ def _is_narrower(source: fx.Node) -> bool:
     return dtypes_differ(captured_value(source), value_of(source))
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     """Names what a node calls: ``masked_fill`` for the method, the function and the op."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.partition("::")[2]

@@ -9,15 +9,17 @@ write gradients only where they unscale them.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from amp_fx.graphs.values import storage_id, tensors_in
+from amp_fx.policies.calls import bind, written_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch._ops import OpOverload
 
@@ -48,15 +50,9 @@ PARTIAL_WRITES = frozenset(
 
 OVERWRITES = frozenset(
     (
-        *(
-            "aten::bernoulli_",
-            "aten::copy_",
-            "aten::exponential_",
-            "aten::fill_",
-            "aten::index_copy_",
-        ),
-        *("aten::index_put_", "aten::_index_put_impl_", "aten::normal_", "aten::random_"),
-        *("aten::scatter_", "aten::uniform_", "aten::zero_"),
+        *("aten::bernoulli_", "aten::copy_", "aten::exponential_", "aten::fill_"),
+        *("aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_", "aten::normal_"),
+        *("aten::random_", "aten::scatter_", "aten::uniform_", "aten::zero_"),
         *("aten::_foreach_copy_", "aten::_foreach_zero_"),
     )
 )
@@ -120,7 +116,8 @@ def moved_by(func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -
         num_made = tensor_bytes(made[0]) + sum(num_elements(t) * width for t in made[1:])
     if name in PARTIAL_WRITES:
         num_written = min(num_written, max(map(tensor_bytes, given), default=0))
-    is_read = name not in OVERWRITES and not _is_out(func)
+    is_out = any(argument.is_out for argument in func._schema.arguments)
+    is_read = name not in OVERWRITES and not is_out
     return Moved(_sum(given) + is_read * num_written, num_made + num_written)
 
 
@@ -130,26 +127,13 @@ def _by_use(
     """The tensors that are only read, and those that are written to."""
     read: list[torch.Tensor] = []
     written: list[torch.Tensor] = []
-    given = [(argument, tensors_in(value)) for argument, value in _arguments(func, args, kwargs)]
-    names = {argument.name for argument, tensors in given if tensors}
-    for argument, tensors in given:
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
-        is_whole = argument.name == "grads" and "grad_scale" not in names  # as kernels have it
-        (written if is_write and not is_whole else read).extend(tensors)
+    given = {name: tensors_in(value) for name, value in bind(func, args, kwargs).items()}
+    names = written_arguments(func)
+    if not given.get("grad_scale"):
+        names = [name for name in names if name != "grads"]  # as kernels have it
+    for name, tensors in given.items():
+        (written if name in names else read).extend(tensors)
     return read, written
-
-
-def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    schema = func._schema.arguments
-    yield from zip(schema, args, strict=False)
-    for argument in schema:
-        if argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def _is_out(func: OpOverload) -> bool:
-    """Whether an overload writes into tensors that it is given as ``out=``."""
-    return any(argument.is_out for argument in func._schema.arguments)
 
 
 def _sum(tensors: Iterable[torch.Tensor]) -> int:
@@ -160,8 +144,9 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     """Memory that the elements of a tensor lie in: those of an expanded one are there once."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return _product((size for size, stride in sizes if not _is_zero(stride)), tensor.dtype.itemsize)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    sizes = (hint(size) for size, stride in pairs if not isinstance(stride, int) or stride)
+    return int(math.prod(sizes)) * tensor.dtype.itemsize
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -171,21 +156,12 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def num_elements(tensor: torch.Tensor) -> int:
     """Elements of a tensor, symbolic sizes as in the call at hand."""
-    return _product(tensor.shape, 1)
+    return int(math.prod(map(hint, tensor.shape)))
 
 
-def _is_zero(stride: Any) -> bool:
-    return isinstance(stride, int) and stride == 0
-
-
-def _product(sizes: Iterable[Any], total: int) -> int:
-    for size in sizes:
-        total *= _hint(size)
-    return total
-
-
-def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint if size.node.has_hint() else None
-    return 1 if hint is None else int(hint)
+def hint(value: Any) -> Any:
+    """A symbolic number as it is in the call at hand, 1 if unknown; anything else as it is."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    known = value.node.hint if value.node.has_hint() else None
+    return 1 if known is None else known

@@ -8,6 +8,8 @@ in-place ops raise the version of what they write.
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, VALUE, VERSION
+from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
@@ -157,6 +160,22 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_meta_errors() -> Iterator[None]:
+    """Keeps torch from logging this thread's ops that fail on fake tensors: the error says it."""
+    thread = threading.get_ident()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno < logging.ERROR
+
+    log.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_kept)
+
+
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
 
 _BATCH_NORMS = (
@@ -179,16 +198,10 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _BATCH_NORMS and args[5]:
             self._counts.update(storage_id(t) for t in args[3:5] if t is not None)
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                self._count(argument, value)
-            for argument in func._schema.arguments:
-                self._count(argument, kwargs.get(argument.name))
+            given = bind(func, args, kwargs)
+            written = [given.get(name) for name in written_arguments(func)]
+            self._counts.update(map(storage_id, tensors_in(written)))
         return func(*args, **kwargs)
-
-    def _count(self, argument: Any, value: Any) -> None:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in tensors_in(value):
-                self._counts[storage_id(tensor)] += 1
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from amp_fx.grad_scaler.torch_private import with_own_code
 from amp_fx.options import Options
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    own = FunctionType(
-        call.__code__.replace(), call.__globals__, "call", call.__defaults__, call.__closure__
-    )
-    module._compiled_call_impl = torch.compile(own, **kwargs)
+    module._compiled_call_impl = torch.compile(with_own_code(call), **kwargs)
 
 
 def compile_kwargs(given: dict[str, Any]) -> dict[str, Any]:

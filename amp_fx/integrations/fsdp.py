@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_fx.errors import ShardingError, ShardingWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -75,7 +75,9 @@ def fsdp_policy(
             stacklevel=2,
         )
     given: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False, **kwargs}
-    given["param_dtype_override_fn"] = _own_dtype_unless(chosen)
+    # The policy outlives sharding, whole weights must not: they are held weakly.
+    low = WeakTensorKeyDictionary(dict.fromkeys(chosen, True))
+    given["param_dtype_override_fn"] = lambda weight: None if weight in low else weight.dtype
     return MixedPrecisionPolicy(param_dtype=low_dtype, **given)
 
 
@@ -106,20 +108,3 @@ def _choose(
         return None, []
     low_dtype = counts.most_common(1)[0][0]
     return low_dtype, [named[p] for p, dtype in dtypes.items() if p in named and dtype == low_dtype]
-
-
-def _own_dtype_unless(
-    chosen: Sequence[torch.Tensor],
-) -> Callable[[torch.Tensor], torch.dtype | None]:
-    """Returns a function that gives the dtype to gather a parameter in: None for the policy's.
-
-    The policy outlives sharding, whole weights must not: they are held weakly.
-    """
-    low = WeakTensorKeyDictionary()
-    for weight in chosen:
-        low[weight] = True
-
-    def dtype_of(parameter: torch.Tensor) -> torch.dtype | None:
-        return None if parameter in low else parameter.dtype
-
-    return dtype_of

@@ -313,6 +313,12 @@ def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def written_arguments(op: OpOverload) -> list[str]:
+    """Names of the arguments that an op writes to, as far as its schema says."""
+    arguments = op._schema.arguments
+    return [arg.name for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+
+
 def _defaults(op: OpOverload) -> dict[str, Any]:
     return {arg.name: arg.default_value for arg in op._schema.arguments if arg.has_default_value()}
 

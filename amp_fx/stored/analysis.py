@@ -78,12 +78,16 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
-        is_cast = bool(read) and _is_low_cast(func, read[0], kwargs)
+        is_cast = bool(read) and _is_plain_cast(func, kwargs)
+        is_cast = is_cast and read[0].dtype == torch.float32 and kwargs["dtype"] in LOW_DTYPES
         if not (is_cast or _asks_form(func) or self._keeps_bits(func, args, kwargs)):
             self.calls.append(self._seen(func, args, kwargs))
         result = func(*args, **kwargs)
         if is_cast:
-            self._note_cast(self._names[storage_id(read[0])], result)
+            name = self._names[storage_id(read[0])]
+            self.dtypes.setdefault(name, set()).add(result.dtype)
+            self._casts[storage_id(result)] = name
+            self._held.append(result)
         elif _is_plain_cast(func, kwargs) and is_widening(args[0].dtype, result.dtype):
             self._widened[storage_id(result)] = args[0].dtype
             self._held.append(result)
@@ -92,12 +96,15 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.others.setdefault(self._names[storage_id(tensor)], str(func))
         return result
 
-    def reason(self, name: str, dtype: torch.dtype) -> str:
-        """Why a weight may not be stored in a dtype, as far as this run tells; or ``""``."""
+    def reasons(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, str]:
+        """Why weights may not be stored in a dtype, as far as this run tells; or ``""``."""
+        return {name: self._reason(name, dtype) for name in names}
+
+    def _reason(self, name: str, dtype: torch.dtype) -> str:
         if name in self.others:
             return f"read as it is: {self.others[name].removesuffix('.default')}"
         found = self.dtypes.get(name, set())
-        others = ", ".join(sorted(str(d).removeprefix("torch.") for d in found - {dtype}))
+        others = ", ".join(sorted(dtype_name(d) for d in found - {dtype}))
         if others:
             return f"read in {others}"
         return "" if found else "nothing reads it in this call"
@@ -119,25 +126,20 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source, dtype = tensors[0], kwargs["dtype"]
         return is_widening(source.dtype, dtype) or self._widened.get(storage_id(source)) == dtype
 
-    def _note_cast(self, name: str, result: torch.Tensor) -> None:
-        self.dtypes.setdefault(name, set()).add(result.dtype)
-        self._casts[storage_id(result)] = name
-        self._held.append(result)
-
     def _seen(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
-        leaves = pytree.tree_leaves((args, kwargs))
-        named = [(leaf, self._weight(leaf)) for leaf in leaves]
-        texts = [
-            f"{name or leaf.dtype}{tuple(leaf.shape)}"
-            if isinstance(leaf, torch.Tensor)
-            else repr(leaf)
-            for leaf, name in named
-        ]
-        return SeenCall(f"{func} {' '.join(texts)}", frozenset(name for _, name in named if name))
+        texts, weights = [str(func)], set()
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                name = self._weight(leaf)
+                weights.add(name)
+                texts.append(f"{name or leaf.dtype}{tuple(leaf.shape)}")
+            else:
+                texts.append(repr(leaf))
+        return SeenCall(" ".join(texts), frozenset(weights - {""}))
 
-    def _weight(self, leaf: Any) -> str:
+    def _weight(self, leaf: torch.Tensor) -> str:
         """The weight that a tensor is, or a view or a cast of; ``""`` for none."""
-        if not isinstance(leaf, torch.Tensor) or not _has_storage(leaf):
+        if not _has_storage(leaf):
             return ""
         number = storage_id(leaf)
         return self._names.get(number) or self._casts.get(number, "")
@@ -161,11 +163,8 @@ _QUESTIONS = (
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
     torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.to,
-    torch.Tensor.type,
-    torch.Tensor.type_as,
-    torch.Tensor.element_size,
-    torch.Tensor.float,
+    *(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as),
+    *(torch.Tensor.element_size, torch.Tensor.float),
 )
 
 
@@ -177,12 +176,6 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
         tensor
     )
-
-
-def _is_low_cast(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call rounds a float32 weight, and does nothing else to it."""
-    is_cast = _is_plain_cast(func, kwargs) and tensor.dtype == torch.float32
-    return is_cast and kwargs["dtype"] in LOW_DTYPES
 
 
 def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -235,25 +228,21 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def reasons_to_stay(call: Call) -> dict[str, str]:
     """Why each weight has to stay as it is; ``""`` for those that may be stored low."""
     try:
-        return _reasons(call, _fake)
-    except (*NEEDS_NUMBERS, _EagerError) as error:
-        if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
-            raise _as_explain_error(call, error) from error
-    try:
+        try:
+            return _reasons(call, _fake)
+        except (*NEEDS_NUMBERS, _EagerError):
+            if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
+                raise
         return _reasons(call, _real)
-    except _EagerError as error:
-        raise _as_explain_error(call, error) from error
+    except (*NEEDS_NUMBERS, _EagerError) as error:
+        raise ExplainError(
+            f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} "
+            f"with these arguments: {error}"
+        ) from error
 
 
 class _EagerError(Exception):
     """A stand-in does not run uncompiled; some ops take real tensors and refuse fake ones."""
-
-
-def _as_explain_error(call: Call, error: Exception) -> ExplainError:
-    return ExplainError(
-        f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} with "
-        f"these arguments: {error}"
-    )
 
 
 def _fake(call: Call) -> StandIn:
@@ -275,7 +264,7 @@ def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
         return reasons
     runs = [_eager_run(call, make(call), has_gradients=mode) for mode in (False, True)]
     for reads, _ in runs:
-        reasons = _first_of(reasons, {name: reads.reason(name, call.dtype) for name in reasons})
+        reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
     before = [compiled.calls, *(reads.calls for reads, _ in runs)]
     asked = {name for _, names in runs for name in names}
     for _ in range(_MOST_TRIES):
@@ -335,33 +324,26 @@ def _own_reasons(model: nn.Module) -> dict[str, str]:
     reasons = {}
     for name, tensor in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        reasons[name] = _own_reason(tensor) or _owner_reason(owner, name)
-        if not reasons[name] and max(holders[storage_id(tensor)], others[storage_id(tensor)]) > 1:
+        if not _is_plain(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
+            reasons[name] = f"is a {type(tensor).__name__}, {layout}"
+        elif tensor.dtype != torch.float32:
+            reasons[name] = f"is {dtype_name(tensor.dtype)}"
+        elif "parametrizations" in name.split("."):
+            reasons[name] = "belongs to a parametrization"
+        elif owner._forward_hooks or owner._forward_pre_hooks:
+            reasons[name] = "its module has hooks"
+        elif max(holders[storage_id(tensor)], others[storage_id(tensor)]) > 1:
             reasons[name] = "tied, or shares memory with another tensor"
+        else:
+            reasons[name] = ""
     return reasons
 
 
-def _own_reason(tensor: torch.Tensor) -> str:
-    if not _is_plain(tensor):
-        return f"is a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}"
-    return "" if tensor.dtype == torch.float32 else f"is {dtype_name(tensor.dtype)}"
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer) or _is_fake(tensor)
-    return is_own and tensor.layout is torch.strided
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
-
-
-def _owner_reason(owner: nn.Module, name: str) -> str:
-    if "parametrizations" in name.split("."):
-        return "belongs to a parametrization"
-    if owner._forward_hooks or owner._forward_pre_hooks:
-        return "its module has hooks"
-    return ""
+    is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
+    is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
+    return (is_own or is_fake) and tensor.layout is torch.strided
 
 
 # What runs of it tell
@@ -380,7 +362,7 @@ def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]
         is_fine = is_low and found[weight.path] in ("", _UNREAD)  # in each graph that reads it
         found[weight.path] = "" if is_fine else _AS_IT_IS
     if not capture.is_whole:  # code between the graphs has run, too
-        found = _first_of(found, {name: reads.reason(name, call.dtype) for name in found})
+        found = _first_of(found, reads.reasons(found, call.dtype))
     found |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _HANDED_OUT)
     has_fallback = any(seen.fallback for seen in capture.graphs)
     capture.release()
@@ -402,14 +384,9 @@ def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[R
     """Finds what eager code does in the region, and the weights whose dtype it asks for."""
     weights = named_weights(_module(stand_in))
     reads, questions = Reads(weights), Questions(weights)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=()))
-        if stand_in.fake_mode is not None:
-            stack.enter_context(stand_in.fake_mode)
-        stack.enter_context(call.region())
-        stack.enter_context(torch.set_grad_enabled(has_gradients))
-        stack.enter_context(reads)
-        stack.enter_context(questions)
+    fake_mode = stand_in.fake_mode or contextlib.nullcontext()
+    gradients = torch.enable_grad() if has_gradients else torch.no_grad()
+    with torch.random.fork_rng(devices=()), fake_mode, call.region(), gradients, reads, questions:
         try:
             reads.hand_out(stand_in.program(*stand_in.args, **stand_in.kwargs))
         except NEEDS_NUMBERS:
@@ -423,17 +400,14 @@ def _calls_stored(
     call: Call, names: list[str], make: Callable[[Call], StandIn]
 ) -> list[list[SeenCall]]:
     """The calls of a compiled run and two eager ones of a program with weights stored low."""
-    stored = [make(call) for _ in range(3)]
-    for stand_in in stored:
+    compiled, *eager = [make(call) for _ in range(3)]
+    for stand_in in (compiled, *eager):
         weights = named_weights(_module(stand_in))
         for name in names:
             store(weights[name], call.dtype)
-    runs = [
-        _compiled_run(call, stored[0])[0],
-        _eager_run(call, stored[1], has_gradients=False)[0],
-        _eager_run(call, stored[2], has_gradients=True)[0],
-    ]
-    return [reads.calls for reads in runs]
+    modes = zip(eager, (False, True), strict=True)
+    runs = [_eager_run(call, each, has_gradients=mode) for each, mode in modes]
+    return [reads.calls for reads, _ in (_compiled_run(call, compiled), *runs)]
 
 
 def store(tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -12,12 +12,7 @@ from torch import nn
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import CompileTargetError, StoreError, takes_inputs_later
 from amp_fx.explanation.entry import label
-from amp_fx.explanation.running import (
-    is_usable,
-    leaf_tensors,
-    module_tensors,
-    target_device,
-)
+from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
 from amp_fx.front.settings import as_dtype, unwrap
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset

@@ -77,7 +77,14 @@ class StorageReport(Report):
         return {**as_plain(self), "bytes_before": self.bytes_before, "bytes": self.bytes}
 
     def _render(self) -> RenderableType:
-        return _render(self)
+        head = Text.assemble((self.model, "bold"), f" for {self.device_type} {self.dtype}")
+        head.append(f", policy {self.policy!r}")
+        share = self.bytes / self.bytes_before if self.bytes_before else 1.0
+        sums = Text(
+            f"stored low: {len(self.stored)} of {len(self.weights)} weights;"
+            f" {human(self.bytes_before)} before, {human(self.bytes)} now ({share:.1%})"
+        )
+        return Group(head, sums, Text(""), _table(self))
 
     def __repr__(self) -> str:
         """One line."""
@@ -85,17 +92,6 @@ class StorageReport(Report):
             f"<StorageReport of {self.model}: {len(self.stored)} of {len(self.weights)} weights "
             f"stored in {self.dtype}, {human(self.bytes_before)} -> {human(self.bytes)}>"
         )
-
-
-def _render(report: StorageReport) -> RenderableType:
-    where = f"{report.device_type} {report.dtype}"
-    share = report.bytes / report.bytes_before if report.bytes_before else 1.0
-    head = Text.assemble((report.model, "bold"), f" for {where}, policy {report.policy!r}")
-    sums = Text(
-        f"stored low: {len(report.stored)} of {len(report.weights)} weights;"
-        f" {human(report.bytes_before)} before, {human(report.bytes)} now ({share:.1%})"
-    )
-    return Group(head, sums, Text(""), _table(report))
 
 
 def _table(report: StorageReport) -> Table:

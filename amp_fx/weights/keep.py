@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import KeepError
+from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_inputs import verify_level
@@ -348,13 +349,10 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{self._name} reads a tensor of shape {tuple(value.shape)} that is not among "
                     "the weights: pass it to amp_fx.keep as one, or its writes are not seen"
                 )
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        for argument in func._schema.arguments:
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for value in tree_leaves(given.get(argument.name)) if is_written else ():
-                if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
-                    raise KeepError(f"{self._name} writes to a weight: clone it first")
+        given = bind(func, args, kwargs or {})
+        for value in tree_leaves([given.get(name) for name in written_arguments(func)]):
+            if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
+                raise KeepError(f"{self._name} writes to a weight: clone it first")
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):

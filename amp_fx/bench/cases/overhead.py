@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amp_fx.bench.compare import Figure, compare
-from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, Workload, compiled
+from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, UNFROZEN, Workload, compiled
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import MLP
 from amp_fx.weights.engine import engine
@@ -22,12 +22,10 @@ from amp_fx.weights.kept_call import KeptCall
 from amp_fx.weights.kept_cast import Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from amp_fx.bench.compare import Comparison, Watch
-    from amp_fx.bench.contenders import Run
     from amp_fx.bench.settings import Settings
-    from amp_fx.bench.timing import Timing
 
 WEIGHTS_PER_LAYER = 2
 """A linear layer's weight and bias."""
@@ -63,7 +61,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
     slots = [Slot(index, settings.dtype) for index in range(num_weights)]
-    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(_discard)
+    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(lambda *_: None)
     timings = time_in_turns(
         {"look": lambda: look(*weights)},
         repeats=settings.repeats,
@@ -83,12 +81,21 @@ def _refresh(
     with settings.device:
         model = build().eval()
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
-    name = f"refresh of {len(weights)} weights after a step, beside the copying"
-    watch(name, 0, 1)
-    call = compiled(BY_NAME["amp_fx-unfrozen"], model, settings)
-    runs, before = _refresh_turns(lambda: _discard(call(x)), weights, settings.dtype)
+    what = f"refresh of {len(weights)} weights after a step, beside the copying"
+    watch(what, 0, 1)
+    call = compiled(BY_NAME[UNFROZEN], model, settings)
+    lows = [weight.to(settings.dtype) for weight in weights]
+    # Written by an op that optimizers call, and by no optimizer: hooks on its step may refresh,
+    # outside of what is timed.
+    write = functools.partial(torch._foreach_mul_, weights, 1.0)
+    copy = functools.partial(torch._foreach_copy_, lows, weights)
+    run = functools.partial(call, x)
+    runs = {STALE: run, FRESH: run, COPYING: copy}
+    before = {STALE: write, FRESH: run, COPYING: write}
     with torch.no_grad():
-        _warm_up(runs, before)
+        for name in [*runs] * WARM_UP_CALLS:  # compiles, and does what only the first calls do
+            before[name]()
+            runs[name]()
         timings = time_in_turns(
             runs,
             repeats=ROUNDS_PER_REPEAT * settings.repeats,
@@ -97,42 +104,6 @@ def _refresh(
             before=before,
         )
     torch._dynamo.reset()
-    return Figure(name, 1e6 * _median_rest(timings), "µs")
-
-
-def _refresh_turns(
-    call: Run, weights: list[torch.Tensor], dtype: torch.dtype
-) -> tuple[dict[str, Run], dict[str, Run]]:
-    """What is timed, and what runs before each of it.
-
-    The weights are written by an op that optimizers call, and by no optimizer: hooks on its step
-    may refresh, outside of what is timed.
-    """
-    lows = [weight.to(dtype) for weight in weights]
-
-    def write() -> None:
-        torch._foreach_mul_(weights, 1.0)
-
-    def copy() -> None:
-        torch._foreach_copy_(lows, weights)
-
-    runs = {STALE: call, FRESH: call, COPYING: copy}
-    return runs, {STALE: write, FRESH: call, COPYING: write}
-
-
-def _warm_up(runs: Mapping[str, Run], before: Mapping[str, Run]) -> None:
-    """Compiles, and does whatever is done only the first time that weights are stale or fresh."""
-    for _ in range(WARM_UP_CALLS):
-        for name, run in runs.items():
-            before[name]()
-            run()
-
-
-def _median_rest(timings: Mapping[str, Timing]) -> float:
-    """Seconds of a stale call without those of the fresh one and the copying of its round."""
     rounds = zip(*(timings[name].seconds for name in (STALE, FRESH, COPYING)), strict=True)
-    return float(statistics.median(stale - fresh - copying for stale, fresh, copying in rounds))
-
-
-def _discard(*_: object) -> None:
-    """Makes a function that returns something one that returns nothing."""
+    rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
+    return Figure(what, 1e6 * rest, "µs")

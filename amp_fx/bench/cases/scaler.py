@@ -11,7 +11,7 @@ step of a hundred, less than what other programs on the machine add by taking tu
 from __future__ import annotations
 
 import contextlib
-import random
+import functools
 import statistics
 import time
 import warnings
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.bench.compare import Comparison, Figure, Measured
-from amp_fx.bench.timing import Timing
+from amp_fx.bench.timing import time_in_turns
 from amp_fx.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amp_fx.bench.compare import Watch
+    from amp_fx.bench.contenders import Run
     from amp_fx.bench.settings import Settings
 
 BARE, TORCH, AMP_FX, COMPILED = "bare", "torch", "amp_fx", "compiled step"
@@ -56,34 +57,27 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
         name = f"{optimizer}, {size} parameters"
         watch(name, number, len(turns))
         with _one_thread(settings.device):
-            steps = _steps(optimizer, size, str(settings.device), compiler)
-            samples = _time(steps, ROUNDS_PER_REPEAT * settings.repeats)
-        comparison = Comparison(name, tuple(Measured(who, Timing(s)) for who, s in samples.items()))
+            steps, before = _steps(optimizer, size, str(settings.device), compiler)
+            timings = time_in_turns(
+                steps,
+                repeats=ROUNDS_PER_REPEAT * settings.repeats,
+                steps=1,
+                device=settings.device,
+                before=before,
+                clock=time.thread_time if settings.device.type == "cpu" else time.perf_counter,
+            )
+        comparison = Comparison(name, tuple(Measured(*timed) for timed in timings.items()))
         yield comparison
-        added = {who: _overhead(comparison, who) for who in samples if who != BARE}
-        for who, seconds in added.items():
-            yield Figure(f"{name}: {who} adds", 1e3 * seconds, "ms")
+        added: dict[str, float] = {}
+        for who in [name for name in timings if name != BARE]:
+            rounds = comparison.rounds(who, BARE)
+            added[who] = statistics.median(scaled - bare for scaled, bare in rounds)
+            yield Figure(f"{name}: {who} adds", 1e3 * added[who], "ms")
         share = 100 * added[AMP_FX] / added[TORCH]
         yield Figure(f"{name}: amp_fx adds, of what torch adds", share, "%")
-    if settings.device.type == "cuda":
-        yield from _waits(settings)
-
-
-def _time(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, tuple[float, ...]]:
-    """The seconds of each step, in an order that changes from round to round."""
-    order = list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in order}
-    rng = random.Random(0)
-    for _ in range(repeats):
-        rng.shuffle(order)
-        for name in order:
-            seconds[name].append(steps[name]())
-    return {name: tuple(samples) for name, samples in seconds.items()}
-
-
-def _overhead(comparison: Comparison, scaler: str) -> float:
-    """Seconds that a scaler adds to the bare step of the same round."""
-    return statistics.median(scaled - bare for scaled, bare in comparison.rounds(scaler, BARE))
+    for optimizer in OPTIMIZERS if settings.device.type == "cuda" else ():
+        for who, num_waits in count_waits(optimizer, _compiler(optimizer, settings)).items():
+            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
 
 
 def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
@@ -96,14 +90,6 @@ def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
             yield optimizer, settings.pick(tiny=2, cpu=30), compiler
         yield optimizer, settings.pick(tiny=3, cpu=300), None
         yield optimizer, settings.pick(tiny=4, cpu=3000), None
-
-
-def _waits(settings: Settings) -> Iterator[Figure]:
-    """How often each makes the host wait."""
-    for optimizer in OPTIMIZERS:
-        waits = count_waits(optimizer, _compiler(optimizer, settings))
-        for who, num_waits in waits.items():
-            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
 
 
 def _compiler(optimizer: str, settings: Settings) -> str | None:
@@ -127,54 +113,31 @@ class _Workload:
     """An optimizer and the scalers that step it: of several, each would lie elsewhere in memory."""
 
     def __init__(self, optimizer: str, num_params: int, device: str) -> None:
-        """Make parameters, and gradients to be scaled."""
         self._params: list[Tensor] = [
             torch.nn.Parameter(torch.randn(NUMEL, device=device)) for _ in range(num_params)
         ]
         self._grads = [torch.randn(NUMEL, device=device) for _ in range(num_params)]
-        self._optimizer = OPTIMIZERS[optimizer](self._params)
-        self._device = device
+        self.optimizer = OPTIMIZERS[optimizer](self._params)
 
-    def scalers(self) -> dict[str, Callable[[], float]]:
-        """A timed step with each of the scalers that can share an optimizer."""
-        return {
-            BARE: self._timed(GradScaler(self._device, enabled=False)),
-            TORCH: self._timed(torch.amp.GradScaler(self._device)),
-            AMP_FX: self._timed(GradScaler(self._device)),
-        }
+    def give_gradients(self, scaler: Any) -> None:
+        """Leaves the gradients that a backward pass of a scaled loss would leave."""
+        scale = scaler.scale(torch.ones((), device=self._grads[0].device))
+        for param, grad in zip(self._params, self._grads, strict=True):
+            param.grad = grad * scale
 
-    def compiled(self, compiler: str) -> Callable[[], float]:
-        """A timed compiled step, which on a device changes settings of the optimizer."""
-        scaler = GradScaler(self._device)
-        return self._timed(scaler, scaler.compile_step(self._optimizer, backend=compiler))
-
-    def _timed(self, scaler: Any, step: Callable[[], Any] | None = None) -> Callable[[], float]:
-        """Seconds of a step and an update with gradients as a backward pass leaves them."""
-        clock = _clock(self._device)
-
-        def step_and_update() -> None:
-            scaler.step(self._optimizer)
-            scaler.update()
-
-        step = step or step_and_update
-
-        def timed() -> float:
-            scale = scaler.scale(torch.ones((), device=self._device))
-            for param, grad in zip(self._params, self._grads, strict=True):
-                param.grad = grad * scale
-            start = clock()
-            step()
-            return clock() - start
-
-        return timed
+    def step_and_update(self, scaler: Any) -> None:
+        """Steps by a scaler."""
+        scaler.step(self.optimizer)
+        scaler.update()
 
 
 def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
     """How often the host waits for the CUDA device in a step and an update, by scaler."""
-    steps = _steps(optimizer, 4, "cuda", compiler)
+    steps, prepare = _steps(optimizer, 4, "cuda", compiler)
     num_waits = {}
     before = torch.cuda.get_sync_debug_mode()
     for name, step in steps.items():
+        prepare[name]()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -188,23 +151,28 @@ def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
 
 def _steps(
     optimizer: str, num_params: int, device: str, compiler: str | None
-) -> dict[str, Callable[[], float]]:
-    """Timed steps by scaler; the first, which make state and compile, have been taken."""
-    steps = _Workload(optimizer, num_params, device).scalers()
+) -> tuple[dict[str, Run], dict[str, Run]]:
+    """Steps and updates by scaler, and what gives each its gradients.
+
+    The first steps, which make state and compile, have been taken. A compiled step, which on a
+    device changes settings of its optimizer, has one of its own.
+    """
+    scalers: dict[str, Any] = {
+        BARE: GradScaler(device, enabled=False),
+        TORCH: torch.amp.GradScaler(device),
+        AMP_FX: GradScaler(device),
+    }
+    shared = _Workload(optimizer, num_params, device)
+    steps: dict[str, Run] = {}
+    before: dict[str, Run] = {}
+    for name, scaler in scalers.items():
+        steps[name] = functools.partial(shared.step_and_update, scaler)
+        before[name] = functools.partial(shared.give_gradients, scaler)
     if compiler is not None:
-        steps[COMPILED] = _Workload(optimizer, num_params, device).compiled(compiler)
-    for step in [*steps.values()] * 3:
-        step()
-    return steps
-
-
-def _clock(device: str) -> Callable[[], float]:
-    """Seconds; on a device, once it has done what it was given."""
-    if torch.device(device).type == "cpu":
-        return time.thread_time
-
-    def wait_and_look() -> float:
-        torch.accelerator.synchronize(device)
-        return time.perf_counter()
-
-    return wait_and_look
+        scaler, own = GradScaler(device), _Workload(optimizer, num_params, device)
+        steps[COMPILED] = scaler.compile_step(own.optimizer, backend=compiler)
+        before[COMPILED] = functools.partial(own.give_gradients, scaler)
+    for name in [*steps] * 3:
+        before[name]()
+        steps[name]()
+    return steps, before
