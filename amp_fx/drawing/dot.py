@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from amp_fx.drawing.boxes import Box, BoxGraph
 
 
-COLORS = {
-    "bfloat16": "#a6cee3",
-    "float16": "#cab2d6",
-    "float32": "#fdd9a0",
-    "float64": "#f4a6a0",
-}
+COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "float64": "#f4a6a0"}
 """Fill by the dtype that a box runs in."""
 
 OTHER = "#e4e4e4"
@@ -159,12 +154,7 @@ STYLES: dict[str, dict[str, str]] = {
     "module": {"shape": "box", "style": "filled", "penwidth": "1.4"},
     "cast": {"shape": "hexagon", "style": "filled", "color": CAST, "penwidth": "2.2"},
     "kept": {"shape": "cylinder", "style": "filled", "color": KEPT, "penwidth": "2.2"},
-    "ghost": {
-        "shape": "hexagon",
-        "style": "dashed",
-        "color": FAINT,
-        "fontcolor": FAINT,
-    },
+    "ghost": {"shape": "hexagon", "style": "dashed", "color": FAINT, "fontcolor": FAINT},
     "island": {"shape": "octagon", "style": "filled", "penwidth": "2", "peripheries": "2"},
     "input": {"shape": "ellipse", "style": "filled"},
     "output": {"shape": "ellipse", "style": "filled", "penwidth": "2"},
