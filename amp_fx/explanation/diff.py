@@ -12,7 +12,7 @@ from rich.table import Table
 
 from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
 from amp_fx.explanation.totals import MOVING
-from amp_fx.reports import Report, as_plain, human, times
+from amp_fx.reports import Report, human, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,13 +65,13 @@ class Diff(Report):
         """Whether anything differs."""
         return bool(self.totals or self.nodes or self.backward_totals or self.modules)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as dictionaries and lists; the fields are the keys."""
-        plain: dict[str, Any] = as_plain(self)
-        return plain
-
     def _render(self) -> RenderableType:
-        return _table(self)
+        parts = [_totals_table("", self.totals, self.names)] if self.totals else []
+        if self.backward_totals:
+            parts.append(_totals_table("backward", self.backward_totals, self.names))
+        parts += [_modules_table(self)] if self.modules else []
+        parts += [_nodes_table(self)] if self.nodes else []
+        return Group(*parts) if parts else "no difference"
 
     def __repr__(self) -> str:
         """One line."""
@@ -134,24 +134,11 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
 def _difference(
     key: tuple[str, str], ours: NodeRecord | None, other: NodeRecord | None
 ) -> NodeDifference:
-    both = (ours, other)
-    dtypes = tuple(node.dtype if node else "" for node in both)
-    treatments = tuple(treatment(node) if node else "" for node in both)
-    moved = tuple(node.bytes_moved if node else 0 for node in both)
-    return NodeDifference(
-        key[0], key[1], (dtypes[0], dtypes[1]), (treatments[0], treatments[1]), (moved[0], moved[1])
+    (a, b, c), (x, y, z) = (
+        (node.dtype, treatment(node), node.bytes_moved) if node else ("", "", 0)
+        for node in (ours, other)
     )
-
-
-def _table(diff: Diff) -> RenderableType:
-    parts = [_totals_table("", diff.totals, diff.names)] if diff.totals else []
-    if diff.backward_totals:
-        parts.append(_totals_table("backward", diff.backward_totals, diff.names))
-    if diff.modules:
-        parts.append(_modules_table(diff))
-    if diff.nodes:
-        parts.append(_nodes_table(diff))
-    return Group(*parts) if parts else "no difference"
+    return NodeDifference(*key, (a, x), (b, y), (c, z))
 
 
 def _new_table(*columns: str) -> Table:

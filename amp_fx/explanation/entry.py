@@ -112,30 +112,26 @@ def _casts(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
 
 def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:
     """The casts of weights that are stored low: done once and for all."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
-        _stored_cast(node, reader, index)
-        for node in placeholders
-        for index in range(stored.get(node.name, 0))
-    ]
-
-
-def _stored_cast(node: fx.Node, reader: GraphReader, index: int) -> CastRecord:
-    value = recorded_value(node)
-    dtype = dtype_name(value.dtype)
-    return CastRecord(
-        name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
-        source=node.name,
-        from_dtype="float32",
-        to_dtype=dtype,
-        wanted_by="",
-        state="removed",
-        removed_by=f"the weight is stored in {dtype}",
-        weight=str(node.target),
-        consumers=reader.names_of(list(node.users)),
-        bytes_read=2 * num_bytes(value),
-        bytes_written=num_bytes(value),
-    )
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = recorded_value(node)
+        for index in range(stored.get(node.name, 0)):
+            dtype = dtype_name(value.dtype)
+            cast = CastRecord(
+                name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
+                source=node.name,
+                from_dtype="float32",
+                to_dtype=dtype,
+                wanted_by="",
+                state="removed",
+                removed_by=f"the weight is stored in {dtype}",
+                weight=str(node.target),
+                consumers=reader.names_of(list(node.users)),
+                bytes_read=2 * num_bytes(value),
+                bytes_written=num_bytes(value),
+            )
+            found.append(cast)
+    return found
 
 
 NEEDS_NUMBERS = (

@@ -47,8 +47,8 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     graphs = _chosen(explanation, graph)
     network: DiGraph = nx.DiGraph()
     for record in graphs:
-        prefix = _prefix(record) if len(graphs) > 1 else ""
-        _add(network, record, prefix)
+        stage = "backward." if record.stage == "backward" else ""
+        _add(network, record, f"{record.index}.{stage}" if len(graphs) > 1 else "")
     return network
 
 
@@ -64,11 +64,6 @@ def _chosen(explanation: Explanation | GraphRecord, index: int | None) -> list[G
     return found
 
 
-def _prefix(record: GraphRecord) -> str:
-    stage = "backward." if record.stage == "backward" else ""
-    return f"{record.index}.{stage}"
-
-
 def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
     moved = {cast.name: cast.bytes_moved for cast in record.casts}
     results = {node.name: node.outputs for node in record.nodes}
@@ -82,18 +77,9 @@ def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
 
 
 def _attributes(node: NodeRecord) -> dict[str, Any]:
-    return {
-        "kind": node.kind,
-        "op": node.op,
-        "module": node.module,
-        "dtype": node.dtype,
-        "policy": ", ".join(dict.fromkeys(d.policy for d in node.decisions)),
-        "origin": node.origin,
-        "reason": node.reason,
-        "file": node.file,
-        "line": node.line,
-        "flops": node.flops,
-    }
+    names = ("kind", "op", "module", "dtype", "origin", "reason", "file", "line", "flops")
+    policies = dict.fromkeys(decision.policy for decision in node.decisions)
+    return {**{name: getattr(node, name) for name in names}, "policy": ", ".join(policies)}
 
 
 def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
