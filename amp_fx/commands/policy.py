@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.versions import SINCE, UNTIL
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Sequence
 
 EXAMPLES = """\
@@ -51,8 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Shows which op runs in which dtype under autocast, on which device type.\n"
         "float64, integer, bool and complex tensors are never cast; calls that are in\n"
         "place or have out= are left alone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("op", nargs="?", help="one op: softmax, aten::softmax.int, F.softmax")
     parser.add_argument(
@@ -71,7 +69,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="compare with the installed torch op by op; exit code 1 if anything differs",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -121,15 +121,12 @@ def _first_torn(frames: Frames, streams: list[Stream]) -> str:
             b = owner.get(target, f"box {target}")
             if a != b:
                 between.add_edge(a, b)
+    torn = {n for part in nx.strongly_connected_components(between) if len(part) > 1 for n in part}
     for path, found in frames.items():
         is_list = all(box.module != path or box.kind == "module" for box in found.values())
-        if len(found) > 1 and is_list and path in between and _is_in_cycle(between, path):
+        if len(found) > 1 and is_list and path in torn:
             return path
     return ""
-
-
-def _is_in_cycle(graph: nx.DiGraph, node: str) -> bool:
-    return any(nx.has_path(graph, after, node) for after in graph.successors(node))
 
 
 def _child(path: str, module: str) -> str:
@@ -344,10 +341,10 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     if not counted or "kept" in kinds:
         kinds.discard("module")
     fills = _heat_legend(page) if page.levels is not None else _dtype_legend(dtypes)
-    signs = "".join(_sign(kind) for kind in LEGEND if kind in kinds)
-    rows = "".join(
-        f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells
-    )
+    signs = [_sign(line, "ROUNDED", text) for k, (line, text) in LEGEND.items() if k in kinds]
+    row = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
+    cells = [row.format(each) for each in (fills, "".join(signs)) if each]
+    rows = "".join(f'<TR><TD ALIGN="LEFT">{each}</TD></TR>' for each in cells)
     return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
 
 
@@ -360,25 +357,19 @@ def _dtype_legend(dtypes: list[str]) -> str:
 def _heat_legend(page: Page) -> str:
     words = [f"least {page.measure}", *[" "] * (len(HEAT) - 2), f"most {page.measure}"]
     fills = "".join(_swatch(color, word) for color, word in zip(HEAT, words, strict=True))
-    return fills + (_alarm_sign() if page.outlined else "")
-
-
-def _alarm_sign() -> str:
-    return (
-        f'<TD BORDER="2" COLOR="{ALARM}" STYLE="DASHED">'
-        '<FONT POINT-SIZE="10">  dashed: overflows here  </FONT></TD>'
-    )
-
-
-def _row(cells: str) -> str:
-    return f'<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{cells}</TR></TABLE>'
+    return fills + (_sign(ALARM, "DASHED", "dashed: overflows here") if page.outlined else "")
 
 
 def _swatch(color: str, text: str) -> str:
-    return (
-        f'<TD BGCOLOR="{color}" BORDER="1" COLOR="{INK}">'
-        f'<FONT POINT-SIZE="10">  {html.escape(text)}  </FONT></TD>'
-    )
+    return _cell(f'BGCOLOR="{color}" BORDER="1" COLOR="{INK}"', html.escape(text))
+
+
+def _sign(color: str, line: str, text: str) -> str:
+    return _cell(f'BORDER="2" COLOR="{color}" STYLE="{line}"', text)
+
+
+def _cell(style: str, text: str) -> str:
+    return f'<TD {style}><FONT POINT-SIZE="10">  {text}  </FONT></TD>'
 
 
 LEGEND = {
@@ -389,11 +380,3 @@ LEGEND = {
     "island": (INK, "octagon: island under native autocast"),
 }
 """Kinds of boxes whose shape says something: the colour of the line, the meaning."""
-
-
-def _sign(kind: str) -> str:
-    color, text = LEGEND[kind]
-    return (
-        f'<TD BORDER="2" COLOR="{color}" STYLE="ROUNDED">'
-        f'<FONT POINT-SIZE="10">  {text}  </FONT></TD>'
-    )

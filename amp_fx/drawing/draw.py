@@ -17,8 +17,10 @@ from amp_fx.drawing.dot import Page, to_dot
 from amp_fx.drawing.folding import (
     MOST_BOXES,
     collapse_modules,
+    first_of_folded,
     fold_repeats,
     has_module,
+    is_inside,
     unknown_focus,
     zoom,
 )
@@ -29,6 +31,7 @@ from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, levels_of, origins_of
+from amp_fx.policies.changes import join_path
 
 if TYPE_CHECKING:
     import os
@@ -346,9 +349,8 @@ def _types_of_folded(counts: dict[str, int], types: dict[str, str]) -> dict[str,
     found = {}
     for folded in counts:
         head, _, numbers = folded.rpartition(".")
-        first = numbers.partition("-")[0].partition(",")[0]
-        original = f"{head}.{first}" if head else first
+        original = join_path(head, first_of_folded(numbers))
         for path, kind in types.items():
-            if path == original or path.startswith(f"{original}."):
+            if is_inside(path, original):
                 found[folded + path[len(original) :]] = kind
     return found
