@@ -143,11 +143,11 @@ def devices() -> Iterator[tuple[str, str]]:
 
 def drift() -> Iterator[tuple[str, str]]:
     """How many ops differ, by device type."""
-    from amp_fx.regions.drift import AUTOCAST_KEYS, find_drift  # slow to import
+    from amp_fx.regions.drift import COMPARED, find_drift  # slow to import
 
     policy = preset("torch")
     found = find_drift(policy)
-    compared = [device for device in policy.tables if device in AUTOCAST_KEYS]
+    compared = [device for device in policy.tables if device in COMPARED]
     for device in compared:
         number = sum(difference.device_type == device for difference in found)
         more = "" if not number else ": python -m amp_fx policy --check"

@@ -167,13 +167,13 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     # Slow to import, and needed only here.
-    from amp_fx.regions.drift import AUTOGRAD_KEYS, find_drift
+    from amp_fx.regions.drift import MEASURED, find_drift
 
     drift = find_drift(policy, devices)
     for difference in drift:
         console.print(str(difference))
-    measured = [device for device in devices if device in AUTOGRAD_KEYS]
-    by_name = [device for device in devices if device not in AUTOGRAD_KEYS]
+    measured = [device for device in devices if device in MEASURED]
+    by_name = [device for device in devices if device not in MEASURED]
     console.print(
         f"{policy.name!r} and torch {torch.__version__}: {len(drift)} differences in "
         + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)
