@@ -85,16 +85,11 @@ Frames = dict[str, dict[str, "Box"]]
 
 
 def frames_in(boxes: dict[str, Box], streams: list[Stream], path: str) -> Frames:
-    """The frames right inside of the frame of a module; a box of one alone needs none.
+    """The frames right inside of the frame of a module (``path``); a box of one alone needs none.
 
     A list of modules whose members take turns with those of another list is left and entered
     again: its frame would hold together what is computed far apart, and arrows would go up. Such
-    modules get a frame each instead.
-
-    Args:
-        boxes: What is in the frame, by name.
-        streams: What goes between boxes.
-        path: The module of the frame; its own boxes are in none of those inside.
+    modules get a frame each instead. The module's own boxes are in none of those inside.
     """
     frames: Frames = {}
     for name, box in boxes.items():

@@ -52,18 +52,9 @@ INSTALL_DOT = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is shown, and how much of it.
+    """What is shown, and how much of it, as ``draw`` takes it.
 
     Attributes:
-        level: ``"op"`` draws every op, ``"module"`` closes modules; None takes ``"op"`` for
-            what has few boxes.
-        focus: Path of the module to show; None shows all.
-        ghosts: Whether casts that were taken out are shown.
-        fold: Whether repeated modules are folded into one.
-        before: Whether the graph is shown as captured.
-        has_legend: Whether colours and shapes are explained.
-        color: What boxes are coloured by: ``"dtype"``, or a measure of a report.
-        dpi: Dots per inch of what is made of dots.
         most: How many boxes a picture of modules may have before no more are opened.
     """
 
@@ -78,29 +69,22 @@ class View:
     most: int = MOST_BOXES
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Drawing:
-    """A picture; in a notebook it shows itself.
+    """A picture; in a notebook it shows itself."""
 
-    Attributes:
-        source: The picture in the language of Graphviz.
-    """
+    explanation: Explanation
+    records: tuple[GraphRecord, ...]
+    view: View
+    report: AccuracyReport | None = None
 
-    def __init__(
-        self,
-        explanation: Explanation,
-        records: tuple[GraphRecord, ...],
-        view: View,
-        report: AccuracyReport | None = None,
-    ) -> None:
-        self.report = report
-        self.explanation = explanation
-        self.records = records
-        self.view = view
-        self._dot, self.boxes = _picture(explanation, records, view, report)
+    def __post_init__(self) -> None:
+        """Makes the picture."""
+        self._dot, self.boxes = _picture(self.explanation, self.records, self.view, self.report)
 
     def with_view(self, view: View) -> Drawing:
         """The same drawn in another way."""
-        return Drawing(self.explanation, self.records, view, self.report)
+        return dataclasses.replace(self, view=view)
 
     @property
     def source(self) -> str:

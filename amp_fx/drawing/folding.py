@@ -224,12 +224,7 @@ def _direct(modules: list[str], path: str) -> int:
 
 
 def zoom(graph: BoxGraph, focus: str) -> BoxGraph:
-    """The boxes of one module; those outside that feed it or are fed by it shrink.
-
-    Args:
-        graph: The boxes; it is not changed.
-        focus: The module's path.
-    """
+    """A graph of the boxes of one module; those outside that feed it or are fed by it shrink."""
     inside = {name for name, box in graph.nodes(data="box") if is_inside(box.module, focus)}
     near = {a for a, b in graph.edges if b in inside} | {b for a, b in graph.edges if a in inside}
     result: BoxGraph = nx.DiGraph()
@@ -273,15 +268,9 @@ def collapse_modules(
 ) -> BoxGraph:
     """Merges the boxes of modules into one each; a module that is called twice gets two.
 
-    Which stay closed is ``choose_closed``'s choice. Ops that only move elements count, and are
-    left out where they stand alone.
-
-    Args:
-        graph: The boxes; it is not changed.
-        types: Classes of modules by their paths.
-        root: The module that the picture is of.
-        most: How many boxes there may be before no more modules are opened.
-        repeats: By the paths of folded modules, how many each stands for.
+    Which stay closed is ``choose_closed``'s choice, which takes ``types``, ``root`` and ``most``.
+    Ops that only move elements count, and are left out where they stand alone. ``repeats`` says, by
+    the paths of folded modules, how many each stands for. The graph that is given does not change.
     """
     shown = without_moves(graph).nodes(data="box")
     modules = [box.module for _, box in shown if box.kind not in FEEDERS]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import NodeRecord, TensorRecord
 
 DiGraph: TypeAlias = Any
-"""A ``networkx.DiGraph`` of names; networkx has no types."""
+"""A ``networkx.DiGraph`` as ``to_networkx`` gives it; networkx has no types."""
 
 LOW = ("bfloat16", "float16")
 _SOURCES = ("input", "weight", "output")
@@ -96,9 +96,6 @@ def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
 def cast_chains(network: DiGraph) -> list[list[str]]:
     """Casts that follow each other with no op between; each is work that may be spared.
 
-    Args:
-        network: As ``to_networkx`` gives it.
-
     Returns:
         The chains of two casts or more, each from the first cast to the last.
     """
@@ -129,11 +126,7 @@ class DtypeIsland:
 
 
 def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
-    """Regions of ops that run in one dtype, the largest first.
-
-    Args:
-        network: As ``to_networkx`` gives it.
-    """
+    """Regions of ops that run in one dtype, the largest first."""
     ops = _ops(network)
     same = [(a, b) for a, b in ops.edges if ops.nodes[a]["dtype"] == ops.nodes[b]["dtype"]]
     alike = nx.Graph()
@@ -153,11 +146,7 @@ def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
 
 
 def longest_low_path(network: DiGraph) -> list[str]:
-    """The longest way through ops that all run in a low dtype: no cast lies on it.
-
-    Args:
-        network: As ``to_networkx`` gives it.
-    """
+    """The longest way through ops that all run in a low dtype: no cast lies on it."""
     ops = _ops(network)
     low = _without(ops, [name for name, dtype in ops.nodes(data="dtype") if dtype not in LOW])
     return list(nx.dag_longest_path(low)) if low else []

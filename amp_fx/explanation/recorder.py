@@ -14,13 +14,7 @@ from torch import fx
 
 from amp_fx.backend.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.lowered import (
-    at_once,
-    kernels_of,
-    lowered_graphs,
-    saved_for_backward,
-    sent_by,
-)
+from amp_fx.explanation.lowered import at_once, lowered_graphs, saved_for_backward
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
 from amp_fx.explanation.records import (
     CastRecord,
@@ -273,8 +267,8 @@ def _read_forward(
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
         kept_values=tuple(_kept_values(seen, after)),
         passes=tuple(seen.passes),
-        collectives=sent_by(lowered, is_backward=False),
-        kernels=kernels_of(lowered, is_backward=False),
+        collectives=tuple(c for g in lowered if not g.is_backward for c in g.collectives),
+        kernels=tuple(k for g in lowered if not g.is_backward for k in g.kernels),
     )
 
 
@@ -325,8 +319,8 @@ def _read_backward(
         casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         modules=tuple(module_types(gm, reader.frame).items()),
         saved=saved_for_backward(lowered, seen.frame),
-        collectives=sent_by(lowered, is_backward=True),
-        kernels=kernels_of(lowered, is_backward=True),
+        collectives=tuple(c for g in lowered if g.is_backward for c in g.collectives),
+        kernels=tuple(k for g in lowered if g.is_backward for k in g.kernels),
     )
 
 

@@ -44,12 +44,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What is run in the model's place.
+    """What is run in the model's place: a copy of it with copies of its arguments.
 
     Attributes:
         program: The copy of the model; a function as it is.
-        args: Copies of the positional arguments.
-        kwargs: Copies of the keyword arguments.
         fake_mode: The mode of its tensors; None where they are real.
         device_type: The device type whose autocast is explained.
         imagined: Whether the CPU stands for that device.
@@ -81,7 +79,7 @@ def fake_stand_in(
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = _fake(tensor, mode, "cpu" if imagined else None, target)
+            made[id(tensor)] = fake_copy(tensor, mode, "cpu" if imagined else None, target)
         return made[id(tensor)]
 
     for tensor in tensors:
@@ -161,9 +159,10 @@ def leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _fake(
-    tensor: torch.Tensor, mode: FakeTensorMode, moved_to: str | None, target: str
+def fake_copy(
+    tensor: torch.Tensor, mode: FakeTensorMode, moved_to: str | None, target: str = "cpu"
 ) -> torch.Tensor:
+    """A fake tensor like another, on ``moved_to`` or where that is; on ``target`` for ``meta``."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or moved_to is not None:
         device = moved_to or (target if tensor.device.type == "meta" else tensor.device)
         with mode, torch.no_grad():
