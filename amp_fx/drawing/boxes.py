@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.explanation.table import CASTS, SHORT, bare_op
+from amp_fx.explanation.table import CASTS, bare_op
 from amp_fx.graphs.places import short_path
+from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, TensorRecord

@@ -18,8 +18,9 @@ import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.drawing.boxes import Box, connect
 from amp_fx.drawing.dot import COLORS
-from amp_fx.explanation.table import SHORT, number_ranges
+from amp_fx.explanation.table import number_ranges
 from amp_fx.policies.changes import join_path
+from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.drawing.dot import FONT
 from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import DrawError
-from amp_fx.explanation.table import bare_op, human, treatment
+from amp_fx.explanation.table import bare_op, treatment
 from amp_fx.graphs.places import short_path
 from amp_fx.numerics.records import number
 from amp_fx.numerics.report import MEASURES, MOST
+from amp_fx.reports import human
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing

@@ -169,18 +169,14 @@ def lowered_graphs(
 
     try:
         with at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
-            through_inductor(gm, [*inputs, *_copies(gm, inputs)], options, keep)
+            with detect_fake_mode(inputs) or FakeTensorMode():
+                copies = example_copies(gm, inputs)
+            through_inductor(gm, [*inputs, *copies], options, keep)
     except Exception as error:  # it is explained without
         log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
         log.debug("not lowered", exc_info=True)
         return ()
     return tuple(found)
-
-
-def _copies(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Copies of weights, of the fake mode that other inputs have, if they have one."""
-    with detect_fake_mode(inputs) or FakeTensorMode():
-        return example_copies(gm, inputs)
 
 
 class _Uncalled:

@@ -127,12 +127,12 @@ class GraphRecorder:
         for seen in self.seen.casts.values():
             if seen.node._erased and not seen.removed_by:
                 seen.removed_by = pass_name
-        for graph in graphs_in(gm):
-            for node in graph.nodes:
-                cast = inserted_cast(node)
-                if cast is not None and node not in self.seen.casts:
-                    source, users = node.all_input_nodes[0], tuple(node.users)
-                    self.seen.casts[node] = SeenCast(node, cast, source, users)
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        for node in (node for graph in graphs for node in graph.nodes):
+            cast = inserted_cast(node)
+            if cast is not None and node not in self.seen.casts:
+                source, users = node.all_input_nodes[0], tuple(node.users)
+                self.seen.casts[node] = SeenCast(node, cast, source, users)
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
         """Forgets what passes did before one failed: the graph stays as captured."""
@@ -198,11 +198,6 @@ def _bytes_per_call(cast: fx.Node) -> int:
         return 0
     values = tensors_in([recorded_value(node) for node in (cast.all_input_nodes[0], cast)])
     return sum(map(num_bytes, values))
-
-
-def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
-    """A graph and the graphs of bodies inside it."""
-    return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
 def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:

@@ -362,11 +362,7 @@ def _forgotten(backend: Any) -> Iterator[None]:
     dies: ``extra_state.invalidate``.
     """
     codes: set[CodeType] = set()
-
-    def note(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
-        codes.add(code)
-
-    handle = register_bytecode_hook(note)
+    handle = register_bytecode_hook(lambda code, _: codes.add(code))
     try:
         yield
     finally:

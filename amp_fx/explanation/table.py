@@ -70,9 +70,6 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-__all__ = ["SHORT", "collectives_table", "human", "render"]
-
-
 def render(explanation: Explanation) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
@@ -84,7 +81,7 @@ def render(explanation: Explanation) -> RenderableType:
     for graph in explanation.forward:
         parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
     if any(graph.collectives for graph in explanation.graphs):
-        parts += [Text(""), collectives_table(explanation.graphs)]
+        parts += [Text(""), _collectives_table(explanation.graphs)]
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -132,12 +129,8 @@ def _of_passes(explanation: Explanation) -> list[Text]:
     for graph in explanation.forward:
         for each in graph.passes:
             changed[each.name] += each.bytes_changed
-    told = [f"{name} {_signed(number)}" for name, number in changed.items() if number]
+    told = [f"{k} {'-' if n < 0 else '+'}{human(abs(n))}" for k, n in changed.items() if n]
     return [Text(f"  passes {', '.join(told)}")] if told else []
-
-
-def _signed(number: int) -> str:
-    return f"{'-' if number < 0 else '+'}{human(abs(number))}"
 
 
 def _of_step(step: StepRecord) -> Text:
@@ -193,7 +186,7 @@ def _graph_table(graph: GraphRecord) -> Table:
     return table
 
 
-def collectives_table(graphs: Iterable[GraphRecord]) -> Table:
+def _collectives_table(graphs: Iterable[GraphRecord]) -> Table:
     """What graphs send, alike collectives as one row each."""
     table = new_table("in", "sends by", "x", "ranks", "dtype", "sent", "before")
     rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}
