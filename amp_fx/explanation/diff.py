@@ -15,7 +15,7 @@ from amp_fx.explanation.totals import MOVING
 from amp_fx.reports import Report, human, times
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from rich.console import RenderableType
 
@@ -85,11 +85,15 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
     pairs = [
         (key, *pair) for key in keys for pair in zip_longest(left.get(key, ()), right.get(key, ()))
     ]
-    nodes = [_difference(key, a, b) for key, a, b in pairs]
+    nodes = tuple(
+        NodeDifference(*key, *zip(_facts(a), _facts(b), strict=True))
+        for key, a, b in pairs
+        if _facts(a) != _facts(b)
+    )
     return Diff(
         names=(_describe(ours), _describe(other)),
         totals=_differing(vars(ours.totals), vars(other.totals)),
-        nodes=tuple(node for node in nodes if _is_other(node)),
+        nodes=nodes,
         backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
         modules=_differing(_by_module(ours), _by_module(other), missing=0),
     )
@@ -102,11 +106,6 @@ def _differing(
     keys = dict.fromkeys([*ours, *other])
     pairs = {key: (ours.get(key, missing), other.get(key, missing)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _is_other(node: NodeDifference) -> bool:
-    pairs: Iterable[tuple[Any, Any]] = (node.dtypes, node.treatments, node.bytes_moved)
-    return any(ours != other for ours, other in pairs)
 
 
 def _by_module(explanation: Explanation) -> dict[str, int]:
@@ -131,14 +130,9 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
     return found
 
 
-def _difference(
-    key: tuple[str, str], ours: NodeRecord | None, other: NodeRecord | None
-) -> NodeDifference:
-    (a, b, c), (x, y, z) = (
-        (node.dtype, treatment(node), node.bytes_moved) if node else ("", "", 0)
-        for node in (ours, other)
-    )
-    return NodeDifference(*key, (a, x), (b, y), (c, z))
+def _facts(node: NodeRecord | None) -> tuple[Any, ...]:
+    """The dtype, the treatment and the bytes of a node, or of one that is missing."""
+    return (node.dtype, treatment(node), node.bytes_moved) if node else ("", "", 0)
 
 
 def _new_table(*columns: str) -> Table:

@@ -74,6 +74,11 @@ def explain_program(
     remember_captured(gm.graph)
     reader = GraphReader(gm, state, NO_FRAME, meter=WorkMeter(detect_fake_mode(gm.graph)))
     nodes = reader.read()
+    casts = [
+        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
+        for node in gm.graph.nodes
+        if CAST.is_on(node)
+    ]
     types = module_types(gm, NO_FRAME)
     device, _, low = next(iter(region_names(state)), " ").partition(" ")
     record = GraphRecord(
@@ -81,7 +86,7 @@ def explain_program(
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=(*_casts(gm, reader), *_stored(gm, reader, notes["stored_low"])),
+        casts=(*casts, *_stored(gm, reader, notes["stored_low"])),
         islands=islands_in(nodes),
         modules=tuple(types.items()),
     )
@@ -100,14 +105,6 @@ def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
         if node.name in targets:
             node.target = targets[node.name]
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-
-
-def _casts(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
-    return [
-        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
-        for node in gm.graph.nodes
-        if CAST.is_on(node)
-    ]
 
 
 def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:

@@ -189,7 +189,8 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        if _is_sharded(model):
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
             raise ExplainError(
                 f"{type(model).__name__} is sharded: explain it before fully_shard, on the meta "
                 "device if it is large; the paths of weights stay the same"
@@ -199,12 +200,6 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
             "runs a copy, so that the model itself does not change: give it a function that "
             "calls the model"
         ) from error
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 has a part in a model, which then cannot be copied."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 @dataclasses.dataclass
