@@ -22,7 +22,7 @@ from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.tables.lean import has_low_sums
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from amp_fx.passes.base import Pass
 
@@ -198,8 +198,8 @@ _CHOICES = {
 }
 
 
-def _to_choice(name: str, value: Any) -> str:
-    allowed = _CHOICES[name]
+def _to_choice(name: str, value: Any, allowed: Sequence[str] = ()) -> str:
+    allowed = allowed or _CHOICES[name]
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
     return value
@@ -222,10 +222,7 @@ def as_output_dtype(value: Any) -> str:
 def _to_mode(name: str, value: Any) -> str:
     from torch._inductor import list_mode_options
 
-    allowed = tuple(list_mode_options())
-    if value not in allowed:
-        raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-    return str(value)
+    return _to_choice(name, value, tuple(list_mode_options()))
 
 
 def _to_bool(name: str, value: Any) -> bool:

@@ -42,8 +42,9 @@ class Report:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dictionaries, lists, strings and numbers."""
-        raise NotImplementedError
+        """The report as dictionaries, lists, strings and numbers; the fields are the keys."""
+        plain: dict[str, Any] = as_plain(self)
+        return plain
 
     def to_json(self, indent: int | None = 2) -> str:
         """``to_dict`` as JSON text."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from amp_fx.numerics.search import search
 from amp_fx.numerics.search_result import SearchResult
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from amp_fx.numerics.report import AccuracyReport
@@ -43,8 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "accuracy",
         help="show which op loses accuracy in low precision, and find what repairs it",
         description="Runs a step in low precision with a float32 shadow, forward and backward.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_step(parser)
     parser.add_argument("--dtype", help=DTYPE_HELP)
@@ -62,7 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--budget", type=int, default=60, help="runs of the search, at most")
     parser.add_argument("--save", metavar="PATH", help="write the policy that was found: amp.toml")
-    parser.set_defaults(run=run)
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
         draw(_report(found), args.draw)
         sys.stderr.write(f"wrote {args.draw}\n")
     if isinstance(found, SearchResult):
-        _save(found, args.save)
+        if args.save is not None:
+            found.policy.save(args.save)
+            sys.stderr.write(f"wrote {args.save}\n")
         return 0
     return 1 if _report(found).suspects else 0
 
@@ -129,9 +128,3 @@ def _check(args: argparse.Namespace) -> None:
 
 def _random(zeros: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(zeros) if zeros.is_floating_point() else zeros
-
-
-def _save(result: SearchResult, path: str | None) -> None:
-    if path is not None:
-        result.policy.save(path)
-        sys.stderr.write(f"wrote {path}\n")

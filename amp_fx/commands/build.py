@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from amp_fx import csrc
 from amp_fx.csrc.build import FOLDER_VARIABLE, cache_folder, find
 from amp_fx.errors import NativeBuildError
+
+if TYPE_CHECKING:
+    import argparse
 
 EXAMPLES = """\
 examples:
@@ -24,16 +27,13 @@ In an image, set the variable for the programs too; they only read the folder:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``build`` to the command line."""
-    parser = subparsers.add_parser(
+    subparsers.add_parser(
         "build",
         help="build the compiled parts ahead of time, as for an image",
         description="Builds the compiled parts of amp_fx, which the first call of a model would\n"
         "otherwise build. A library serves every process with the same Python and torch.\n"
         f"{FOLDER_VARIABLE} names the folder.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COMMANDS = ("explain", "export", "accuracy", "verify", "policy", "demo", "build", "env")
-"""Modules of ``amp_fx.commands``; each has ``add_parser(subparsers)``, which sets ``run``."""
+"""Modules of ``amp_fx.commands``; each has ``add_parser(subparsers)`` and ``run(args)``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +54,14 @@ def _parser(
         title="commands", dest="command", metavar="command", required=True
     )
     for name in commands:
-        importlib.import_module(f"amp_fx.commands.{name}").add_parser(subparsers)
-        subparsers.choices[name].add_argument(
+        module = importlib.import_module(f"amp_fx.commands.{name}")
+        module.add_parser(subparsers)
+        added = subparsers.choices[name]
+        added.set_defaults(run=module.run)
+        if hasattr(module, "EXAMPLES"):
+            added.epilog = module.EXAMPLES
+            added.formatter_class = argparse.RawDescriptionHelpFormatter
+        added.add_argument(
             "--traceback", action="store_true", help="show where an error comes from"
         )
     return parser, subparsers.choices

@@ -52,14 +52,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(LOW_DTYPE_NAMES)}")
     parser.add_argument("--compiler", default="inductor", help=f"{', '.join(COMPILERS)}")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo and returns 0."""
     settings = parse_settings(args)
     console = Console()
-    if settings.compiler == "inductor" and not can_use_inductor(settings.device):
+    needs_compiler = settings.compiler == "inductor" and settings.device.type == "cpu"
+    if needs_compiler and not has_cpp_compiler():
         console.print("no C++ compiler found, which inductor needs on CPU: using aot_eager")
         settings = dataclasses.replace(settings, compiler="aot_eager")
     console.print(header(settings))
@@ -98,11 +98,6 @@ def _parse_steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise OptionError(f"--steps {text}: give a number from 2 up; the first step compiles")
     return int(text)
-
-
-def can_use_inductor(device: torch.device) -> bool:
-    """Whether inductor can build kernels for a device: for the CPU it needs a C++ compiler."""
-    return device.type != "cpu" or has_cpp_compiler()
 
 
 def train(settings: Settings, console: Console) -> Comparison:

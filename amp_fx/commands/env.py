@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
 import shutil
@@ -24,6 +23,7 @@ from amp_fx.regions.state import autocast_device_types
 from amp_fx.reports import piped_width
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
@@ -48,24 +48,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show versions, devices, and drift from the installed torch",
         description="Shows versions, devices and tools, and how many ops of the installed torch's\n"
         "autocast differ from amp_fx's tables.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--no-drift", action="store_true", help="do not compare the op tables")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    rows = [
-        *versions(),
-        *tools(),
-        *compiled_parts(),
-        *devices(),
-        *([] if args.no_drift else drift()),
-    ]
-    for row in rows:
+    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [drift])]
+    for row in (row for part in parts for row in part()):
         table.add_row(*row)
     Console(highlight=False, markup=False, width=piped_width()).print(table)
     return 0
@@ -152,11 +143,11 @@ def devices() -> Iterator[tuple[str, str]]:
 
 def drift() -> Iterator[tuple[str, str]]:
     """How many ops differ, by device type."""
-    from amp_fx.regions.drift import AUTOCAST_KEYS, find_drift  # slow to import
+    from amp_fx.regions.drift import COMPARED, find_drift  # slow to import
 
     policy = preset("torch")
     found = find_drift(policy)
-    compared = [device for device in policy.tables if device in AUTOCAST_KEYS]
+    compared = [device for device in policy.tables if device in COMPARED]
     for device in compared:
         number = sum(difference.device_type == device for difference in found)
         more = "" if not number else ": python -m amp_fx policy --check"

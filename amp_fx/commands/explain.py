@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import inspect
@@ -18,6 +17,7 @@ from amp_fx.errors import DrawError, ExplainError, OptionError
 from amp_fx.explanation.entry import explain
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
 EXAMPLES = """\
@@ -38,8 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "explain",
         help="show what amp_fx does to a model: casts, dtypes, reasons",
         description="Shows what amp_fx does to a model, without compiling or running it.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_target(parser, "of a model, function or factory")
     parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
@@ -64,7 +62,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--dpi", type=int, default=192, help="of a .png; default: 192")
     parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
     parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
-    parser.set_defaults(run=run)
 
 
 def add_target(parser: argparse.ArgumentParser, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,8 @@ from amp_fx.exporting.program import weight_bytes
 from amp_fx.options import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
+    import argparse
+
     from torch.export import ExportedProgram
 
 EXAMPLES = """\
@@ -37,8 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "export",
         help="write a model in mixed precision into a file: torch.export, AOTInductor, ONNX",
         description="Exports a model in mixed precision, with low weights stored low.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_target(parser, "of a model or of what makes it")
     parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
@@ -60,7 +59,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="compile it by AOTInductor, for torch._inductor.aoti_load_package and C++",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

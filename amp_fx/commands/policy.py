@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.versions import SINCE, UNTIL
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Sequence
 
 EXAMPLES = """\
@@ -51,8 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Shows which op runs in which dtype under autocast, on which device type.\n"
         "float64, integer, bool and complex tensors are never cast; calls that are in\n"
         "place or have out= are left alone.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("op", nargs="?", help="one op: softmax, aten::softmax.int, F.softmax")
     parser.add_argument(
@@ -71,7 +69,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="compare with the installed torch op by op; exit code 1 if anything differs",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -170,13 +167,13 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     # Slow to import, and needed only here.
-    from amp_fx.regions.drift import AUTOGRAD_KEYS, find_drift
+    from amp_fx.regions.drift import MEASURED, find_drift
 
     drift = find_drift(policy, devices)
     for difference in drift:
         console.print(str(difference))
-    measured = [device for device in devices if device in AUTOGRAD_KEYS]
-    by_name = [device for device in devices if device not in AUTOGRAD_KEYS]
+    measured = [device for device in devices if device in MEASURED]
+    by_name = [device for device in devices if device not in MEASURED]
     console.print(
         f"{policy.name!r} and torch {torch.__version__}: {len(drift)} differences in "
         + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_fx.commands.accuracy import add_step, load_step
 from amp_fx.commands.explain import make_optimizer
 from amp_fx.errors import OptionError
 from amp_fx.numerics.verify import verify
+
+if TYPE_CHECKING:
+    import argparse
 
 EXAMPLES = """\
 examples:
@@ -28,8 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "verify",
         help="compare a compiled program with eager autocast, bit for bit",
         description="Names the first node that differs, why, and what makes bits equal.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_step(parser)
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
@@ -46,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compare its steps too: a class of torch.optim, with its defaults",
     )
     parser.add_argument("--steps", type=int, default=3, help="of the optimizer; default: 3")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.explanation.table import CASTS, SHORT, bare_op
+from amp_fx.explanation.table import CASTS, bare_op
 from amp_fx.graphs.places import short_path
+from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, TensorRecord
 
 MOVES = frozenset(
@@ -58,32 +57,34 @@ class Box:
     is_move: bool = False
 
 
-def box_graph(
-    nodes: Iterable[NodeRecord], casts: Iterable[CastRecord], *, ghosts: bool = False
-) -> BoxGraph:
+def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False) -> BoxGraph:
     """The graph of boxes: weights are left out, kept casts are one box with their copies.
 
     Args:
-        nodes: The nodes of a graph, in order.
-        casts: Its casts.
+        record: The graph.
         ghosts: Whether casts that were removed get a box too.
+        before: Whether it is the graph as captured, without casts.
     """
-    by_name = {node.name: node for node in nodes}
+    by_name = {node.name: node for node in (record.before if before else record.nodes)}
+    casts = () if before else record.casts
     weights = {cast.name: cast.weight for cast in casts if cast.weight}
     graph: BoxGraph = nx.DiGraph()
     homes = _homes(by_name)
-    aliases = _aliases(by_name)
+    aliases: dict[str, str] = {}  # of what is left out as an item of a tuple, whose item it is
     items: dict[str, list[NodeRecord]] = {}
     for node in by_name.values():
         if _is_item_of_tuple(node, by_name):
             items.setdefault(node.inputs[0], []).append(node)
+            aliases[node.name] = aliases.get(node.inputs[0], node.inputs[0])
     for node in by_name.values():
         if node.name in homes:
             found = items.get(node.name, [])
             graph.add_node(node.name, box=_box(node, homes[node.name], weights, found))
     for node in by_name.values():
         for name in node.inputs if node.name in homes else ():
-            _connect(graph, by_name, aliases.get(name, name), name, node.name)
+            source = aliases.get(name, name)
+            if source in graph and source != node.name:
+                connect(graph, source, node.name, (_tensor_label(by_name[name].outputs),))
     for cast in casts if ghosts else ():
         if cast.state == "removed":
             _add_ghost(graph, cast, by_name)
@@ -143,26 +144,16 @@ def _is_item_of_tuple(node: NodeRecord, by_name: dict[str, NodeRecord]) -> bool:
     return source is not None and len(source.outputs) > 1
 
 
-def _aliases(by_name: dict[str, NodeRecord]) -> dict[str, str]:
-    """The nodes that are left out as items of a tuple, by whose items they are."""
-    items = [node for node in by_name.values() if _is_item_of_tuple(node, by_name)]
-    found: dict[str, str] = {}
-    for node in items:
-        found[node.name] = found.get(node.inputs[0], node.inputs[0])
-    return found
-
-
-def _connect(
-    graph: BoxGraph, by_name: dict[str, NodeRecord], source: str, name: str, target: str
+def connect(
+    graph: BoxGraph, source: str, target: str, labels: tuple[str, ...], *, is_ghost: bool = False
 ) -> None:
-    if source not in graph or source == target:
-        return
-    label = tensor_label(by_name[name].outputs)
-    labels = graph.edges[source, target]["labels"] if graph.has_edge(source, target) else ()
-    graph.add_edge(source, target, labels=tuple(dict.fromkeys((*labels, label))), is_ghost=False)
+    """Adds an edge, or labels to the one that is there."""
+    known = graph.get_edge_data(source, target, {"labels": ()})["labels"]
+    labels = tuple(dict.fromkeys((*known, *labels)))
+    graph.add_edge(source, target, labels=labels, is_ghost=is_ghost)
 
 
-def tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
+def _tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
     """What flows along an edge: ``bf16 [2, 64]``."""
     if not outputs:
         return ""
@@ -194,7 +185,7 @@ def _box(node: NodeRecord, home: str, weights: dict[str, str], items: list[NodeR
         lines=lines,
         shares=tuple(Counter(n.dtype for n in (node, *items) if n.dtype).items()),
         module=home,
-        tooltip=tooltip(node),
+        tooltip=_tooltip(node),
         members=(node.name, *(item.name for item in items)),
         signature=(kind, title, lines, node.dtype, shapes, len(items)),
         is_move=kind == "op" and title in MOVES,
@@ -205,7 +196,7 @@ def _result(node: NodeRecord) -> str:
     return node.outputs[0].dtype if node.outputs else node.dtype
 
 
-def tooltip(node: NodeRecord) -> str:
+def _tooltip(node: NodeRecord) -> str:
     """Everything about a node in a few lines."""
     where = f"{node.module} ({node.module_type})" if node.module_type else node.module
     source = f"{short_path(node.file)}:{node.line}  {node.code}" if node.file else ""
@@ -219,17 +210,9 @@ def _add_ghost(graph: BoxGraph, cast: CastRecord, by_name: dict[str, NodeRecord]
     name = f"ghost.{cast.name}"
     title = f"to {SHORT.get(cast.to_dtype, cast.to_dtype)}"
     tip = f"{cast.name}: taken out, {cast.removed_by}"
-    lines = ("taken out",)
-    box = Box("ghost", title, lines, (), home, tip, (cast.name,), ("ghost", title))
+    box = Box("ghost", title, ("taken out",), (), home, tip, (cast.name,), ("ghost", title))
     graph.add_node(name, box=box)
     if cast.source in graph:
-        graph.add_edge(cast.source, name, labels=(), is_ghost=True)
+        connect(graph, cast.source, name, (), is_ghost=True)
     for consumer in consumers:
-        graph.add_edge(name, consumer, labels=(), is_ghost=True)
-
-
-def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False) -> BoxGraph:
-    """The boxes of a graph record, rewritten or as captured."""
-    return box_graph(
-        record.before if before else record.nodes, () if before else record.casts, ghosts=ghosts
-    )
+        connect(graph, name, consumer, (), is_ghost=True)

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from amp_fx.drawing.boxes import Box, BoxGraph
 
 
-COLORS = {
-    "bfloat16": "#a6cee3",
-    "float16": "#cab2d6",
-    "float32": "#fdd9a0",
-    "float64": "#f4a6a0",
-}
+COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "float64": "#f4a6a0"}
 """Fill by the dtype that a box runs in."""
 
 OTHER = "#e4e4e4"
@@ -90,16 +85,11 @@ Frames = dict[str, dict[str, "Box"]]
 
 
 def frames_in(boxes: dict[str, Box], streams: list[Stream], path: str) -> Frames:
-    """The frames right inside of the frame of a module; a box of one alone needs none.
+    """The frames right inside of the frame of a module (``path``); a box of one alone needs none.
 
     A list of modules whose members take turns with those of another list is left and entered
     again: its frame would hold together what is computed far apart, and arrows would go up. Such
-    modules get a frame each instead.
-
-    Args:
-        boxes: What is in the frame, by name.
-        streams: What goes between boxes.
-        path: The module of the frame; its own boxes are in none of those inside.
+    modules get a frame each instead. The module's own boxes are in none of those inside.
     """
     frames: Frames = {}
     for name, box in boxes.items():
@@ -126,15 +116,12 @@ def _first_torn(frames: Frames, streams: list[Stream]) -> str:
             b = owner.get(target, f"box {target}")
             if a != b:
                 between.add_edge(a, b)
+    torn = {n for part in nx.strongly_connected_components(between) if len(part) > 1 for n in part}
     for path, found in frames.items():
         is_list = all(box.module != path or box.kind == "module" for box in found.values())
-        if len(found) > 1 and is_list and path in between and _is_in_cycle(between, path):
+        if len(found) > 1 and is_list and path in torn:
             return path
     return ""
-
-
-def _is_in_cycle(graph: nx.DiGraph, node: str) -> bool:
-    return any(nx.has_path(graph, after, node) for after in graph.successors(node))
 
 
 def _child(path: str, module: str) -> str:
@@ -159,12 +146,7 @@ STYLES: dict[str, dict[str, str]] = {
     "module": {"shape": "box", "style": "filled", "penwidth": "1.4"},
     "cast": {"shape": "hexagon", "style": "filled", "color": CAST, "penwidth": "2.2"},
     "kept": {"shape": "cylinder", "style": "filled", "color": KEPT, "penwidth": "2.2"},
-    "ghost": {
-        "shape": "hexagon",
-        "style": "dashed",
-        "color": FAINT,
-        "fontcolor": FAINT,
-    },
+    "ghost": {"shape": "hexagon", "style": "dashed", "color": FAINT, "fontcolor": FAINT},
     "island": {"shape": "octagon", "style": "filled", "penwidth": "2", "peripheries": "2"},
     "input": {"shape": "ellipse", "style": "filled"},
     "output": {"shape": "ellipse", "style": "filled", "penwidth": "2"},
@@ -354,10 +336,10 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     if not counted or "kept" in kinds:
         kinds.discard("module")
     fills = _heat_legend(page) if page.levels is not None else _dtype_legend(dtypes)
-    signs = "".join(_sign(kind) for kind in LEGEND if kind in kinds)
-    rows = "".join(
-        f'<TR><TD ALIGN="LEFT">{_row(cells)}</TD></TR>' for cells in (fills, signs) if cells
-    )
+    signs = [_sign(line, "ROUNDED", text) for k, (line, text) in LEGEND.items() if k in kinds]
+    row = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
+    cells = [row.format(each) for each in (fills, "".join(signs)) if each]
+    rows = "".join(f'<TR><TD ALIGN="LEFT">{each}</TD></TR>' for each in cells)
     return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
 
 
@@ -370,25 +352,19 @@ def _dtype_legend(dtypes: list[str]) -> str:
 def _heat_legend(page: Page) -> str:
     words = [f"least {page.measure}", *[" "] * (len(HEAT) - 2), f"most {page.measure}"]
     fills = "".join(_swatch(color, word) for color, word in zip(HEAT, words, strict=True))
-    return fills + (_alarm_sign() if page.outlined else "")
-
-
-def _alarm_sign() -> str:
-    return (
-        f'<TD BORDER="2" COLOR="{ALARM}" STYLE="DASHED">'
-        '<FONT POINT-SIZE="10">  dashed: overflows here  </FONT></TD>'
-    )
-
-
-def _row(cells: str) -> str:
-    return f'<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{cells}</TR></TABLE>'
+    return fills + (_sign(ALARM, "DASHED", "dashed: overflows here") if page.outlined else "")
 
 
 def _swatch(color: str, text: str) -> str:
-    return (
-        f'<TD BGCOLOR="{color}" BORDER="1" COLOR="{INK}">'
-        f'<FONT POINT-SIZE="10">  {html.escape(text)}  </FONT></TD>'
-    )
+    return _cell(f'BGCOLOR="{color}" BORDER="1" COLOR="{INK}"', html.escape(text))
+
+
+def _sign(color: str, line: str, text: str) -> str:
+    return _cell(f'BORDER="2" COLOR="{color}" STYLE="{line}"', text)
+
+
+def _cell(style: str, text: str) -> str:
+    return f'<TD {style}><FONT POINT-SIZE="10">  {text}  </FONT></TD>'
 
 
 LEGEND = {
@@ -399,11 +375,3 @@ LEGEND = {
     "island": (INK, "octagon: island under native autocast"),
 }
 """Kinds of boxes whose shape says something: the colour of the line, the meaning."""
-
-
-def _sign(kind: str) -> str:
-    color, text = LEGEND[kind]
-    return (
-        f'<TD BORDER="2" COLOR="{color}" STYLE="ROUNDED">'
-        f'<FONT POINT-SIZE="10">  {text}  </FONT></TD>'
-    )

@@ -17,8 +17,10 @@ from amp_fx.drawing.dot import Page, to_dot
 from amp_fx.drawing.folding import (
     MOST_BOXES,
     collapse_modules,
+    first_of_folded,
     fold_repeats,
     has_module,
+    is_inside,
     unknown_focus,
     zoom,
 )
@@ -29,6 +31,7 @@ from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, levels_of, origins_of
+from amp_fx.policies.changes import join_path
 
 if TYPE_CHECKING:
     import os
@@ -49,18 +52,9 @@ INSTALL_DOT = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is shown, and how much of it.
+    """What is shown, and how much of it, as ``draw`` takes it.
 
     Attributes:
-        level: ``"op"`` draws every op, ``"module"`` closes modules; None takes ``"op"`` for
-            what has few boxes.
-        focus: Path of the module to show; None shows all.
-        ghosts: Whether casts that were taken out are shown.
-        fold: Whether repeated modules are folded into one.
-        before: Whether the graph is shown as captured.
-        has_legend: Whether colours and shapes are explained.
-        color: What boxes are coloured by: ``"dtype"``, or a measure of a report.
-        dpi: Dots per inch of what is made of dots.
         most: How many boxes a picture of modules may have before no more are opened.
     """
 
@@ -75,29 +69,22 @@ class View:
     most: int = MOST_BOXES
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Drawing:
-    """A picture; in a notebook it shows itself.
+    """A picture; in a notebook it shows itself."""
 
-    Attributes:
-        source: The picture in the language of Graphviz.
-    """
+    explanation: Explanation
+    records: tuple[GraphRecord, ...]
+    view: View
+    report: AccuracyReport | None = None
 
-    def __init__(
-        self,
-        explanation: Explanation,
-        records: tuple[GraphRecord, ...],
-        view: View,
-        report: AccuracyReport | None = None,
-    ) -> None:
-        self.report = report
-        self.explanation = explanation
-        self.records = records
-        self.view = view
-        self._dot, self.boxes = _picture(explanation, records, view, report)
+    def __post_init__(self) -> None:
+        """Makes the picture."""
+        self._dot, self.boxes = _picture(self.explanation, self.records, self.view, self.report)
 
     def with_view(self, view: View) -> Drawing:
         """The same drawn in another way."""
-        return Drawing(self.explanation, self.records, view, self.report)
+        return dataclasses.replace(self, view=view)
 
     @property
     def source(self) -> str:
@@ -346,9 +333,8 @@ def _types_of_folded(counts: dict[str, int], types: dict[str, str]) -> dict[str,
     found = {}
     for folded in counts:
         head, _, numbers = folded.rpartition(".")
-        first = numbers.partition("-")[0].partition(",")[0]
-        original = f"{head}.{first}" if head else first
+        original = join_path(head, first_of_folded(numbers))
         for path, kind in types.items():
-            if path == original or path.startswith(f"{original}."):
+            if is_inside(path, original):
                 found[folded + path[len(original) :]] = kind
     return found

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.drawing.boxes import Box
+from amp_fx.drawing.boxes import Box, connect
 from amp_fx.drawing.dot import COLORS
-from amp_fx.explanation.table import SHORT, number_ranges
+from amp_fx.explanation.table import number_ranges
+from amp_fx.policies.changes import join_path
+from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +54,7 @@ def _first_run(graph: BoxGraph) -> list[str]:
         runs: list[list[str]] = []
         last: tuple[int, Any] | None = None
         for number in sorted(lists[parent]):
-            path = _join(parent, number)
+            path = join_path(parent, str(number))
             signature = _signature(graph, path)
             is_next = last is not None and last == (number - 1, signature)
             runs = [*runs[:-1], [*runs[-1], path]] if is_next else [*runs, [path]]
@@ -72,10 +74,6 @@ def _numbered(graph: BoxGraph) -> dict[str, set[int]]:
             if part.isdecimal():
                 found.setdefault(".".join(parts[:depth]), set()).add(int(part))
     return found
-
-
-def _join(parent: str, number: int) -> str:
-    return f"{parent}.{number}" if parent else str(number)
 
 
 def first_of_folded(path: str) -> str:
@@ -101,7 +99,7 @@ def _fold(graph: BoxGraph, run: list[str]) -> str:
     """Folds a run of modules into the first; returns its new path."""
     parent = run[0].rpartition(".")[0]
     numbers = number_ranges(int(path.rpartition(".")[2]) for path in run)
-    new_path = f"{parent}.{numbers}" if parent else numbers
+    new_path = join_path(parent, numbers)
     kept = _members(graph, run[0])
     inside = set(kept)
     for path in run[1:]:
@@ -227,12 +225,7 @@ def _direct(modules: list[str], path: str) -> int:
 
 
 def zoom(graph: BoxGraph, focus: str) -> BoxGraph:
-    """The boxes of one module; those outside that feed it or are fed by it shrink.
-
-    Args:
-        graph: The boxes; it is not changed.
-        focus: The module's path.
-    """
+    """A graph of the boxes of one module; those outside that feed it or are fed by it shrink."""
     inside = {name for name, box in graph.nodes(data="box") if is_inside(box.module, focus)}
     near = {a for a, b in graph.edges if b in inside} | {b for a, b in graph.edges if a in inside}
     result: BoxGraph = nx.DiGraph()
@@ -262,9 +255,8 @@ def unknown_focus(graphs: Iterable[BoxGraph], focus: str) -> str:
     paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}
     near = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
     known = near or sorted(paths, key=lambda path: (path.count("."), path))[:8]
-    hint = (
-        f"{'similar names' if near else 'modules'}: {', '.join(known)}" if known else "no modules"
-    )
+    what = "similar names" if near else "modules"
+    hint = f"{what}: {', '.join(known)}" if known else "no modules"
     return f"focus={focus!r} is not a module with ops in the graph; {hint}"
 
 
@@ -277,15 +269,9 @@ def collapse_modules(
 ) -> BoxGraph:
     """Merges the boxes of modules into one each; a module that is called twice gets two.
 
-    Which stay closed is ``choose_closed``'s choice. Ops that only move elements count, and are
-    left out where they stand alone.
-
-    Args:
-        graph: The boxes; it is not changed.
-        types: Classes of modules by their paths.
-        root: The module that the picture is of.
-        most: How many boxes there may be before no more modules are opened.
-        repeats: By the paths of folded modules, how many each stands for.
+    Which stay closed is ``choose_closed``'s choice, which takes ``types``, ``root`` and ``most``.
+    Ops that only move elements count, and are left out where they stand alone. ``repeats`` says, by
+    the paths of folded modules, how many each stands for. The graph that is given does not change.
     """
     shown = without_moves(graph).nodes(data="box")
     modules = [box.module for _, box in shown if box.kind not in FEEDERS]
@@ -304,9 +290,7 @@ def collapse_modules(
     for source, target, data in graph.edges(data=True):
         a, b = names[owner[source]], names[owner[target]]
         if a != b:
-            labels = merged.edges[a, b]["labels"] if merged.has_edge(a, b) else ()
-            labels = tuple(dict.fromkeys((*labels, *data["labels"])))
-            merged.add_edge(a, b, labels=labels, is_ghost=data["is_ghost"])
+            connect(merged, a, b, **data)
     return without_moves(merged)
 
 
@@ -320,12 +304,8 @@ def without_moves(graph: BoxGraph) -> BoxGraph:
         if len(sources) != 1 or not targets:
             continue
         for target in targets:
-            if target == sources[0]:
-                continue
-            data = graph.edges[name, target]
-            known = graph.get_edge_data(sources[0], target, {"labels": ()})["labels"]
-            labels = tuple(dict.fromkeys((*known, *data["labels"])))
-            graph.add_edge(sources[0], target, labels=labels, is_ghost=data["is_ghost"])
+            if target != sources[0]:
+                connect(graph, sources[0], target, **graph.edges[name, target])
         graph.remove_node(name)
     return graph
 
@@ -342,7 +322,7 @@ def _calls(graph: BoxGraph, closed: list[str]) -> dict[str, tuple[str, int]]:
     for name, box in graph.nodes(data="box"):
         if box.kind in FEEDERS:
             continue
-        path = _closed_around(box.module, closed)
+        path = next((path for path in closed if is_inside(box.module, path)), "")
         if box.is_move:  # says nothing about calls
             found[name] = (path, number.get(path, 1)) if path else (name, 0)
             continue
@@ -360,10 +340,6 @@ def _calls(graph: BoxGraph, closed: list[str]) -> dict[str, tuple[str, int]]:
 
 FEEDERS = ("cast", "kept", "ghost")
 """Kinds of boxes that only serve those they feed."""
-
-
-def _closed_around(module: str, closed: list[str]) -> str:
-    return next((path for path in closed if is_inside(module, path)), "")
 
 
 def _module_box(path: str, boxes: list[Box], module_type: str, times: int) -> Box:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.drawing.dot import FONT
 from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import DrawError
-from amp_fx.explanation.table import bare_op, human, treatment
+from amp_fx.explanation.table import bare_op, treatment
 from amp_fx.graphs.places import short_path
 from amp_fx.numerics.records import number
 from amp_fx.numerics.report import MEASURES, MOST
+from amp_fx.reports import human
 
 if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing
@@ -47,7 +48,7 @@ def page_of(drawing: Drawing) -> str:
     has_dot = shutil.which("dot") is not None
     templates = "\n".join(
         f'<template data-view="{html.escape("|".join(name))}">'
-        f"{_inline(view.svg) if has_dot else _to_lay_out(view.source)}</template>"
+        f"{view.svg[view.svg.index('<svg') :] if has_dot else _to_lay_out(view.source)}</template>"
         for name, view in views.items()
     )
     data = {
@@ -63,17 +64,14 @@ def page_of(drawing: Drawing) -> str:
     }
     folder = files("amp_fx.drawing")
     template = folder.joinpath("page.html").read_text(encoding="utf-8")
-    explanation = drawing.explanation
+    viz = "" if has_dot else f"<script>{folder.joinpath('viz.js').read_text('utf-8')}</script>"
+    told = drawing.explanation
     contents = {
-        "@TITLE@": html.escape(
-            f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
-        ),
+        "@TITLE@": html.escape(f"{told.model} on {told.device_type} {told.dtype}"),
         "@SUMMARY@": _summary(drawing),
         "@NOTES@": _notes(drawing),
         "@VIEWS@": templates,
-        "@VIZ@": ""
-        if has_dot
-        else f"<script>{folder.joinpath('viz.js').read_text('utf-8')}</script>",
+        "@VIZ@": viz,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
     # All at once: a module may have the name of a mark.
@@ -156,10 +154,6 @@ def _opens(drawing: Drawing) -> dict[str, str]:
 def _guess_level(drawing: Drawing) -> str:
     boxes = [box for graph in drawing.boxes.values() for _, box in graph.nodes(data="box")]
     return "module" if any(box.kind == "module" for box in boxes) else "op"
-
-
-def _inline(svg: str) -> str:
-    return svg[svg.index("<svg") :]
 
 
 def _to_lay_out(source: str) -> str:
@@ -249,21 +243,16 @@ def _notes(drawing: Drawing) -> str:
 def _summary_of_report(report: AccuracyReport) -> str:
     loss = f"loss <b>{report.loss:.6g}</b> ({report.reference} {report.reference_loss:.6g})"
     error = f"error of the outputs <b>{number(report.output_error)}</b>"
-    parts = [
-        f"<b>{len(report.nodes)}</b> ops, forward and backward",
-        error if report.loss is None else loss,
-        f"<b>{len(report.suspects)}</b> suspects",
-    ]
-    return " &middot; ".join(parts)
+    ops = f"<b>{len(report.nodes)}</b> ops, forward and backward"
+    suspects = f"<b>{len(report.suspects)}</b> suspects"
+    return " &middot; ".join((ops, error if report.loss is None else loss, suspects))
 
 
 def _summary(drawing: Drawing) -> str:
     if drawing.report is not None:
         return _summary_of_report(drawing.report)
     totals = drawing.explanation.totals
-    share = ", ".join(
-        f"{part:.0%} {html.escape(dtype)}" for dtype, part in totals.flop_share.items()
-    )
+    share = ", ".join(f"{part:.0%} {html.escape(name)}" for name, part in totals.flop_share.items())
     parts = [
         f"<b>{totals.num_ops}</b> ops",
         f"<b>{totals.casts_left}</b> casts per call ({human(totals.bytes_cast)})",
@@ -271,8 +260,6 @@ def _summary(drawing: Drawing) -> str:
         f"<b>{totals.casts_removed}</b> taken out",
         f"FLOPs: {share or 'none counted'}",
     ]
-    if totals.num_breaks:
-        parts.append(f"<b>{totals.num_breaks}</b> graph breaks")
-    if totals.num_islands:
-        parts.append(f"<b>{totals.num_islands}</b> islands")
+    parts += [f"<b>{totals.num_breaks}</b> graph breaks"] if totals.num_breaks else []
+    parts += [f"<b>{totals.num_islands}</b> islands"] if totals.num_islands else []
     return " &middot; ".join(parts)

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
 from amp_fx.explanation.totals import MOVING
-from amp_fx.reports import Report, as_plain, human, times
+from amp_fx.reports import Report, human, times
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from rich.console import RenderableType
 
@@ -65,13 +65,13 @@ class Diff(Report):
         """Whether anything differs."""
         return bool(self.totals or self.nodes or self.backward_totals or self.modules)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as dictionaries and lists; the fields are the keys."""
-        plain: dict[str, Any] = as_plain(self)
-        return plain
-
     def _render(self) -> RenderableType:
-        return _table(self)
+        parts = [_totals_table("", self.totals, self.names)] if self.totals else []
+        if self.backward_totals:
+            parts.append(_totals_table("backward", self.backward_totals, self.names))
+        parts += [_modules_table(self)] if self.modules else []
+        parts += [_nodes_table(self)] if self.nodes else []
+        return Group(*parts) if parts else "no difference"
 
     def __repr__(self) -> str:
         """One line."""
@@ -85,11 +85,15 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
     pairs = [
         (key, *pair) for key in keys for pair in zip_longest(left.get(key, ()), right.get(key, ()))
     ]
-    nodes = [_difference(key, a, b) for key, a, b in pairs]
+    nodes = tuple(
+        NodeDifference(*key, *zip(_facts(a), _facts(b), strict=True))
+        for key, a, b in pairs
+        if _facts(a) != _facts(b)
+    )
     return Diff(
         names=(_describe(ours), _describe(other)),
         totals=_differing(vars(ours.totals), vars(other.totals)),
-        nodes=tuple(node for node in nodes if _is_other(node)),
+        nodes=nodes,
         backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
         modules=_differing(_by_module(ours), _by_module(other), missing=0),
     )
@@ -102,11 +106,6 @@ def _differing(
     keys = dict.fromkeys([*ours, *other])
     pairs = {key: (ours.get(key, missing), other.get(key, missing)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _is_other(node: NodeDifference) -> bool:
-    pairs: Iterable[tuple[Any, Any]] = (node.dtypes, node.treatments, node.bytes_moved)
-    return any(ours != other for ours, other in pairs)
 
 
 def _by_module(explanation: Explanation) -> dict[str, int]:
@@ -131,27 +130,9 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
     return found
 
 
-def _difference(
-    key: tuple[str, str], ours: NodeRecord | None, other: NodeRecord | None
-) -> NodeDifference:
-    both = (ours, other)
-    dtypes = tuple(node.dtype if node else "" for node in both)
-    treatments = tuple(treatment(node) if node else "" for node in both)
-    moved = tuple(node.bytes_moved if node else 0 for node in both)
-    return NodeDifference(
-        key[0], key[1], (dtypes[0], dtypes[1]), (treatments[0], treatments[1]), (moved[0], moved[1])
-    )
-
-
-def _table(diff: Diff) -> RenderableType:
-    parts = [_totals_table("", diff.totals, diff.names)] if diff.totals else []
-    if diff.backward_totals:
-        parts.append(_totals_table("backward", diff.backward_totals, diff.names))
-    if diff.modules:
-        parts.append(_modules_table(diff))
-    if diff.nodes:
-        parts.append(_nodes_table(diff))
-    return Group(*parts) if parts else "no difference"
+def _facts(node: NodeRecord | None) -> tuple[Any, ...]:
+    """The dtype, the treatment and the bytes of a node, or of one that is missing."""
+    return (node.dtype, treatment(node), node.bytes_moved) if node else ("", "", 0)
 
 
 def _new_table(*columns: str) -> Table:

@@ -74,6 +74,11 @@ def explain_program(
     remember_captured(gm.graph)
     reader = GraphReader(gm, state, NO_FRAME, meter=WorkMeter(detect_fake_mode(gm.graph)))
     nodes = reader.read()
+    casts = [
+        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
+        for node in gm.graph.nodes
+        if CAST.is_on(node)
+    ]
     types = module_types(gm, NO_FRAME)
     device, _, low = next(iter(region_names(state)), " ").partition(" ")
     record = GraphRecord(
@@ -81,7 +86,7 @@ def explain_program(
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=(*_casts(gm, reader), *_stored(gm, reader, notes["stored_low"])),
+        casts=(*casts, *_stored(gm, reader, notes["stored_low"])),
         islands=islands_in(nodes),
         modules=tuple(types.items()),
     )
@@ -102,40 +107,28 @@ def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
-def _casts(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
-    return [
-        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
-        for node in gm.graph.nodes
-        if CAST.is_on(node)
-    ]
-
-
 def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:
     """The casts of weights that are stored low: done once and for all."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [
-        _stored_cast(node, reader, index)
-        for node in placeholders
-        for index in range(stored.get(node.name, 0))
-    ]
-
-
-def _stored_cast(node: fx.Node, reader: GraphReader, index: int) -> CastRecord:
-    value = recorded_value(node)
-    dtype = dtype_name(value.dtype)
-    return CastRecord(
-        name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
-        source=node.name,
-        from_dtype="float32",
-        to_dtype=dtype,
-        wanted_by="",
-        state="removed",
-        removed_by=f"the weight is stored in {dtype}",
-        weight=str(node.target),
-        consumers=reader.names_of(list(node.users)),
-        bytes_read=2 * num_bytes(value),
-        bytes_written=num_bytes(value),
-    )
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = recorded_value(node)
+        for index in range(stored.get(node.name, 0)):
+            dtype = dtype_name(value.dtype)
+            cast = CastRecord(
+                name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
+                source=node.name,
+                from_dtype="float32",
+                to_dtype=dtype,
+                wanted_by="",
+                state="removed",
+                removed_by=f"the weight is stored in {dtype}",
+                weight=str(node.target),
+                consumers=reader.names_of(list(node.users)),
+                bytes_read=2 * num_bytes(value),
+                bytes_written=num_bytes(value),
+            )
+            found.append(cast)
+    return found
 
 
 NEEDS_NUMBERS = (

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterable, Sequence
 
-    from amp_fx.graphs.collectives import Collective
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
 
@@ -139,8 +138,8 @@ class LoweredGraph:
 
     gm: fx.GraphModule
     is_backward: bool
-    collectives: tuple[tuple[Collective, Collective], ...]
-    kernels: tuple[KernelRecord, ...] = ()
+    collectives: tuple[CollectiveRecord, ...]
+    kernels: tuple[KernelRecord, ...]
 
 
 def lowered_graphs(
@@ -170,18 +169,14 @@ def lowered_graphs(
 
     try:
         with at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
-            through_inductor(gm, [*inputs, *_copies(gm, inputs)], options, keep)
+            with detect_fake_mode(inputs) or FakeTensorMode():
+                copies = example_copies(gm, inputs)
+            through_inductor(gm, [*inputs, *copies], options, keep)
     except Exception as error:  # it is explained without
         log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
         log.debug("not lowered", exc_info=True)
         return ()
     return tuple(found)
-
-
-def _copies(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Copies of weights, of the fake mode that other inputs have, if they have one."""
-    with detect_fake_mode(inputs) or FakeTensorMode():
-        return example_copies(gm, inputs)
 
 
 class _Uncalled:
@@ -202,17 +197,11 @@ def at_once() -> contextlib.AbstractContextManager[None]:
     return without_autograd_cache(force_non_lazy_backward_lowering=True)
 
 
-def _sent(gm: fx.GraphModule, *, narrows: bool) -> tuple[tuple[Collective, Collective], ...]:
+def _sent(gm: fx.GraphModule, *, narrows: bool) -> tuple[CollectiveRecord, ...]:
     """What a graph sends, before and after ``narrow_gathers``, which runs here."""
-    before = list(collectives_in(gm.graph))
-    if before and narrows:
+    all_before = list(collectives_in(gm.graph))
+    if all_before and narrows:
         NarrowGathers().call(gm)
-    return tuple(zip(before, collectives_in(gm.graph), strict=True))
-
-
-def sent_by(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[CollectiveRecord, ...]:
-    """The collectives of the forward or the backward of a graph."""
-    pairs = [p for g in lowered if g.is_backward == is_backward for p in g.collectives]
     return tuple(
         CollectiveRecord(
             name=after.node.name,
@@ -224,13 +213,8 @@ def sent_by(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[Coll
             num_bytes_before=before.num_bytes,
             wire_bytes_before=before.wire_bytes,
         )
-        for before, after in pairs
+        for before, after in zip(all_before, collectives_in(gm.graph), strict=True)
     )
-
-
-def kernels_of(lowered: Iterable[LoweredGraph], *, is_backward: bool) -> tuple[KernelRecord, ...]:
-    """The kernels of the forward or the backward of a graph."""
-    return tuple(k for g in lowered if g.is_backward == is_backward for k in g.kernels)
 
 
 def saved_for_backward(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import NodeRecord, TensorRecord
 
 DiGraph: TypeAlias = Any
-"""A ``networkx.DiGraph`` of names; networkx has no types."""
+"""A ``networkx.DiGraph`` as ``to_networkx`` gives it; networkx has no types."""
 
 LOW = ("bfloat16", "float16")
 _SOURCES = ("input", "weight", "output")
@@ -47,8 +47,8 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     graphs = _chosen(explanation, graph)
     network: DiGraph = nx.DiGraph()
     for record in graphs:
-        prefix = _prefix(record) if len(graphs) > 1 else ""
-        _add(network, record, prefix)
+        stage = "backward." if record.stage == "backward" else ""
+        _add(network, record, f"{record.index}.{stage}" if len(graphs) > 1 else "")
     return network
 
 
@@ -64,11 +64,6 @@ def _chosen(explanation: Explanation | GraphRecord, index: int | None) -> list[G
     return found
 
 
-def _prefix(record: GraphRecord) -> str:
-    stage = "backward." if record.stage == "backward" else ""
-    return f"{record.index}.{stage}"
-
-
 def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
     moved = {cast.name: cast.bytes_moved for cast in record.casts}
     results = {node.name: node.outputs for node in record.nodes}
@@ -82,18 +77,9 @@ def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
 
 
 def _attributes(node: NodeRecord) -> dict[str, Any]:
-    return {
-        "kind": node.kind,
-        "op": node.op,
-        "module": node.module,
-        "dtype": node.dtype,
-        "policy": ", ".join(dict.fromkeys(d.policy for d in node.decisions)),
-        "origin": node.origin,
-        "reason": node.reason,
-        "file": node.file,
-        "line": node.line,
-        "flops": node.flops,
-    }
+    names = ("kind", "op", "module", "dtype", "origin", "reason", "file", "line", "flops")
+    policies = dict.fromkeys(decision.policy for decision in node.decisions)
+    return {**{name: getattr(node, name) for name in names}, "policy": ", ".join(policies)}
 
 
 def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
@@ -109,9 +95,6 @@ def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
 
 def cast_chains(network: DiGraph) -> list[list[str]]:
     """Casts that follow each other with no op between; each is work that may be spared.
-
-    Args:
-        network: As ``to_networkx`` gives it.
 
     Returns:
         The chains of two casts or more, each from the first cast to the last.
@@ -143,11 +126,7 @@ class DtypeIsland:
 
 
 def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
-    """Regions of ops that run in one dtype, the largest first.
-
-    Args:
-        network: As ``to_networkx`` gives it.
-    """
+    """Regions of ops that run in one dtype, the largest first."""
     ops = _ops(network)
     same = [(a, b) for a, b in ops.edges if ops.nodes[a]["dtype"] == ops.nodes[b]["dtype"]]
     alike = nx.Graph()
@@ -167,11 +146,7 @@ def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
 
 
 def longest_low_path(network: DiGraph) -> list[str]:
-    """The longest way through ops that all run in a low dtype: no cast lies on it.
-
-    Args:
-        network: As ``to_networkx`` gives it.
-    """
+    """The longest way through ops that all run in a low dtype: no cast lies on it."""
     ops = _ops(network)
     low = _without(ops, [name for name, dtype in ops.nodes(data="dtype") if dtype not in LOW])
     return list(nx.dag_longest_path(low)) if low else []

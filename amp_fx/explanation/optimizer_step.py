@@ -12,7 +12,7 @@ from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from amp_fx.errors import ExplainError
 from amp_fx.explanation.records import StepRecord
-from amp_fx.explanation.running import leaf_tensors
+from amp_fx.explanation.running import fake_copy, leaf_tensors
 from amp_fx.graphs.traffic import TrafficMode, num_bytes, num_elements
 
 if TYPE_CHECKING:
@@ -72,20 +72,12 @@ def _copy(
     """A copy without hooks, whose tensors are fake, with gradients."""
     with mode:
         tensors = leaf_tensors([optimizer.param_groups, list(optimizer.state.values())])
-        memo: dict[int, Any] = {id(tensor): _fake(tensor, device) for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): fake_copy(tensor, mode, device) for tensor in tensors}
         own = copy.deepcopy(optimizer, memo)
         for parameter in (p for group in own.param_groups for p in group["params"]):
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
     return own
-
-
-def _fake(tensor: torch.Tensor, device: str | None) -> torch.Tensor:
-    place = device or ("cpu" if tensor.device.type == "meta" else tensor.device)
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _choose_kernels(group: dict[str, Any], device: str, *, is_imagined: bool) -> None:

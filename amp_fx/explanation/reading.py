@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,27 +189,19 @@ _MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight", "copy")
 
 
+@dataclasses.dataclass(eq=False)
 class GraphReader:
     """Reads the nodes of one graph, bodies of higher-order ops included."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        state: AutocastState,
-        frame: CompileFrame,
-        *,
-        device: str | None = None,
-        meter: WorkMeter | None = None,
-        fallback: str = "",
-    ) -> None:
-        self.gm = gm
-        self.state = state
-        self.device = device
-        self.meter = meter
-        self.fallback = fallback
-        self.frame = frame
-        self.names: dict[fx.Node, tuple[str, ...]] = {}
-        self._records: list[NodeRecord] = []
+    gm: fx.GraphModule
+    state: AutocastState
+    frame: CompileFrame
+    _: dataclasses.KW_ONLY
+    device: str | None = None
+    meter: WorkMeter | None = None
+    fallback: str = ""
+    names: dict[fx.Node, tuple[str, ...]] = dataclasses.field(init=False, default_factory=dict)
+    _records: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
 
     def read(self) -> tuple[NodeRecord, ...]:
         """All nodes, in order."""

@@ -14,13 +14,7 @@ from torch import fx
 
 from amp_fx.backend.freezing import values_when_frozen, weights_to_freeze
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.lowered import (
-    at_once,
-    kernels_of,
-    lowered_graphs,
-    saved_for_backward,
-    sent_by,
-)
+from amp_fx.explanation.lowered import at_once, lowered_graphs, saved_for_backward
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
 from amp_fx.explanation.records import (
     CastRecord,
@@ -30,7 +24,7 @@ from amp_fx.explanation.records import (
     PassRecord,
     WeightRecord,
 )
-from amp_fx.graphs.bodies import copy_graph_module, graphs_in
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.metadata import CAST
@@ -109,43 +103,36 @@ class SeenGraph:
     lower: Callable[[], tuple[LoweredGraph, ...]] | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class GraphRecorder:
     """Takes down one graph while the backend rewrites it (``passes.base.Observer``)."""
 
-    def __init__(
-        self,
-        seen: SeenGraph,
-        *,
-        wants_backward: bool,
-        options: Options,
-        is_imagined: bool,
-        wants_kernels: bool,
-    ) -> None:
-        self.seen = seen
-        self.wants_backward = wants_backward
-        self.options = options
-        self.is_imagined = is_imagined
-        self.wants_kernels = wants_kernels
+    seen: SeenGraph
+    _: dataclasses.KW_ONLY
+    wants_backward: bool
+    options: Options
+    is_imagined: bool
+    wants_kernels: bool
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
         """Finds casts that came or went, and their bytes; passes edit bodies too."""
-        self._find_casts(report, gm)
+        self.seen.counts.update(report.counts)
+        self._find_casts(report.name, gm)
         bytes_cast = sum(map(_bytes_per_call, self.seen.casts))
         before = self.seen.passes[-1].bytes_cast if self.seen.passes else 0
         counts = tuple(sorted(report.counts.items()))
         self.seen.passes.append(PassRecord(report.name, counts, bytes_cast - before, bytes_cast))
 
-    def _find_casts(self, report: PassReport, gm: fx.GraphModule) -> None:
-        self.seen.counts.update(report.counts)
+    def _find_casts(self, pass_name: str, gm: fx.GraphModule) -> None:
         for seen in self.seen.casts.values():
             if seen.node._erased and not seen.removed_by:
-                seen.removed_by = report.name
-        for graph in graphs_in(gm):
-            for node in graph.nodes:
-                cast = inserted_cast(node)
-                if cast is not None and node not in self.seen.casts:
-                    source, users = node.all_input_nodes[0], tuple(node.users)
-                    self.seen.casts[node] = SeenCast(node, cast, source, users)
+                seen.removed_by = pass_name
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        for node in (node for graph in graphs for node in graph.nodes):
+            cast = inserted_cast(node)
+            if cast is not None and node not in self.seen.casts:
+                source, users = node.all_input_nodes[0], tuple(node.users)
+                self.seen.casts[node] = SeenCast(node, cast, source, users)
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
         """Forgets what passes did before one failed: the graph stays as captured."""
@@ -179,7 +166,7 @@ class GraphRecorder:
                 wants_kernels=self.wants_kernels,
             )
         if not self.is_imagined:
-            self._note_kept_values(found, example_inputs, self.options)
+            self._note_kept_values(found, example_inputs)
         slots = slots_of(gm.graph.find_nodes(op="placeholder"))
 
         def run(*args: Any) -> Any:
@@ -191,22 +178,18 @@ class GraphRecorder:
 
         return run
 
-    def _note_kept_values(
-        self, found: Rewritten, example_inputs: Sequence[Any], options: Options
-    ) -> None:
+    def _note_kept_values(self, found: Rewritten, inputs: Sequence[Any]) -> None:
         """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
-        plain = plain_inputs(example_inputs)
-        weights = tuple(
-            weights_to_freeze(self.seen.captured, found, example_inputs, options, plain=plain)
-        )
+        seen, plain = self.seen, plain_inputs(inputs)
+        weights = tuple(weights_to_freeze(seen.captured, found, inputs, self.options, plain=plain))
         if not weights:
             return
         try:
-            values = values_when_frozen(found.variant(), example_inputs, weights, options)
+            values = values_when_frozen(found.variant(), inputs, weights, self.options)
         except Exception:  # such a graph is not frozen
             log.debug("not frozen", exc_info=True)
             return
-        self.seen.kept_values, self.seen.weights = values, weights
+        seen.kept_values, seen.weights = values, weights
 
 
 def _bytes_per_call(cast: fx.Node) -> int:
@@ -260,7 +243,6 @@ def _read_forward(
     after = GraphReader(
         seen.rewritten, seen.state, seen.frame, device=device, meter=meter, fallback=seen.fallback
     )
-    before_records = before.read()
     nodes = after.read()
     reason: Any = seen.captured.compile_subgraph_reason
     stack = reason.user_stack if reason.graph_break else ()
@@ -269,7 +251,7 @@ def _read_forward(
         stage="forward",
         autocast=_regions(seen, device),
         nodes=nodes,
-        before=before_records,
+        before=before.read(),
         casts=tuple(_forward_casts(seen, after)),
         islands=islands_in(nodes),
         weights=tuple(weights_of(seen)),
@@ -280,8 +262,8 @@ def _read_forward(
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
         kept_values=tuple(_kept_values(seen, after)),
         passes=tuple(seen.passes),
-        collectives=sent_by(lowered, is_backward=False),
-        kernels=kernels_of(lowered, is_backward=False),
+        collectives=tuple(c for g in lowered if not g.is_backward for c in g.collectives),
+        kernels=tuple(k for g in lowered if not g.is_backward for k in g.kernels),
     )
 
 
@@ -332,8 +314,8 @@ def _read_backward(
         casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         modules=tuple(module_types(gm, reader.frame).items()),
         saved=saved_for_backward(lowered, seen.frame),
-        collectives=sent_by(lowered, is_backward=True),
-        kernels=kernels_of(lowered, is_backward=True),
+        collectives=tuple(c for g in lowered if g.is_backward for c in g.collectives),
+        kernels=tuple(k for g in lowered if g.is_backward for k in g.kernels),
     )
 
 
@@ -373,18 +355,14 @@ def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]
     for entry in seen.casts.values():
         if entry.removed_by == "hoist_casts":
             continue  # it was put in again outside of the body
-        yield _seen_record(entry, seen, reader)
-
-
-def _seen_record(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> CastRecord:
-    state, removed_by = "inserted", ""
-    if entry.node.target is kept_cast or entry.removed_by == "keep_weight_casts":
-        state = "kept"
-    elif entry.removed_by:
-        state, removed_by = "removed", _why_removed(entry, seen, reader)
-    wanted_by = clean_reason(entry.cast.reason)
-    ended = cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
-    return dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
+        state, removed_by = "inserted", ""
+        if entry.node.target is kept_cast or entry.removed_by == "keep_weight_casts":
+            state = "kept"
+        elif entry.removed_by:
+            state, removed_by = "removed", _why_removed(entry, seen, reader)
+        wanted_by = clean_reason(entry.cast.reason)
+        ended = cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+        yield dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
 
 
 def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
@@ -400,7 +378,7 @@ def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
 
 
 def _name(node: fx.Node, reader: GraphReader) -> str:
-    return reader.names.get(node, (node.name,))[0]
+    return next(iter(reader.names.get(node, ())), node.name)
 
 
 def cast_record(
@@ -413,10 +391,9 @@ def cast_record(
 ) -> CastRecord:
     """The record of a cast, as its node stands in a graph."""
     old, new = recorded_value(source), recorded_value(node)
-    names = reader.names.get(source, (source.name,))
     return CastRecord(
         name=_name(node, reader),
-        source=names[0] if names else source.name,
+        source=_name(source, reader),
         from_dtype=dtype_name(old.dtype),
         to_dtype=dtype_name(new.dtype),
         wanted_by=wanted_by,
@@ -434,19 +411,17 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
     state = AutocastState.ambient()
     reader = GraphReader(gm, state, NO_FRAME)
     nodes = reader.read()
-    found = [n for n in gm.graph.nodes if CAST.is_on(n) or n.target is kept_cast]
+    kept = {n for n in gm.graph.nodes if n.target is kept_cast}
+    found = [n for n in gm.graph.nodes if CAST.is_on(n) or n in kept]
     return GraphRecord(
         index=0,
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
         casts=tuple(
-            cast_record(n, n.all_input_nodes[0], reader, "", _STATES[n.target is kept_cast])
+            cast_record(n, n.all_input_nodes[0], reader, "", "kept" if n in kept else "inserted")
             for n in found
         ),
         islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )
-
-
-_STATES = {True: "kept", False: "inserted"}

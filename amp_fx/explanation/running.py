@@ -42,12 +42,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What is run in the model's place.
+    """What is run in the model's place: a copy of it with copies of its arguments.
 
     Attributes:
         program: The copy of the model; a function as it is.
-        args: Copies of the positional arguments.
-        kwargs: Copies of the keyword arguments.
         fake_mode: The mode of its tensors; None where they are real.
         device_type: The device type whose autocast is explained.
         imagined: Whether the CPU stands for that device.
@@ -72,12 +70,14 @@ def fake_stand_in(
     present = {tensor.device.type for tensor in tensors}
     target = target_device(present, device_type)
     imagined = target != "cpu" and not (target in present and is_usable(target))
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(), static_shapes=True)
+    # For the sizes that loops invent; sizes and numbers that depend on values are refused.
+    shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     made: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = _fake(tensor, mode, "cpu" if imagined else None, target)
+            made[id(tensor)] = fake_copy(tensor, mode, "cpu" if imagined else None, target)
         return made[id(tensor)]
 
     for tensor in tensors:
@@ -85,11 +85,6 @@ def fake_stand_in(
     program = _copy_module(model, made) if isinstance(model, torch.nn.Module) else model
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     return StandIn(program, fake_args, fake_kwargs, mode, target, imagined)
-
-
-def _shape_env() -> ShapeEnv:
-    """One for the sizes that loops invent; sizes and numbers that depend on values are refused."""
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def real_stand_in(
@@ -162,9 +157,10 @@ def leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _fake(
-    tensor: torch.Tensor, mode: FakeTensorMode, moved_to: str | None, target: str
+def fake_copy(
+    tensor: torch.Tensor, mode: FakeTensorMode, moved_to: str | None, target: str = "cpu"
 ) -> torch.Tensor:
+    """A fake tensor like another, on ``moved_to`` or where that is; on ``target`` for ``meta``."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or moved_to is not None:
         device = moved_to or (target if tensor.device.type == "meta" else tensor.device)
         with mode, torch.no_grad():
@@ -191,7 +187,8 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        if _is_sharded(model):
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
             raise ExplainError(
                 f"{type(model).__name__} is sharded: explain it before fully_shard, on the meta "
                 "device if it is large; the paths of weights stay the same"
@@ -201,12 +198,6 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
             "runs a copy, so that the model itself does not change: give it a function that "
             "calls the model"
         ) from error
-
-
-def _is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 has a part in a model, which then cannot be copied."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules())
 
 
 @dataclasses.dataclass
@@ -259,16 +250,14 @@ def run_stand_in(
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=()))
-        stack.enter_context(_sizes_forgotten())
-        stack.enter_context(_without_limit())
+        stack.enter_context(isolated())
         stack.enter_context(without_meta_errors())
         stack.enter_context(_forgotten(backend))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
         stack.enter_context(region())
         outputs = optimized(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
-    new = Counter(counters["graph_break"]) - before
-    counters["graph_break"] = before
+        new = Counter(counters["graph_break"]) - before
     reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
     ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
     is_whole = not new and _is_all(seen, stand_in.program)
@@ -303,11 +292,13 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def isolated() -> Iterator[None]:
     """Compiles what is compiled inside as if for the first time, and forgets it afterwards.
 
+    However often the program was compiled, it may be compiled once more (see ``optimized``).
     Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``, where torch has that.
     """
     before = Counter(counters["graph_break"])
     try:
-        with _sizes_forgotten(), _without_limit():
+        no_limit = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
+        with _sizes_forgotten(), torch._dynamo.config.patch(no_limit):
             yield
     finally:
         counters["graph_break"] = before
@@ -326,14 +317,6 @@ def _sizes_forgotten() -> Iterator[None]:
     finally:
         state.clear()
         state.update(before)
-
-
-def _without_limit() -> contextlib.AbstractContextManager[None]:
-    """Lets a program be explained however often it was compiled (see ``optimized``)."""
-    without: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize
-    )
-    return without
 
 
 def optimized(backend: Any, **kwargs: Any) -> Any:
@@ -356,11 +339,7 @@ def _forgotten(backend: Any) -> Iterator[None]:
     dies: ``extra_state.invalidate``.
     """
     codes: set[CodeType] = set()
-
-    def note(code: CodeType, new_code: CodeType) -> None:  # noqa: ARG001
-        codes.add(code)
-
-    handle = register_bytecode_hook(note)
+    handle = register_bytecode_hook(lambda code, _: codes.add(code))
     try:
         yield
     finally:
@@ -370,25 +349,16 @@ def _forgotten(backend: Any) -> Iterator[None]:
 
 
 def _forget(code: CodeType, backend: Any) -> None:
+    """Invalidates entries of the default region, as older torches have it, that a backend made."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
     from torch._dynamo.guards import DeletedGuardManagerWrapper
 
-    for entry in _cache_entries(code, backend):
-        manager: Any = entry.guard_manager
-        if manager.extra_state is not None:
-            deleted: Any = DeletedGuardManagerWrapper("explained")
-            manager.extra_state.invalidate(entry, deleted)
-
-
-def _cache_entries(code: CodeType, backend: Any) -> list[Any]:
-    """Entries of the default region, as older torches have it, that a backend made."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
     entries: list[Any] = _debug_get_cache_entry_list(code)
-    return [
-        entry
-        for entry in entries
-        if getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend) is backend
-    ]
+    for entry in entries:
+        made_by = getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend)
+        state = entry.guard_manager.extra_state
+        if made_by is backend and state is not None:
+            state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:

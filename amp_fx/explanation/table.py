@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -24,52 +23,6 @@ if TYPE_CHECKING:
 
 CASTS = ("cast", "kept_cast", "copy")
 """Kinds of nodes that stand for a cast."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Some nodes that differ only in the numbers of their modules' paths.
-
-    Attributes:
-        module: Their module: ``"layers.0-11.attn"``.
-        op: What they call.
-        dtype: What they run in.
-        treatment: Their policies and where those come from.
-        num_casts: Casts that were put in for each of them and are made on every call.
-        num_kept: Those that are kept.
-        nodes: The nodes.
-    """
-
-    module: str
-    op: str
-    dtype: str
-    treatment: str
-    num_casts: int
-    num_kept: int
-    nodes: tuple[NodeRecord, ...]
-
-
-def rows_of(graph: GraphRecord) -> list[Row]:
-    """The rows of a graph, in the order of their first nodes."""
-    by_name = {node.name: node for node in graph.nodes}
-    groups: dict[tuple[str, str, str, str, int, int], list[NodeRecord]] = {}
-    for node in graph.nodes:
-        if node.kind not in ("op", "island"):
-            continue
-        kinds = [by_name[name].kind for name in node.inputs if name in by_name]
-        key = (
-            without_numbers(node.module),
-            node.op,
-            node.dtype,
-            treatment(node),
-            kinds.count("cast"),
-            kinds.count("kept_cast") + kinds.count("copy"),
-        )
-        groups.setdefault(key, []).append(node)
-    return [
-        Row(folded_path(n.module for n in nodes), *key[1:], nodes=tuple(nodes))
-        for key, nodes in groups.items()
-    ]
 
 
 def treatment(node: NodeRecord) -> str:
@@ -117,9 +70,6 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-__all__ = ["SHORT", "collectives_table", "human", "render"]
-
-
 def render(explanation: Explanation) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
@@ -131,7 +81,7 @@ def render(explanation: Explanation) -> RenderableType:
     for graph in explanation.forward:
         parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
     if any(graph.collectives for graph in explanation.graphs):
-        parts += [Text(""), collectives_table(explanation.graphs)]
+        parts += [Text(""), _collectives_table(explanation.graphs)]
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -179,12 +129,8 @@ def _of_passes(explanation: Explanation) -> list[Text]:
     for graph in explanation.forward:
         for each in graph.passes:
             changed[each.name] += each.bytes_changed
-    told = [f"{name} {_signed(number)}" for name, number in changed.items() if number]
+    told = [f"{k} {'-' if n < 0 else '+'}{human(abs(n))}" for k, n in changed.items() if n]
     return [Text(f"  passes {', '.join(told)}")] if told else []
-
-
-def _signed(number: int) -> str:
-    return f"{'-' if number < 0 else '+'}{human(abs(number))}"
 
 
 def _of_step(step: StepRecord) -> Text:
@@ -221,18 +167,26 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 
 def _graph_table(graph: GraphRecord) -> Table:
+    """The ops of a graph; those that differ only in the numbers of their modules are one row."""
     names = ("module", "op", "x", "in", "policy", "casts", "bytes")
     table = new_table(*names, folded=("module", "op", "policy"), right=("x", "bytes"))
-    for row in rows_of(graph):
-        dtype, number = dtype_cell(row.dtype), times(len(row.nodes))
-        casts = _casts(row.num_casts, row.num_kept)
-        moved = sum(node.bytes_moved for node in row.nodes)
+    by_name = {node.name: node for node in graph.nodes}
+    groups: dict[tuple[str, ...], list[NodeRecord]] = {}
+    for node in graph.nodes:
+        if node.kind in ("op", "island"):
+            kinds = Counter(by_name[name].kind for name in node.inputs if name in by_name)
+            casts = _casts(kinds["cast"], kinds["kept_cast"] + kinds["copy"])
+            key = (without_numbers(node.module), node.op, node.dtype, treatment(node), casts)
+            groups.setdefault(key, []).append(node)
+    for (_, op, dtype, treated, casts), nodes in groups.items():
+        module = folded_path(node.module for node in nodes) or "-"
+        number, moved = times(len(nodes)), sum(node.bytes_moved for node in nodes)
         size = human(moved) if moved else ""
-        table.add_row(row.module or "-", bare_op(row.op), number, dtype, row.treatment, casts, size)
+        table.add_row(module, bare_op(op), number, dtype_cell(dtype), treated, casts, size)
     return table
 
 
-def collectives_table(graphs: Iterable[GraphRecord]) -> Table:
+def _collectives_table(graphs: Iterable[GraphRecord]) -> Table:
     """What graphs send, alike collectives as one row each."""
     table = new_table("in", "sends by", "x", "ranks", "dtype", "sent", "before")
     rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}

@@ -94,7 +94,8 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
     """The totals of some graphs."""
     graphs = tuple(graphs)
     casts = [cast for graph in graphs for cast in graph.casts]
-    removed, kept, left = (_in_state(casts, s) for s in ("removed", "kept", "inserted"))
+    states = ("removed", "kept", "inserted")
+    removed, kept, left = ([cast for cast in casts if cast.state == state] for state in states)
     ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "island")]
     flops: Counter[str] = Counter()
     for node in ops:
@@ -136,10 +137,6 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
         num_fallbacks=sum(bool(graph.fallback) for graph in graphs),
         num_breaks=num_breaks,
     )
-
-
-def _in_state(casts: Iterable[CastRecord], state: str) -> list[CastRecord]:
-    return [cast for cast in casts if cast.state == state]
 
 
 def _moved(casts: Iterable[CastRecord]) -> int:

@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_fx.errors import PolicyError
-from amp_fx.regions.kernels import added_kernels
+from amp_fx.regions.kernels import added_kernels, autocast_key
+from amp_fx.regions.state import AutocastState
 from amp_fx.tables import OWN_KERNELS
 from amp_fx.tables.cast_policy import CastPolicy
 
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
-AUTOGRAD_KEYS = {
-    "cpu": "AutogradCPU",
-    "cuda": "AutogradCUDA",
-    "xpu": "AutogradXPU",
-    "mps": "AutogradMPS",
-}
-"""Device types whose policies can be measured, with the key that follows their autocast."""
+MEASURED = ("cpu", "cuda", "xpu", "mps")
+"""Device types whose policies can be measured."""
+
+COMPARED = (*MEASURED, "mtia", "maia")
+"""Device types whose autocast PyTorch registers itself."""
 
 _LOW, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -84,19 +83,20 @@ def measure(op: str, device_type: str) -> CastPolicy | None:
     Returns:
         The policy; None if autocast leaves the op alone.
     """
-    if device_type not in AUTOGRAD_KEYS:
+    if device_type not in MEASURED:
         raise PolicyError(
-            f"policies cannot be measured on {device_type!r}, only on {', '.join(AUTOGRAD_KEYS)}"
+            f"policies cannot be measured on {device_type!r}, only on {', '.join(MEASURED)}"
         )
     if not _exists(op):
         raise PolicyError(f"torch {torch.__version__} has no op {op!r}")
     if _num_tensors(_schema(op)) == 0:
         raise PolicyError(f"{op} takes no tensor, so autocast never sees it")
     call = functools.partial(_arrival, op, device_type)
-    with _lock, _capturing(op, AUTOGRAD_KEYS[device_type]), _autocast(device_type, _LOW):
+    state = AutocastState.ambient().turned(device_type, enabled=True, dtype=_LOW)
+    with _lock, _capturing(op, f"Autograd{device_type.upper()}"), state.applied():
         arrivals = {given: call(given) for given in _probes(_num_tensors(_schema(op)))}
-    for policy, is_described in _DESCRIPTIONS:
-        if all(is_described(op, given, arrival) for given, arrival in arrivals.items()):
+    for policy in _POLICIES:
+        if all(_describes(policy, op, given, arrival) for given, arrival in arrivals.items()):
             return policy
     raise PolicyError(f"autocast treats {op} on {device_type} as no cast policy describes")
 
@@ -114,50 +114,35 @@ def _cast(given: _Given, dtype: torch.dtype) -> _Given:
     return tuple(d if d is _FP64 else dtype for d in given)
 
 
-def _is_banned(_op: str, _given: _Given, arrival: _Arrival | None) -> bool:
-    return arrival is None
-
-
-def _is_untouched(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    return arrival == _Arrival(op, given, None)
-
-
-def _is_lowered(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    return arrival == _Arrival(op, _cast(given, _LOW), None)
-
-
-def _is_raised(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    return arrival == _Arrival(op, _cast(given, _FP32), None)
-
-
-def _is_promoted(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    widest = _LOW if all(d is _LOW for d in given) else _FP32
-    return arrival == _Arrival(op, _cast(given, widest), None)
-
-
-def _has_dtype_set(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    return arrival == _Arrival(op, given, None if given[0] is _FP64 else _FP32)
-
-
-def _has_dtype_appended(op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    dtype = _FP64 if given[0] is _FP64 else _FP32
-    return (
-        arrival is not None and arrival.op != op and arrival == _Arrival(arrival.op, given, dtype)
-    )
-
-
 # In this order: an op of one tensor cannot be promoted, it looks untouched.
-_DESCRIPTIONS: tuple[
-    tuple[CastPolicy | None, Callable[[str, _Given, _Arrival | None], bool]], ...
-] = (
-    (CastPolicy.BANNED, _is_banned),
-    (None, _is_untouched),
-    (CastPolicy.LOWER_PRECISION_FP, _is_lowered),
-    (CastPolicy.FP32, _is_raised),
-    (CastPolicy.PROMOTE, _is_promoted),
-    (CastPolicy.FP32_SET_OPT_DTYPE, _has_dtype_set),
-    (CastPolicy.FP32_APPEND_DTYPE, _has_dtype_appended),
+_POLICIES = (
+    CastPolicy.BANNED,
+    None,
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.FP32,
+    CastPolicy.PROMOTE,
+    CastPolicy.FP32_SET_OPT_DTYPE,
+    CastPolicy.FP32_APPEND_DTYPE,
 )
+
+
+def _describes(policy: CastPolicy | None, op: str, given: _Given, arrival: _Arrival | None) -> bool:
+    """Whether a policy makes of a call what arrived; None arrives of a banned one."""
+    if arrival is None:
+        return policy is CastPolicy.BANNED
+    is_double = given[0] is _FP64
+    widest = _LOW if set(given) == {_LOW} else _FP32
+    expected = {
+        None: (given, None),
+        CastPolicy.LOWER_PRECISION_FP: (_cast(given, _LOW), None),
+        CastPolicy.FP32: (_cast(given, _FP32), None),
+        CastPolicy.PROMOTE: (_cast(given, widest), None),
+        CastPolicy.FP32_SET_OPT_DTYPE: (given, None if is_double else _FP32),
+        CastPolicy.FP32_APPEND_DTYPE: (given, _FP64 if is_double else _FP32),
+    }
+    is_other_overload = policy is CastPolicy.FP32_APPEND_DTYPE
+    arrived = (arrival.dtypes, arrival.dtype_argument)
+    return (arrival.op != op) is is_other_overload and arrived == expected.get(policy)
 
 
 def _arrival(op: str, device_type: str, given: _Given) -> _Arrival | None:
@@ -198,20 +183,6 @@ def _signal(op: str) -> Callable[..., None]:
         raise _Arrived(_Arrival(op, tuple(t.dtype for t in flat), bound.get("dtype")))
 
     return kernel
-
-
-@contextlib.contextmanager
-def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast by its switches: ``torch.autocast`` turns itself off without a device."""
-    was_enabled = torch.is_autocast_enabled(device_type)
-    old_dtype = torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, was_enabled)
-        torch.set_autocast_dtype(device_type, old_dtype)
 
 
 def _arguments(
@@ -295,17 +266,6 @@ def _schema(op: str) -> torch.FunctionSchema:
     return torch._C._get_schema(name, overload)
 
 
-AUTOCAST_KEYS = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "xpu": "AutocastXPU",
-    "mps": "AutocastMPS",
-    "mtia": "AutocastMTIA",
-    "maia": "AutocastMAIA",
-}
-"""The dispatch key of each device type's autocast."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """One op that a policy and the installed torch treat differently.
@@ -351,7 +311,7 @@ def find_drift(policy: Policy, device_types: Iterable[str] | None = None) -> tup
     return tuple(
         difference
         for device_type in chosen
-        if device_type in AUTOCAST_KEYS
+        if device_type in COMPARED
         for difference in _drift_on(policy, device_type)
     )
 
@@ -362,7 +322,7 @@ def registered_ops(device_type: str) -> frozenset[str]:
     Relies on the registrations of a dispatch key being listed by qualified overload name, for
     devices that the build does not support as well.
     """
-    key = AUTOCAST_KEYS[device_type]
+    key = autocast_key(device_type)
     ours = {op for device, op in added_kernels if device == device_type}
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key)) - ours
 
@@ -384,7 +344,7 @@ def _difference(
 ) -> Difference | None:
     if not is_registered:
         return Difference(device_type, op, ours, None)
-    if device_type not in AUTOGRAD_KEYS:
+    if device_type not in MEASURED:
         note = "missing here (what torch does cannot be measured on this device type)"
         return Difference(device_type, op, None, None, note) if ours is None else None
     try:

@@ -310,7 +310,7 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
     done.update(override.pattern for override in patterns)
     modules = _modules_of(frame, gm)
     for override in patterns:
-        if not any(_fits(override, module) for module in modules):
+        if not any(override.fits((module,)) for module in modules):
             _warn(override, frame, [name for *_, name in modules])
         elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
             warnings.warn(
@@ -363,10 +363,6 @@ def _held_plainly(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(item, nn.Module):
                 yield join_path(path, name, str(key)), item
-
-
-def _fits(override: ModuleOverride, module: ModuleEntry) -> bool:
-    return override.fits((module,))
 
 
 def _warn(override: ModuleOverride, frame: CompileFrame, names: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ from amp_fx.tables.presets import torch_version
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
-    from types import CodeType, TracebackType
+    from types import CodeType
 
     _Constants = tuple[tuple[torch.dtype, ...], torch.dtype | None]
 
@@ -101,22 +101,8 @@ def _set_carried(carried: _Carried) -> None:
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
-class AutocastRegion(Protocol):
+class AutocastRegion(contextlib.AbstractContextManager[Any, bool | None], Protocol):
     """The result of ``autocast``: a context manager that is also a decorator."""
-
-    def __enter__(self) -> Any:
-        """Enters the region."""
-        ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> bool | None:
-        """Leaves the region."""
-        ...
 
     def __call__(self, func: F, /) -> F:
         """The function, with every call of it inside the region."""

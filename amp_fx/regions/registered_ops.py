@@ -98,9 +98,7 @@ _reported: set[str] = set()
 
 
 def register_device(
-    device_type: str,
-    dtypes: Sequence[torch.dtype | str] | None = None,
-    table: Table | None = None,
+    device_type: str, dtypes: Sequence[torch.dtype | str] | None = None, table: Table | None = None
 ) -> None:
     """Makes a PrivateUse1 backend autocast as a built-in device does, eager and compiled.
 

@@ -241,9 +241,8 @@ def _is_any_enabled() -> bool:
 
     ``torch._C._is_any_autocast_enabled`` is quick but does not ask for all: MPS is left out.
     """
-    if torch._C._is_any_autocast_enabled():
-        return True
-    return any(map(torch.is_autocast_enabled, autocast_device_types()))
+    is_any = torch._C._is_any_autocast_enabled()
+    return is_any or any(map(torch.is_autocast_enabled, autocast_device_types()))
 
 
 @contextlib.contextmanager
