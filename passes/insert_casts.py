@@ -42,12 +42,7 @@ from amp_fx.graphs.decompose import (
     is_getitem,
     spell_out_tuples,
 )
-from amp_fx.graphs.islands import (
-    evaluate_island,
-    evaluate_together,
-    in_steps,
-    is_bare_function,
-)
+from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps, is_bare_function
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range

@@ -19,13 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amp_fx.graphs.casts import (
-    WHOLE_VIEWS,
-    evaluate,
-    is_reinterpreting,
-    narrowing_cast,
-    narrows,
-)
+from amp_fx.graphs.casts import WHOLE_VIEWS, evaluate, is_reinterpreting, narrowing_cast, narrows
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
 

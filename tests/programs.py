@@ -245,9 +245,7 @@ def decisions_of(
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:
         frame = compile_frame()
         run_passes(
-            gm,
-            default_passes(policy, site(dtype), restores_outputs=True, frame=frame),
-            check=True,
+            gm, default_passes(policy, site(dtype), restores_outputs=True, frame=frame), check=True
         )
         for node in gm.graph.nodes:
             path = path_of(module_stack(node, frame))

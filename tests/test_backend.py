@@ -194,10 +194,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"compiler": "inductor", "max_autotunes": True},
         "unknown option 'max_autotunes'.*dtype, policy.*inductor",
     ),
-    "type of an inductor option": (
-        {"compiler": "inductor", "max_autotune": "yes"},
-        "max_autotune",
-    ),
+    "type of an inductor option": ({"compiler": "inductor", "max_autotune": "yes"}, "max_autotune"),
     "dtype": ({"dtype": "float99"}, "torch.bfloat16, torch.float16"),
     "dtype that is not low": ({"dtype": f32}, "torch.bfloat16 or torch.float16"),
     "compiler": ({"compiler": "gcc"}, "'inductor', 'aot_eager', 'eager'"),

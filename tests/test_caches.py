@@ -117,8 +117,4 @@ def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     first = run(tmp_path, "plain bfloat16", "island bfloat16")
     assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}
     second = run(tmp_path, "plain bfloat16", "plain float16", "island bfloat16")
-    assert second == {
-        "plain bfloat16": HIT,
-        "plain float16": MISS,
-        "island bfloat16": HIT,
-    }
+    assert second == {"plain bfloat16": HIT, "plain float16": MISS, "island bfloat16": HIT}

@@ -33,11 +33,7 @@ NAMES = {
 
 
 def of_backend(name: str) -> Any:
-    options: dict[str, Any] = {
-        "dtype": name,
-        "output_dtype": "autocast",
-        "compiler": "eager",
-    }
+    options: dict[str, Any] = {"dtype": name, "output_dtype": "autocast", "compiler": "eager"}
     compiled = torch.compile(nn.Linear(4, 4), backend="amp_fx", options=options)
     return compiled(torch.ones(1, 4)).dtype
 

@@ -152,10 +152,7 @@ def check_trains(
 @needs_cpp
 @pytest.mark.parametrize("way", ["bare", "ambient"])
 def test_op_without_a_lowering(
-    model: Model,
-    x: torch.Tensor,
-    way: str,
-    caplog: pytest.LogCaptureFixture,
+    model: Model, x: torch.Tensor, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with config.patch(implicit_fallbacks=False):
         check_trains(model, x, way)
@@ -197,10 +194,7 @@ def test_the_next_graph_compiles(
 @needs_cpp
 @pytest.mark.parametrize("way", ["bare", "ambient"])
 def test_backward_that_fails(
-    model: Model,
-    x: torch.Tensor,
-    way: str,
-    caplog: pytest.LogCaptureFixture,
+    model: Model, x: torch.Tensor, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with config.patch(post_grad_custom_pre_pass=Inject(3, 4)):
         check_trains(model, x, way)

@@ -59,10 +59,7 @@ SCALER = (
 
 
 def policy() -> Policy:
-    table = {
-        "aten::linear": CastPolicy.LOWER_PRECISION_FP,
-        "aten::softmax.int": CastPolicy.FP32,
-    }
+    table = {"aten::linear": CastPolicy.LOWER_PRECISION_FP, "aten::softmax.int": CastPolicy.FP32}
     return (
         Policy("mine", {"cpu": table})
         .with_ops({"softmax": "lower_precision_fp"})

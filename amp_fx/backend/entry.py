@@ -29,18 +29,8 @@ from amp_fx.regions.region import restore_regions, skip_in_dynamo
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.weights.kept_cast import one_region
 from amp_fx.weights.kept_float8 import unpacked
-from amp_fx.weights.kept_inputs import (
-    kept_inputs,
-    owner_of,
-    verify_level,
-)
-from amp_fx.weights.variants import (
-    Casting,
-    Later,
-    TwoVariants,
-    Unchanged,
-    has_dynamic_inputs,
-)
+from amp_fx.weights.kept_inputs import kept_inputs, owner_of, verify_level
+from amp_fx.weights.variants import Casting, Later, TwoVariants, Unchanged, has_dynamic_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

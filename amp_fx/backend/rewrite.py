@@ -17,13 +17,7 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
-from amp_fx.options import (
-    Options,
-    check_device_dtype,
-    check_units,
-    default_dtype,
-    warn_of_units,
-)
+from amp_fx.options import Options, check_device_dtype, check_units, default_dtype, warn_of_units
 from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.fold_casts import has_gradient
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, kept_casts

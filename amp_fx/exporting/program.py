@@ -133,11 +133,7 @@ def _state(region: dict[str, str]) -> AutocastState:
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 """The inputs of a graph that the program brings along."""
 
-WRITES = (
-    OutputKind.BUFFER_MUTATION,
-    OutputKind.PARAMETER_MUTATION,
-    OutputKind.USER_INPUT_MUTATION,
-)
+WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 """The outputs of a graph that are written back into its inputs."""
 
 

@@ -84,11 +84,7 @@ def _largest(a: float, b: float) -> float:
 
 
 def measure_float(
-    result: torch.Tensor,
-    repeated: torch.Tensor | None,
-    shadow: torch.Tensor,
-    *,
-    counts_zeros: bool,
+    result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor, *, counts_zeros: bool
 ) -> tuple[Measures, torch.Tensor | None]:
     """Measures a floating-point result; all numbers are read at once.
 
@@ -194,11 +190,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def heal(
-    result: torch.Tensor,
-    repeated: torch.Tensor | None,
-    shadow: torch.Tensor,
-    *,
-    is_singular: bool,
+    result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor, *, is_singular: bool
 ) -> None:
     """Puts the dtype's largest numbers where a result overflowed, so that the run can go on.
 

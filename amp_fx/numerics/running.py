@@ -37,10 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def backward(
-    mode: ShadowMode,
-    loss: torch.Tensor | None,
-    floats: list[torch.Tensor],
-    scale: float,
+    mode: ShadowMode, loss: torch.Tensor | None, floats: list[torch.Tensor], scale: float
 ) -> list[GradientRecord]:
     """Runs the backward, if the step has not, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
@@ -102,9 +99,7 @@ def _reentrant_gradients(
 
 
 def _compared(
-    mode: ShadowMode,
-    leaves: list[torch.Tensor],
-    gradients: Iterable[torch.Tensor | None],
+    mode: ShadowMode, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> list[GradientRecord]:
     several = zip(_names(mode, leaves), gradients, strict=True)
     return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]

@@ -182,11 +182,7 @@ class _Finding:
 
 
 def find_suspects(
-    nodes: Sequence[OpRecord],
-    loss: float | None,
-    *,
-    room: float = 1.0,
-    gradient_error: float = 0.0,
+    nodes: Sequence[OpRecord], loss: float | None, *, room: float = 1.0, gradient_error: float = 0.0
 ) -> tuple[Suspect, ...]:
     """The ops that do harm, the worst first.
 

@@ -343,10 +343,7 @@ def module_overrides(
 
 
 def _overrides_of(
-    pattern: object,
-    value: ModulePolicy,
-    listed: frozenset[str],
-    find_class: Callable[[str], Any],
+    pattern: object, value: ModulePolicy, listed: frozenset[str], find_class: Callable[[str], Any]
 ) -> Iterable[ModuleOverride]:
     where = f"module {pattern!r}"
     if not isinstance(value, Mapping):

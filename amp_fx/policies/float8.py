@@ -174,11 +174,7 @@ def _float8_weight(
     matrix = matrix if has_rows_of_outputs else matrix.mT
     scaling, dim = (found.weight_back, -2) if is_back else (found.forward, -1)
     data, factors = quantize(
-        matrix,
-        scaling,
-        dim,
-        has_power_of_two_scales=found.has_power_of_two_scales,
-        largest=largest,
+        matrix, scaling, dim, has_power_of_two_scales=found.has_power_of_two_scales, largest=largest
     )
     return (data.mT if is_back else data).contiguous(), factors
 

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.sample import DeviceSample, Place, remember, remember_again
-from amp_fx.weights.store import (
-    STORE,
-    Entry,
-    described,
-    make,
-    making_values,
-    same_bits,
-)
+from amp_fx.weights.store import STORE, Entry, described, make, making_values, same_bits
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 

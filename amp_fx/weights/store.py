@@ -614,12 +614,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.contiguous().view(_BITS[plain.dtype.itemsize])
 
 
-_BITS: Mapping[int, torch.dtype] = {
-    1: torch.int8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
+_BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 STORE = Store()

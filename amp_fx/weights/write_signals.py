@@ -59,16 +59,8 @@ CAUGHT_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "cuda": ("list op",),
         "xpu": ("list op",),
     },
-    "fused op": {
-        "cpu": ("storage", "list op"),
-        "cuda": ("list op",),
-        "xpu": ("list op",),
-    },
-    "optimizer step": {
-        "cpu": ("storage", "step"),
-        "cuda": ("step",),
-        "xpu": ("step",),
-    },
+    "fused op": {"cpu": ("storage", "list op"), "cuda": ("list op",), "xpu": ("list op",)},
+    "optimizer step": {"cpu": ("storage", "step"), "cuda": ("step",), "xpu": ("step",)},
     "compiled code (inductor, Triton launched through it)": {
         "cpu": ("storage",),
         "cuda": ("storage",),

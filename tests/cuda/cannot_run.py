@@ -49,11 +49,7 @@ CANNOT_RUN: dict[str, Reason] = {
     ),
     **dict.fromkeys(("imag", "istft", "view_as_real"), COMPLEX),
     **dict.fromkeys(
-        (
-            "histogram",
-            "histogramdd",
-            "torch_ops_aten__scaled_dot_product_flash_attention_for_cpu",
-        ),
+        ("histogram", "histogramdd", "torch_ops_aten__scaled_dot_product_flash_attention_for_cpu"),
         NO_CUDA,
     ),
     **dict.fromkeys(("sparse_mm_reduce", "to_sparse"), SPARSE),
@@ -68,10 +64,7 @@ CANNOT_RUN: dict[str, Reason] = {
         COMPILED,
     ),
     **dict.fromkeys(
-        (
-            "torch_ops_aten__efficient_attention_forward",
-            "torch_ops_aten__flash_attention_forward",
-        ),
+        ("torch_ops_aten__efficient_attention_forward", "torch_ops_aten__flash_attention_forward"),
         NO_CPU,
     ),
     "linalg_pinv_singular": Reason(

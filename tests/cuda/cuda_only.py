@@ -20,11 +20,7 @@ OF_METADATA = frozenset(
 """Ops whose kernels for CUDA touch no bytes, besides those that make views."""
 
 LEFT = frozenset(
-    {
-        *OF_METADATA,
-        "aten::_native_multi_head_attention",
-        "aten::_transformer_encoder_layer_fwd",
-    }
+    {*OF_METADATA, "aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
 )
 """Ops whose kernels for CUDA stay: those, and kernels that call other ops, which autocast casts."""
 

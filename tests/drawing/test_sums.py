@@ -30,12 +30,7 @@ SMALL = {
 }
 
 
-IMAGE = {
-    "image_size": 64,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
+IMAGE = {"image_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
 
 
 def text(name: str, **settings: Any) -> Callable[[], Any]:

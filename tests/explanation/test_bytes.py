@@ -262,11 +262,7 @@ def test_a_model_on_meta_for_a_device_that_is_not_there() -> None:
     """The same figures as of a real one; of CUDA, norms and losses are in float32."""
     with torch.device("meta"):
         model, x = mlp(), torch.zeros(8, 16)
-    options: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "device_type": "cuda",
-        "backward": True,
-    }
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_type": "cuda", "backward": True}
     meta = amp_fx.explain(model, **options)(x)
     real = amp_fx.explain(mlp(), **options)(torch.zeros(8, 16))
     assert meta.totals == real.totals

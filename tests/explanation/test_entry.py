@@ -19,13 +19,7 @@ import amp_fx
 from amp_fx import CastPolicy, stats
 from amp_fx.backend import entry as backend
 from amp_fx.commands.policy import MEANING
-from amp_fx.errors import (
-    BannedOpError,
-    CompileTargetError,
-    ExplainError,
-    OptionError,
-    PolicyError,
-)
+from amp_fx.errors import BannedOpError, CompileTargetError, ExplainError, OptionError, PolicyError
 from amp_fx.passes.insert_casts import InsertCasts
 from tests.models.explained import CASES, mlp
 

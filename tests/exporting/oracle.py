@@ -119,10 +119,7 @@ def check(
     subject = build()
     subject.program = Exported(subject, native, is_rewritten=False)
     reference = oracle.run(
-        subject,
-        dtype,
-        cast_to=iter(outputs) if way is Way.BARE else None,
-        differentiate=False,
+        subject, dtype, cast_to=iter(outputs) if way is Way.BARE else None, differentiate=False
     )
     if difference(expected, reference) is None:
         return found

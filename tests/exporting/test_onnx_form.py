@@ -34,10 +34,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
         ),
         (2, 3, 8, 8),
     ),
-    "attention": (
-        lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
-        (2, 5, 16),
-    ),
+    "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 5, 16)),
 }
 
 

@@ -13,11 +13,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RECIPES = {
-    "tensorwise": "tensorwise",
-    "rowwise": "rowwise",
-    "rowwise-gw-hp": "rowwise_with_gw_hp",
-}
+RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise-gw-hp": "rowwise_with_gw_hp"}
 """torchao's name of each recipe."""
 
 
@@ -42,9 +38,7 @@ def converted(model: nn.Module, recipe: str, *, whole: bool = False) -> nn.Modul
     names = linear_names(model)
     config = Float8LinearConfig.from_recipe_name(RECIPES[recipe])
     model = convert_to_float8_training(
-        copy.deepcopy(model),
-        config=config,
-        module_filter_fn=lambda _, name: whole or name in names,
+        copy.deepcopy(model), config=config, module_filter_fn=lambda _, name: whole or name in names
     )
     if not whole:
         cast_inputs(model)

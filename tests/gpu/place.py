@@ -31,8 +31,7 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not DEVICE, reason="needs CUDA")]
 ON_CUDA = pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA")
 IS_EMULATED = DEVICE == "cuda" and "pretended" in torch.cuda.get_device_name()
 ON_A_GPU = pytest.mark.skipif(
-    DEVICE != "cuda" or IS_EMULATED,
-    reason="needs a GPU: streams, CUDA graphs or its allocator",
+    DEVICE != "cuda" or IS_EMULATED, reason="needs a GPU: streams, CUDA graphs or its allocator"
 )
 
 

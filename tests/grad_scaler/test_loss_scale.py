@@ -38,10 +38,7 @@ def update(
     ],
 )
 def test_adjust(
-    now: tuple[float, int, int],
-    overflows: bool,
-    hysteresis: int,
-    expected: tuple[float, int, int],
+    now: tuple[float, int, int], overflows: bool, hysteresis: int, expected: tuple[float, int, int]
 ) -> None:
     assert update(*now, overflows=overflows, hysteresis=hysteresis) == expected
     assert (

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 import amp_fx
-from tests.grad_scaler.loops import (
-    OPTIMIZERS,
-    assert_same,
-    make_params,
-    set_scaled_grads,
-    snapshot,
-)
+from tests.grad_scaler.loops import OPTIMIZERS, assert_same, make_params, set_scaled_grads, snapshot
 
 BAD = {"finite": None, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 SHAPES = ((4, 3), (5,), ())

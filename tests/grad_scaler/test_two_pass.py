@@ -196,10 +196,7 @@ def sparse_params() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("make", "grad"),
-    [
-        (low_params, torch.ones_like),
-        (sparse_params, lambda p: torch.ones_like(p).to_sparse()),
-    ],
+    [(low_params, torch.ones_like), (sparse_params, lambda p: torch.ones_like(p).to_sparse())],
     ids=["low", "sparse"],
 )
 def test_what_does_not_fit_runs_eagerly(

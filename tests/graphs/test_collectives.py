@@ -75,10 +75,7 @@ GATHER, SCATTER = c10d.all_gather_into_tensor, c10d.reduce_scatter_tensor
 COLLECTIVES: dict[
     str, tuple[Callable[[Building, fx.Node], fx.Node], Callable[[Ring, int], int]]
 ] = {
-    "all_gather_into_tensor": (
-        lambda b, x: b.op(GATHER.default, x, RANKS, "0"),
-        Ring.all_gather,
-    ),
+    "all_gather_into_tensor": (lambda b, x: b.op(GATHER.default, x, RANKS, "0"), Ring.all_gather),
     "reduce_scatter_tensor": (
         lambda b, x: b.op(SCATTER.default, x, "sum", RANKS, "0"),
         Ring.reduce_scatter,

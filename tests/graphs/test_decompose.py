@@ -104,10 +104,7 @@ DIFFERENT = {
     "gradient": lambda: (node_of(torch.mm, ones(2, 2).requires_grad_(), ones(2, 2)), site()),
     "function": lambda: (node_of(torch.matmul, ones(2, 2), ones(2, 2)), site()),
     "low dtype": lambda: (node_of(torch.mm, ones(2, 2), ones(2, 2)), site(torch.float16)),
-    "grad mode": lambda: (
-        node_of(torch.mm, ones(2, 2), ones(2, 2)),
-        site(is_grad_enabled=False),
-    ),
+    "grad mode": lambda: (node_of(torch.mm, ones(2, 2), ones(2, 2)), site(is_grad_enabled=False)),
 }
 
 

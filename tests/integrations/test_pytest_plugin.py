@@ -54,11 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(
-    folder: Path,
-    *flags: str,
-    args: str = "",
-    more: str = "pass",
-    options: str = "dtype='bfloat16'",
+    folder: Path, *flags: str, args: str = "", more: str = "pass", options: str = "dtype='bfloat16'"
 ) -> str:
     """Runs the test; gives what it printed and the exit code.
 
@@ -81,19 +77,12 @@ def execute(python: str, folder: Path, *flags: str) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "COLUMNS": "140"}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
-        [*command, *flags],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     return f"{done.stdout}{done.stderr}\nexit {done.returncode}"
 
 
-def test_a_missing_snapshot_names_the_flag_and_the_flag_writes_it(
-    folder: Path,
-) -> None:
+def test_a_missing_snapshot_names_the_flag_and_the_flag_writes_it(folder: Path) -> None:
     printed = run(folder)
     assert "exit 1" in printed
     assert "Run pytest with --amp-precision-update" in printed

@@ -161,10 +161,7 @@ class Recommender(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(words, width) for _ in range(26))
         self.below = nn.Sequential(
-            nn.Linear(13, inner),
-            nn.ReLU(),
-            nn.Linear(inner, width),
-            nn.ReLU(),
+            nn.Linear(13, inner), nn.ReLU(), nn.Linear(inner, width), nn.ReLU()
         )
         self.above = nn.Sequential(
             nn.Linear(27 * 27 + width, inner),

@@ -19,15 +19,7 @@ from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
 from amp_fx.numerics.report import AccuracyReport
 from tests.numerics.faults import Bare, TinyGPT, TinyResNet
 from tests.parity.cases import CASES
-from tests.parity.models import (  # noqa: F401 - they register their cases
-    losses,
-    mutation,
-    opaque,
-    recurrent,
-    shapes,
-    transformers,
-    weights,
-)
+from tests.parity.models import losses, mutation, opaque, recurrent, shapes, transformers, weights  # noqa: F401 - they register their cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable

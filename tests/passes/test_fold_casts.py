@@ -11,12 +11,7 @@ from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import (
-    assert_same_bits,
-    matrices,
-    run_program,
-    site,
-)
+from tests.programs import assert_same_bits, matrices, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter

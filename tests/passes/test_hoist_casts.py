@@ -13,14 +13,7 @@ from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import (
-    assert_same_bits,
-    compiled,
-    graph_text,
-    matrices,
-    run_program,
-    site,
-)
+from tests.programs import assert_same_bits, compiled, graph_text, matrices, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -14,13 +14,7 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.values import evaluate, set_value, value_of
 from amp_fx.passes.keep_weight_casts import KeepWeightCasts, _adds_behind, _is_read_whole
 from amp_fx.weights.kept_cast import Slot
-from tests.programs import (
-    Captured,
-    assert_same_bits,
-    matrices,
-    run_program,
-    site,
-)
+from tests.programs import Captured, assert_same_bits, matrices, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,10 +84,7 @@ def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w
 
 
-UNTOUCHED = {
-    "weight that is written": written,
-    "weight that is not cast": lambda x, w: x + w,
-}
+UNTOUCHED = {"weight that is written": written, "weight that is not cast": lambda x, w: x + w}
 
 
 @pytest.mark.parametrize("program", UNTOUCHED.values(), ids=UNTOUCHED)

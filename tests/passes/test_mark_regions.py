@@ -11,13 +11,7 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import (
-    assert_same_bits,
-    matrices,
-    node_names,
-    run_program,
-    site,
-)
+from tests.programs import assert_same_bits, matrices, node_names, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable

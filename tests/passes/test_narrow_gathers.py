@@ -177,14 +177,7 @@ def widened(b: Building, whole: fx.Node) -> list[fx.Node]:
 
 @pytest.mark.parametrize(
     "read",
-    [
-        read_as_it_is,
-        read_in_two_dtypes,
-        read_by_an_op,
-        put_beside_another,
-        seen_as_bits,
-        widened,
-    ],
+    [read_as_it_is, read_in_two_dtypes, read_by_an_op, put_beside_another, seen_as_bits, widened],
 )
 def test_what_is_left_alone(read: Callable[[Building, fx.Node], list[fx.Node]]) -> None:
     b = Building()

@@ -205,10 +205,7 @@ def behind(targets: frozenset[Any], node: fx.Node) -> fx.Node:
     ("positions", "seen"), [(64, torch.float32), (256, FLOAT16)], ids=["few", "many"]
 )
 def test_backward_of_attention_goes_by_its_own_sizes(
-    positions: int,
-    seen: torch.dtype,
-    targets: list[tuple[Any, torch.dtype]],
-    tmp_path: Path,
+    positions: int, seen: torch.dtype, targets: list[tuple[Any, torch.dtype]], tmp_path: Path
 ) -> None:
     table = written(tmp_path, {"float16": {"attention backward": [0, 255]}})
     options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False, "products": table}

@@ -9,12 +9,7 @@ import torch
 
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.passes.wrap_islands import WrapIslands
-from tests.programs import (
-    assert_same_bits,
-    matrices,
-    run_program,
-    site,
-)
+from tests.programs import assert_same_bits, matrices, run_program, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -179,10 +179,7 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
         ("[modules]\n'class:torch.nn.Nope' = 'fp32'", "line 2.*cannot be found"),
         ("[modules]\n'class:torch.nn.Module' = 'fp33'", "line 2.*'fp33' is not one of"),
         ("[args]\nindex_add = { x = 'fp32' }", "line 2, key 'args.index_add'"),
-        (
-            "rules = ['nowhere:f']",
-            "line 1, key 'rules': 'nowhere:f' is a function .*trusted",
-        ),
+        ("rules = ['nowhere:f']", "line 1, key 'rules': 'nowhere:f' is a function .*trusted"),
         ("rules = [3]", "line 1, key 'rules': 3 is not a string"),
         (f"x = {'[' * 5000}{']' * 5000}", "is not valid TOML: maximum recursion"),
         (f"format = {'1' * 5000}", "is not valid TOML: "),

@@ -18,12 +18,7 @@ from amp_fx.errors import CompileTargetError, ExplainError, OptionError, StoreEr
 from tests.models.explained import CASES, mlp
 from tests.parity import oracle
 from tests.parity.cases import CASES as PARITY
-from tests.parity.models import (  # noqa: F401, each registers its cases
-    recurrent,
-    shapes,
-    transformers,
-    weights,
-)
+from tests.parity.models import recurrent, shapes, transformers, weights  # noqa: F401, each registers its cases
 from tests.programs import compiled
 
 if TYPE_CHECKING:

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.tables.build import (
-    all_ops,
-    find_overloads,
-    is_functional,
-    op_text,
-    overloads_by_packet,
-)
+from amp_fx.tables.build import all_ops, find_overloads, is_functional, op_text, overloads_by_packet
 
 
 @pytest.mark.parametrize(

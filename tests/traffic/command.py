@@ -23,16 +23,7 @@ from amp_fx.errors import AmpFxError, OptionError
 from tests.traffic.models import CASES, TINY
 from tests.traffic.pretend import PROPERTIES, can_pretend
 from tests.traffic.totals import totals
-from tests.traffic.worker import (
-    AMP_FX,
-    CONTENDERS,
-    FROZEN,
-    LEAN,
-    LIMIT,
-    MARK,
-    NATIVE,
-    POLICIES,
-)
+from tests.traffic.worker import AMP_FX, CONTENDERS, FROZEN, LEAN, LIMIT, MARK, NATIVE, POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -49,12 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def count(
-    case: Case,
-    contender: str,
-    *,
-    device: str,
-    dtype: torch.dtype,
-    trains: bool,
+    case: Case, contender: str, *, device: str, dtype: torch.dtype, trains: bool
 ) -> dict[str, Any]:
     """Counts one model, compiled by one contender.
 

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     Weights = dict[int, torch.Tensor]
     Road = Callable[[Line, Weights], Any]
 
-pytestmark = [
-    pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler"),
-]
+pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")]
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 

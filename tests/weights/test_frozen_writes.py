@@ -20,15 +20,7 @@ from amp_fx.weights import freeze, kept_call
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.store import STORE
 from tests import needs
-from tests.weights.nets import (
-    Graph,
-    assert_same,
-    compile_amp_fx,
-    inputs,
-    make_net,
-    random,
-    twin_of,
-)
+from tests.weights.nets import Graph, assert_same, compile_amp_fx, inputs, make_net, random, twin_of
 from tests.weights.test_writes import FROZEN, FrozenGraph
 
 if TYPE_CHECKING:

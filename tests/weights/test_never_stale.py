@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     Write = Callable[[torch.Tensor], Any]
     Agent = Callable[[Callable[[], Any]], Callable[[], Any]]
 
-pytestmark = [
-    pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler"),
-]
+pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")]
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 

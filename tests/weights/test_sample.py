@@ -274,9 +274,7 @@ def test_sampling_is_no_write(accelerator: Accelerator) -> None:
     assert all(engine().watched(weight) for weight in scene.weights)
 
 
-def test_a_default_device_of_the_user_changes_nothing(
-    accelerator: Accelerator,
-) -> None:
+def test_a_default_device_of_the_user_changes_nothing(accelerator: Accelerator) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
     with torch.device("meta"), alarms() as messages:
         scene.call()

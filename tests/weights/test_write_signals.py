@@ -15,13 +15,7 @@ import torch
 from amp_fx.weights.engine import engine
 from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
-from amp_fx.weights.write_signals import (
-    CAUGHT_BY,
-    DEVICES,
-    install,
-    is_capturing,
-    is_watchable,
-)
+from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
 from tests.weights.cuda_like import cuda_like, list_writes
 

@@ -14,16 +14,7 @@ from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.tables.presets import torch_version
 from amp_fx.weights import kept_call
 from tests import needs
-from tests.weights.nets import (
-    EVAL,
-    HALF,
-    TRAIN,
-    Graph,
-    Net,
-    compile_amp_fx,
-    inputs,
-    make_net,
-)
+from tests.weights.nets import EVAL, HALF, TRAIN, Graph, Net, compile_amp_fx, inputs, make_net
 from tests.weights.writes import NEVER_KEPT, SIGNALS, WRITES, write_called
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ def _workloads(about: str, make: Callable[[Settings], Iterator[Workload]]) -> Ca
 CASES = {
     "mlp": _workloads("inference of stacked linear layers, batch 1 and 4", models.mlp),
     "mlp-train": _workloads(
-        "fused AdamW steps of 1, 4 and 16 micro-batches, stacked linear layers",
-        models.mlp_training,
+        "fused AdamW steps of 1, 4 and 16 micro-batches, stacked linear layers", models.mlp_training
     ),
     "gpt-decode": _workloads("one token after a context, GPT-2 small", models.gpt_decode),
     "gpt-train": _workloads("fused AdamW steps of 1, 4 and 16 micro-batches", models.gpt_training),
