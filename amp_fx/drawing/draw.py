@@ -286,7 +286,7 @@ def _picture(
     counts: dict[str, int] = {}
     types: dict[str, str] = {}
     graphs: dict[str, BoxGraph] = {}
-    wanted = [_title(record) for record in records]
+    wanted = [title_of(record) for record in records]
     made = [boxes_of(r, ghosts=view.ghosts, before=view.before) for r in records]
     if view.focus is not None:
         made, wanted = _zoomed(made, wanted, view.focus)
@@ -322,7 +322,8 @@ def _zoomed(
     return [zoom(graph, focus) for graph, _ in found], [title for _, title in found]
 
 
-def _title(record: GraphRecord) -> str:
+def title_of(record: GraphRecord) -> str:
+    """What stands above a graph, in ``Drawing.boxes`` too."""
     after = f", then a graph break: {record.break_reason}" if record.break_reason else ""
     title = f"graph {record.index}{' backward' if record.stage == 'backward' else ''}{after}"
     return title if len(title) < 90 else f"{title[:87]}..."

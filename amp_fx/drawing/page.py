@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.drawing.dot import FONT
+from amp_fx.drawing.draw import title_of
 from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import DrawError
 from amp_fx.explanation.table import bare_op, treatment
@@ -162,9 +163,10 @@ def _to_lay_out(source: str) -> str:
 
 def _members(drawing: Drawing) -> dict[str, list[str]]:
     """By the id of a box in the picture, the nodes that it stands for."""
+    records = {title_of(record): record for record in drawing.records}
     return {
-        f"box-g{index}.{number}": [_key(drawing.records[index], name) for name in box.members]
-        for index, graph in enumerate(drawing.boxes.values())
+        f"box-g{index}.{number}": [_key(records[title], name) for name in box.members]
+        for index, (title, graph) in enumerate(drawing.boxes.items())
         for number, (_, box) in enumerate(graph.nodes(data="box"))
     }
 

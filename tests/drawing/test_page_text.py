@@ -78,3 +78,34 @@ def test_pictures_of_dots_are_as_fine_as_asked(tmp_path: Path) -> None:
     assert width_of(tmp_path / "default.png") == width_of(tmp_path / "192.png")
     with pytest.raises(amp_fx.errors.DrawError, match="dpi=0"):
         amp_fx.draw(explanation, tmp_path / "none.png", dpi=0)
+
+
+class Broken(nn.Module):
+    """Two graphs: the second module is only in the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        y: torch.Tensor = self.second(x)
+        return y
+
+
+def test_boxes_stand_for_nodes_of_their_module(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    with torch.no_grad():
+        explanation = amp_fx.explain(Broken())(torch.randn(2, 4))
+    amp_fx.draw(explanation, path, focus="second")
+    reader = Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    data = json.loads(reader.scripts[0])
+    modules = {node["key"]: node["module"] for node in data["after"]}
+    pictures = {name: boxes for name, boxes in data["boxes"].items() if name.startswith("second|")}
+    assert pictures
+    for boxes in pictures.values():
+        known = [modules[key] for keys in boxes.values() for key in keys if key in modules]
+        assert any(module.startswith("second") for module in known)
+        assert not any(module.startswith("first") for module in known)
