@@ -31,7 +31,6 @@ from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, levels_of, origins_of
-from amp_fx.policies.changes import join_path
 
 if TYPE_CHECKING:
     import os
@@ -333,8 +332,7 @@ def _types_of_folded(counts: dict[str, int], types: dict[str, str]) -> dict[str,
     """Classes of modules by their paths with folded numbers in them."""
     found = {}
     for folded in counts:
-        head, _, numbers = folded.rpartition(".")
-        original = join_path(head, first_of_folded(numbers))
+        original = first_of_folded(folded)
         for path, kind in types.items():
             if is_inside(path, original):
                 found[folded + path[len(original) :]] = kind

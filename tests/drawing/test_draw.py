@@ -171,6 +171,21 @@ def test_layers_fold_into_one_and_a_focus_unfolds_them(deep: Explanation) -> Non
     }
 
 
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_what_folds_inside_of_what_folds_has_its_class() -> None:
+    layers = [nn.Sequential(*(Head() for _ in range(6)), nn.Tanh()) for _ in range(6)]
+    drawn = amp_fx.draw(amp_fx.explain(nn.Sequential(*layers))(torch.randn(2, 8)))
+    assert "0-5<B>  x6</B>  <I>Head</I>" in drawn.source
+
+
 def test_layers_that_differ_do_not_fold() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
     source = amp_fx.draw(amp_fx.explain(model)(torch.randn(2, 8)), level="op").source
