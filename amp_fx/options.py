@@ -48,7 +48,9 @@ class Options:
         output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
             ``"autocast"``: those that autocast leaves, but for what goes into code of the program
             at a graph break. Under an ambient autocast they are one and the same.
-        weight_cache: Whether casts of weights are kept across calls.
+        weight_cache: Whether values computed from weights are cached across calls; ``"training"``:
+            also those of weights that get gradients on the CPU, which pays with several
+            micro-batches per update.
         verify: How much of the kept casts each call compares with the weights: ``"sample"``, an
             element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
@@ -96,7 +98,7 @@ class Options:
     policy: Policy = dataclasses.field(default_factory=lambda: preset("torch"))
     compiler: str = "inductor"
     output_dtype: str = "original"
-    weight_cache: bool = True
+    weight_cache: bool | str = True
     verify: str = "sample"
     freezing: bool | None = None
     fold_batch_norm: bool = False
@@ -149,11 +151,6 @@ class Options:
         if self.weight_grads is None:
             return any(has_low_sums(table) for table in self.policy.tables.values())
         return self.weight_grads == "float32"
-
-    @property
-    def shares_region(self) -> bool:
-        """Whether casts of weights are those of the region, as they are in eager code."""
-        return "eager" in (self.compiler, self.numerics)
 
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """A copy with more options for inductor; without effect on other compilers."""
@@ -231,6 +228,12 @@ def _to_bool(name: str, value: Any) -> bool:
     return value
 
 
+def _to_weight_cache(name: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "training":
+        raise OptionError(f"{name}={value!r} is not one of True, False, 'training'")
+    return value  # type: ignore[no-any-return]
+
+
 def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
     from amp_fx.backend.pipeline import check_pass
 
@@ -286,7 +289,7 @@ _CONVERT = {
     "policy": _to_policy,
     "compiler": _to_choice,
     "output_dtype": _to_choice,
-    "weight_cache": _to_bool,
+    "weight_cache": _to_weight_cache,
     "verify": _to_verify,
     "freezing": _to_bool,
     "fold_batch_norm": _to_bool,

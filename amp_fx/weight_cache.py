@@ -28,7 +28,6 @@ from rich.table import Column, Table
 
 from amp_fx.reports import printed
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, tensors_of
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def _count(entries: Sequence[Entry]) -> Stats:
         values=tuple(
             KeptValue(entry.owner, entry.wanted.names, entry.wanted.ops, entry.num_bytes)
             for entry in distinct
-            if not isinstance(entry.wanted, Slot)
+            if not getattr(entry.wanted, "is_cast", False)
         ),
     )
 

@@ -11,9 +11,8 @@ After:
     body(%x, %weight, %weight_bfloat16):
         ...
 
-Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it
-alike, which sets gradient bits, and a weight can be kept for the one as for the other: out
-there, the passes that share and keep casts find it. A reentrant checkpoint differentiates its
+Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it alike, which
+decides gradient bits: outside, ``fold_casts`` finds it. A reentrant checkpoint differentiates its
 own recomputation, for which the cache is empty again: its cast is shared with nothing outside.
 Left alone on purpose: casts of
 anything else, whose memory the checkpoint saves, and of weights that the graph writes.
@@ -55,36 +54,28 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class HoistCasts:
-    """Replaces casts inside bodies by operands that were cast outside.
-
-    Attributes:
-        weights: Names of the placeholders whose casts may be kept: they are taken out even
-            where eager autocast would not cache them.
-    """
+    """Replaces casts inside bodies by operands that were cast outside."""
 
     name: ClassVar[str] = "hoist_casts"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
-    weights: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``casts_hoisted``, nested bodies included."""
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        kept = {id(value_of(node)) for node in placeholders if node.name in self.weights}
-        return PassResult(Counter(casts_hoisted=_hoist(gm, kept)))
+        return PassResult(Counter(casts_hoisted=_hoist(gm)))
 
 
-def _hoist(gm: fx.GraphModule, kept: set[int]) -> int:
+def _hoist(gm: fx.GraphModule) -> int:
     """Hoists into one graph, once the bodies of its bodies have been hoisted into them."""
     num_hoisted = 0
     for node in [node for node in gm.graph.nodes if is_rewritten(node)]:
         bodies = bodies_of(gm, node)
-        num_hoisted += sum(_hoist(body, kept) for body in bodies)
-        num_hoisted += _hoist_from(node, bodies, kept)
+        num_hoisted += sum(_hoist(body) for body in bodies)
+        num_hoisted += _hoist_from(node, bodies)
     return num_hoisted
 
 
-def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> int:
+def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule]) -> int:
     num_hoisted = 0
     added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     sources = {
@@ -93,7 +84,7 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> 
         if getattr(n, "op", None) == "placeholder" and not is_written(n)
     }
     for index, body in enumerate(bodies):
-        for cast in [n for n in body.graph.nodes if _can_hoist(n, kept)]:
+        for cast in [n for n in body.graph.nodes if _can_hoist(n)]:
             key = id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
             if key[0] not in sources:
                 continue
@@ -107,13 +98,12 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> 
     return num_hoisted
 
 
-def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
+def _can_hoist(node: fx.Node) -> bool:
     if inserted_cast(node) is None or is_aliased(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
-    is_cached = has_gradient(node) and is_cached_by_eager(node)
-    return is_cached or id(value_of(node.all_input_nodes[0])) in kept
+    return has_gradient(node) and is_cached_by_eager(node)
 
 
 def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:

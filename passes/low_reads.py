@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.graphs.metadata import ISLAND, KEPT_INPUT, VERSION
+from amp_fx.graphs.metadata import ISLAND, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.policies.calls import CAST
-from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,26 +56,15 @@ def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
     Anything else is one: an island, an output, a write, a cast to another dtype.
 
     Args:
-        gm: A graph with its casts as nodes and their values recorded, as the passes leave it;
-            weights whose casts are kept count too.
+        gm: A graph with its casts as nodes and their values recorded, as the passes leave it.
 
     Returns:
         For each such placeholder or ``get_attr`` node how it is read. Those that nothing reads
         are not among them.
     """
-    found = {}
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    copies: dict[fx.Node, list[fx.Node]] = {}
-    for node in placeholders:
-        slot = KEPT_INPUT.get(node)
-        if slot is not None:
-            copies.setdefault(placeholders[slot.source_index], []).append(node)
-    for node in [*placeholders, *gm.graph.find_nodes(op="get_attr")]:
-        if not KEPT_INPUT.is_on(node) and _may_be_low(node):
-            read = _read_of(gm, node, copies.get(node, []))
-            if read is not None:
-                found[node] = read
-    return found
+    nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.find_nodes(op="get_attr")]
+    reads = {node: _read_of(gm, node) for node in nodes if _may_be_low(node)}
+    return {node: read for node, read in reads.items() if read is not None}
 
 
 def _may_be_low(node: fx.Node) -> bool:
@@ -88,12 +76,9 @@ def _may_be_low(node: fx.Node) -> bool:
     return is_seen and version_of(value) == VERSION.of(node)
 
 
-def _read_of(gm: fx.GraphModule, node: fx.Node, copies: list[fx.Node]) -> LowRead | None:
-    """How a weight is read, if that is low; ``copies`` are its kept ones."""
+def _read_of(gm: fx.GraphModule, node: fx.Node) -> LowRead | None:
+    """How a weight is read, if that is low."""
     casts = dict(readers(gm, node, is_direct=True))
-    for copy in copies:
-        if any(user.target is not kept_cast for user in copy.users):
-            casts[copy] = True
     dtypes = {_cast_dtype(cast) for cast in casts}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if dtype not in LOW_DTYPES:
@@ -136,10 +121,6 @@ def is_view(user: fx.Node, node: fx.Node) -> bool:
 
 def _cast_dtype(reader: fx.Node) -> torch.dtype | None:
     """Returns the dtype that a reader casts to; None if it does anything but casting."""
-    if KEPT_INPUT.is_on(reader):
-        return None if KEPT_INPUT.of(reader).is_alias else KEPT_INPUT.of(reader).dtype
-    if reader.target is kept_cast:
-        return value_of(reader).dtype  # type: ignore[no-any-return]
     if reader.target is torch.ops.aten.to.dtype and len(reader.args) == 2 and not reader.kwargs:
         return reader.args[1]  # type: ignore[return-value]
     if reader.target is not CAST or set(reader.kwargs) != {"dtype"}:

@@ -1,16 +1,15 @@
 """Graphs that Dynamo compiles ahead of time: what can be saved, and loaded in another process.
 
 ``torch.compile(model, backend="amp_fx", fullgraph=True).forward.aot_compile(...)`` wants a
-compiled graph that can be written to a file. Inductor's can; here stands what amp_fx puts around
-it: the plan of the casts that are kept, and the state that calls run in. What cannot be
-written is left out: frozen weights, and the variant for a first call.
+compiled graph that can be written to a file. Inductor's can; this file adds the state that calls run
+in. Weights are cast in every call, because cached values cannot be written.
 """
 
 from __future__ import annotations
 
 import pickle
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
@@ -19,45 +18,34 @@ from torch._dynamo.aot_compile_types import (
 
 from amp_fx.errors import AheadOfTimeError
 from amp_fx.regions.state import left_on_error, no_autocast
-from amp_fx.weights.kept_inputs import KeptInputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class SavedGraph(SerializableCallable):
     """A compiled graph that can be saved.
 
     Args:
-        compiled: What inductor made; it takes what the plan passes, and the copies.
-        plan: The arguments of the ``KeptInputs`` of its kept casts; None if it keeps none.
+        compiled: The graph that inductor compiled.
         is_off: Whether autocast is off in each call: casts are in the graph.
         has_regions: Whether an exception may leave it in the midst of a region.
     """
 
-    def __init__(
-        self, compiled: Any, plan: dict[str, Any] | None, *, is_off: bool, has_regions: bool
-    ) -> None:
+    def __init__(self, compiled: Any, *, is_off: bool, has_regions: bool) -> None:
         self.compiled = compiled
-        self.plan = plan
         self.is_off = is_off
         self.has_regions = has_regions
-        self._run: Callable[..., Any] = (
-            compiled if plan is None else KeptInputs(**plan).wrap(compiled)
-        )
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
         """The graph as bytes."""
         saved = BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(fn.compiled)
-        return pickle.dumps((saved, fn.plan, fn.is_off, fn.has_regions))
+        return pickle.dumps((saved, fn.is_off, fn.has_regions))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Any:
         """The graph that was saved."""
-        saved, plan, is_off, has_regions = pickle.loads(data)
+        saved, is_off, has_regions = pickle.loads(data)
         compiled = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(saved)
-        return cls(compiled, plan, is_off=is_off, has_regions=has_regions)
+        return cls(compiled, is_off=is_off, has_regions=has_regions)
 
     def __call__(self, *args: Any) -> Any:
         """Calls the graph."""
@@ -66,7 +54,7 @@ class SavedGraph(SerializableCallable):
                 stack.enter_context(no_autocast())
             if self.has_regions:
                 stack.enter_context(left_on_error())
-            return self._run(*args)
+            return self.compiled(*args)
 
 
 def is_ahead_of_time() -> bool:
@@ -82,9 +70,7 @@ def is_ahead_of_time() -> bool:
     )
 
 
-def as_saved(
-    compiled: Any, plan: KeptInputs | None, *, is_off: bool, has_regions: bool
-) -> SavedGraph:
+def as_saved(compiled: Any, *, is_off: bool, has_regions: bool) -> SavedGraph:
     """A compiled graph that can be saved.
 
     Raises:
@@ -97,12 +83,4 @@ def as_saved(
             "op as the program has it"
         )
     bundled = BundledAOTAutogradSerializableCallable(compiled)
-    return SavedGraph(bundled, _settings(plan), is_off=is_off, has_regions=has_regions)
-
-
-def _settings(plan: KeptInputs | None) -> dict[str, Any] | None:
-    """Returns the settings that make equal inputs in another process."""
-    if plan is None:
-        return None
-    names = ("slots", "owner", "passed", "verify")
-    return {name: getattr(plan, name) for name in names}
+    return SavedGraph(bundled, is_off=is_off, has_regions=has_regions)

@@ -51,13 +51,13 @@ from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.stats import record
 from amp_fx.tables import float8 as tables_float8
-from amp_fx.weights.kept_cast import taken_outside
 from amp_fx.weights.spread import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amp_fx.backend.after_autograd import AfterAutograd
+    from amp_fx.backend.caching import Caching
     from amp_fx.devices.product_costs import Sizes
     from amp_fx.options import Options
 
@@ -189,32 +189,27 @@ def _repair() -> None:
     SchedulerNode.recompute_size_and_body = recompute_and_rename  # type: ignore[method-assign]
 
 
-def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    """Compiles a rewritten graph; call it with autocast off."""
+def compile_inner(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None = None,
+) -> Compiled:
+    """Compiles a rewritten graph; call it with autocast off.
+
+    Args:
+        gm: The graph; it is edited.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        cache: Decides which values of weights are cached; None caches nothing.
+    """
     if options.compiler == "eager":
         return gm.forward
     if options.numerics == "eager":
         _warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
-    if options.shares_region:
-        return _with_casts_of_region(gm, example_inputs, options)
-    return _compile_traced(gm, example_inputs, options)
-
-
-def _with_casts_of_region(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> Compiled:
-    """Compiles a graph that is called with the casts that its region has."""
-    examples, make = taken_outside(gm)
-    compiled = _compile_traced(gm, [*example_inputs, *examples], options)
-    return (lambda *args: compiled(*args, *make(args))) if examples else compiled
-
-
-def _compile_traced(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> Compiled:
-    if not uses_inductor(example_inputs, options):
-        return _aot_eager(gm, example_inputs, options)
-    return _inductor(gm, example_inputs, options)
+    if uses_inductor(example_inputs, options):
+        return _inductor(gm, example_inputs, options, cache)
+    return _aot_eager(gm, example_inputs, options, cache)
 
 
 def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
@@ -287,8 +282,14 @@ def is_strict(options: Options) -> bool:
     return any(given.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+def _inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, cache: Caching | None
+) -> Compiled:
     compile_inside = _backward_or_eager if options.fallback else compile_graph
+    if cache is not None and cache.is_on():
+        compile_inside = cache.wrap(compile_inside)
+        with without_autograd_cache():  # which does not hold the call wrapper
+            return compile_with_inductor(gm, example_inputs, options, compile_inside)
     return compile_with_inductor(gm, example_inputs, options, compile_inside)
 
 
@@ -431,13 +432,26 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
     return patch
 
 
-def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+def _aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, cache: Caching | None
+) -> Compiled:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    if not is_distributed():
-        return aot_eager(gm, list(example_inputs))
-    compiler = _narrowing(boxed_nop, options)
-    return aot_eager(gm, list(example_inputs), fw_compiler=compiler, bw_compiler=compiler)
+    compile_inside: Callable[..., Any] = boxed_nop
+    if cache is not None:
+        compile_inside = cache.wrap(lambda graph, inputs, **_: boxed_nop(graph, inputs))
+    if is_distributed():
+        compile_inside = _narrowing(compile_inside, options)
+    compiler = aot_autograd(
+        fw_compiler=functools.partial(compile_inside, is_inference=False),
+        bw_compiler=functools.partial(compile_inside, is_backward=True),
+        inference_compiler=functools.partial(compile_inside, is_inference=True),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, list(example_inputs))  # type: ignore[no-any-return]
 
 
 def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:

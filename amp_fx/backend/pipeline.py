@@ -17,18 +17,15 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_fx.errors import AmpFxError, OptionError, PassError, did_you_mean
 from amp_fx.graphs.conditions import check_graph
-from amp_fx.passes.alias_weight_reads import AliasWeightReads
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
-from amp_fx.passes.keep_weight_casts import KeepWeightCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.passes.refuse_islands import RefuseIslands
 from amp_fx.passes.restore_outputs import RestoreOutputs
-from amp_fx.passes.share_region_casts import ShareRegionCasts
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.passes.wrap_islands import WrapIslands
@@ -56,9 +53,6 @@ PASSES: tuple[type[Pass], ...] = (
     QuantizeProducts,
     HoistCasts,
     FoldCasts,
-    KeepWeightCasts,
-    AliasWeightReads,
-    ShareRegionCasts,
     StoreWeightsLow,
     RefuseIslands,
     WidenOps,
@@ -72,11 +66,8 @@ def default_passes(
     site: Site,
     *,
     restores_outputs: bool,
-    kept_weights: tuple[tuple[str, tuple[str, ...]], ...] = (),
     frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
-    shares_region: bool = False,
-    aliases_reads: bool = False,
     quantizes: QuantizeProducts | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline.
@@ -85,13 +76,8 @@ def default_passes(
         policy: Which op is cast how.
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
-        kept_weights: The placeholders whose casts may be kept (``KeepWeightCasts``).
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
-        shares_region: Whether casts of leaves are shared with what runs around the graph
-            (``ShareRegionCasts``).
-        aliases_reads: Whether weights whose casts are kept are read through other storages
-            (``AliasWeightReads``).
         quantizes: Runs products in float8; None if the policy has none.
     """
     return (
@@ -99,11 +85,8 @@ def default_passes(
         InsertCasts(policy, frame, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         *((quantizes,) if quantizes is not None else ()),
-        HoistCasts(tuple(name for name, _ in kept_weights)),
+        HoistCasts(),
         FoldCasts(),
-        *((KeepWeightCasts(kept_weights),) if kept_weights else ()),
-        *((AliasWeightReads(kept_weights),) if kept_weights and aliases_reads else ()),
-        *((ShareRegionCasts(),) if shares_region else ()),
         WrapIslands(),
     )
 

@@ -1,4 +1,4 @@
-"""Rewrites a captured graph: the casts that its region demands, and variants that keep them."""
+"""Rewrites a captured graph: inserts the casts that its region demands."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.fallback import as_native_region, warn_fallback
-from amp_fx.backend.pipeline import default_passes, passes_of_users, run_passes, with_added
-from amp_fx.dtypes import is_spread
+from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.places import input_path
-from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
+from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.options import Options, check_device_dtype, check_units, default_dtype, warn_of_units
-from amp_fx.passes.alias_weight_reads import AliasWeightReads
-from amp_fx.passes.fold_casts import has_gradient
-from amp_fx.passes.keep_weight_casts import KeepWeightCasts, kept_casts
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
-    NO_FRAME,
     compile_frame,
     ends_at_graph_break,
     guard_module,
@@ -33,13 +28,11 @@ from amp_fx.regions.module_stack import (
 )
 from amp_fx.regions.policy_codes import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
-from amp_fx.stats import record, record_graph
-from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_inputs import is_weight, keepable_weights
-from amp_fx.weights.variants import has_dynamic_inputs
+from amp_fx.stats import record_graph
+from amp_fx.weights.cacheable import is_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import fx
 
@@ -52,62 +45,21 @@ log = logging.getLogger("amp_fx.rewrite")
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """Holds the rewritten forms of a captured graph.
+    """Holds the rewritten form of a captured graph.
 
     Attributes:
         gm: A rewritten copy of it; one under native autocast if a pass failed.
-        cast: The same before casts of weights were taken out.
         state: The state of autocast where it begins.
         frame: The modules around the frame that it was captured from.
-        passes: All that ran, or will run, over it.
-        rest: Those of them that a variant of ``cast`` still needs.
+        passes: All passes that ran over it.
         root: The class of the outermost module that is compiled, if it is one.
     """
 
     gm: fx.GraphModule
-    cast: fx.GraphModule
     state: AutocastState
     frame: CompileFrame
     passes: tuple[Pass, ...]
-    rest: tuple[Pass, ...]
-
     root: str | None
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """The inputs of the graph, as Dynamo gives them."""
-        return self.cast.graph.find_nodes(op="placeholder")
-
-    def to_keep(self) -> Rewritten:
-        """The same without anything that holds the model, for what is compiled later."""
-        return dataclasses.replace(self, frame=NO_FRAME, passes=passes_of_users(self.passes))
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the placeholders whose casts may be kept."""
-        kept = [each for each in self.rest if isinstance(each, KeepWeightCasts)]
-        return tuple(name for each in kept for name, _ in each.weights)
-
-    def variant(self, keeps: Collection[str] = (), *, aliases: bool = False) -> fx.GraphModule:
-        """A copy of the graph that keeps the casts of some weights.
-
-        Raises:
-            PassError: A pass failed.
-        """
-        gm = copy_graph_module(self.cast)
-        reports = run_passes(gm, [p for p in map(self._for(keeps, aliases), self.rest) if p])
-        for report in reports:
-            record(report.counts)
-        return gm
-
-    def _for(self, keeps: Collection[str], aliases: bool) -> Any:
-        def changed(each: Pass) -> Pass | None:
-            if isinstance(each, KeepWeightCasts):
-                kept = tuple(pair for pair in each.weights if pair[0] in keeps)
-                return KeepWeightCasts(kept) if kept else None
-            return each if aliases or not isinstance(each, AliasWeightReads) else None
-
-        return changed
 
 
 def rewrite(
@@ -115,8 +67,6 @@ def rewrite(
     example_inputs: Sequence[Any],
     options: Options,
     observer: Observer,
-    *,
-    is_whole: bool = True,
 ) -> Rewritten:
     """Puts casts into a copy of a captured graph, as the ambient region or the options say.
 
@@ -137,29 +87,22 @@ def rewrite(
     restores_outputs = not ambient.enabled and (
         options.output_dtype == "original" or ends_at_graph_break()
     )
-    keeps = options.weight_cache and engine() is not None
     built_in = default_passes(
         policy,
         Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
-        kept_weights=keepable_weights(gm, example_inputs) if keeps else (),
-        shares_region=options.shares_region,
         frame=frame,
         guards_range=options.range_guard,
-        aliases_reads=options.compiler != "eager" and not is_whole,
         quantizes=_quantizes(gm, example_inputs, policy, frame),
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
-    kept_at = next((i for i, p in enumerate(passes) if p.name == KeepWeightCasts.name), len(passes))
-    passes, rest = passes[:kept_at], passes[kept_at:]
     with no_autocast():
-        found = _run_passes(gm, passes, rest if is_whole else (), options, observer)
-        if found is None:
-            gm = copy_graph_module(gm)
-            gm = as_native_region(gm, state, restores_outputs=restores_outputs)
-            found, rest = (gm, gm), ()
+        rewritten = _run_passes(gm, passes, options, observer)
+        if rewritten is None:
+            rewritten = copy_graph_module(gm)
+            rewritten = as_native_region(rewritten, state, restores_outputs=restores_outputs)
     root = None if frame.root is None else type(frame.root).__name__
-    return Rewritten(*found, state, frame, (*passes, *rest), rest, root)
+    return Rewritten(rewritten, state, frame, passes, root)
 
 
 def _quantizes(
@@ -183,24 +126,6 @@ def _quantizes(
         )
     )
     return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
-
-
-def trained_weights(gm: fx.GraphModule, weights: Sequence[str]) -> frozenset[str]:
-    """The weights whose casts one of two variants makes itself: those that gradients go to.
-
-    There are none where shapes are symbolic, as the other variant is compiled when no guard can
-    be added any more; nor on accelerators, nor where weights are DTensors.
-
-    Args:
-        gm: The graph, with all its casts.
-        weights: Names of the placeholders whose casts may be kept.
-    """
-    placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    values = [value_of(placeholders[name]) for name in weights]
-    if any(v.device.type != "cpu" or is_spread(v) for v in values) or has_dynamic_inputs(gm):
-        return frozenset()
-    found = kept_casts(gm, weights)
-    return frozenset(source.name for cast, source in found if has_gradient(cast))
 
 
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
@@ -260,23 +185,13 @@ def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ..
 
 
 def _run_passes(
-    captured: fx.GraphModule,
-    passes: Sequence[Pass],
-    rest: Sequence[Pass],
-    options: Options,
-    observer: Observer,
-) -> tuple[fx.GraphModule, fx.GraphModule] | None:
-    """A rewritten copy of a graph, and one before casts of weights are taken out.
-
-    Returns:
-        None if a pass failed and may be fallen back from.
-    """
+    captured: fx.GraphModule, passes: Sequence[Pass], options: Options, observer: Observer
+) -> fx.GraphModule | None:
+    """Returns a rewritten copy of a graph; None if a pass failed and ``fallback`` is on."""
     gm = copy_graph_module(captured)
     remember_captured(gm.graph)
     try:
         reports = run_passes(gm, passes, observer=observer)
-        cast = copy_graph_module(gm) if rest else gm
-        reports += run_passes(gm, rest, observer=observer)
     except PassError as error:
         if not options.fallback:
             raise
@@ -284,7 +199,7 @@ def _run_passes(
         observer.fell_back(error, captured.graph)
         return None
     observer.rewritten(reports)
-    return gm, cast
+    return gm
 
 
 class Reporting:

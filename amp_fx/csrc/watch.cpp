@@ -726,8 +726,7 @@ struct Look {
   std::vector<Py_ssize_t>* sources; // positions of the weights, value after value
   std::vector<Py_ssize_t>* passed;
   Places* places; // one graph may serve many layers, each with its own weights
-  Py_ssize_t num_delivered; // so many values are inputs of the graph
-  char samples, runs, found_mismatch;
+  char samples, runs, found_mismatch; // runs: values are constants of code, not inputs
 };
 
 constexpr size_t max_places = 256;
@@ -801,7 +800,7 @@ PyObject* look_enter(PyObject* self, PyObject* args) {
   Look* look = as_look(self);
   const auto num_passed = static_cast<Py_ssize_t>(look->passed->size());
   // Whatever is allocated may start the garbage collector, which may call graphs: so it is first.
-  PyObject* inputs = PyList_New(num_passed + look->num_delivered);
+  PyObject* inputs = PyList_New(num_passed);
   Ref found(inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs));
   if (!found) {
     return nullptr;
@@ -815,8 +814,16 @@ PyObject* look_enter(PyObject* self, PyObject* args) {
   for (Py_ssize_t i = 0; i < num_passed; ++i) {
     PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*look->passed)[i])));
   }
-  for (Py_ssize_t i = 0; i < look->num_delivered; ++i) {
-    PyList_SET_ITEM(inputs, num_passed + i, Py_NewRef(place->kepts[i]->value));
+  if (!look->runs) {
+    for (Kept* kept : place->kepts) { // appending allocates no object that the collector tracks
+      const Py_ssize_t num_items = PyTuple_CheckExact(kept->value) ? PyTuple_GET_SIZE(kept->value) : -1;
+      if (num_items < 0) {
+        PyList_Append(inputs, kept->value);
+      }
+      for (Py_ssize_t i = 0; i < num_items; ++i) {
+        PyList_Append(inputs, item(kept->value, i));
+      }
+    }
   }
   for (Kept* kept : place->kepts) {
     kept->hits++;
@@ -877,14 +884,12 @@ std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
   return indices;
 }
 
-// Look(sources, passed, num_delivered, runs, samples)
+// Look(sources, passed, runs, samples)
 PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *sources = nullptr, *passed = nullptr;
-  Py_ssize_t num_delivered = 0;
   int runs = 0, samples = 0;
   if (!PyArg_ParseTuple(
-          args, "O!O!npp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &num_delivered, &runs,
-          &samples)) {
+          args, "O!O!pp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &runs, &samples)) {
     return nullptr;
   }
   Look* look = as_look(type->tp_alloc(type, 0));
@@ -892,7 +897,6 @@ PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
     look->sources = indices_of(sources);
     look->passed = indices_of(passed);
     look->places = new Places();
-    look->num_delivered = num_delivered;
     look->runs = static_cast<char>(runs);
     look->samples = static_cast<char>(samples);
   }

@@ -125,8 +125,6 @@ def _homes(by_name: dict[str, NodeRecord]) -> dict[str, str]:
         if node.kind == "weight" or _is_item_of_tuple(node, by_name):
             continue
         users = consumers.get(node.name, [])
-        if node.kind == "copy" and any(user.kind == "kept_cast" for user in users):
-            continue
         if node.kind == "input" and not (users and node.outputs):
             continue
         is_output = bool(users) and users[0].kind == "output"
@@ -163,7 +161,7 @@ def _tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
     return f"{SHORT.get(first.dtype, first.dtype)} [{shape}]{more}"
 
 
-_KINDS = {"kept_cast": "kept", "copy": "kept"}
+_KINDS = {"kept_cast": "kept"}
 
 
 def _box(node: NodeRecord, home: str, weights: dict[str, str], items: list[NodeRecord]) -> Box:
@@ -171,7 +169,7 @@ def _box(node: NodeRecord, home: str, weights: dict[str, str], items: list[NodeR
     dtype = SHORT.get(node.dtype, node.dtype)
     title, lines = bare_op(node.op), (dtype,) if dtype else ()
     if kind in ("cast", "kept"):
-        weight = node.op if node.kind == "copy" else weights.get(node.name, "")
+        weight = weights.get(node.name, "")
         title = f"to {SHORT.get(_result(node), _result(node))}"
         lines = (weight.rpartition(".")[2],) if weight else ()
     elif kind == "output":

@@ -185,14 +185,14 @@ def _nodes(drawing: Drawing, *, before: bool) -> list[dict[str, Any]]:
     ]
 
 
-_LABELS = {"cast": "cast", "kept_cast": "kept cast", "copy": "kept copy"}
+_LABELS = {"cast": "cast", "kept_cast": "kept cast"}
 """What casts are called in the table, whatever op makes them."""
 
 
 def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> dict[str, Any]:
     return {
         "label": _LABELS.get(node.kind, bare_op(node.op)),
-        "listed": node.kind not in ("copy", "output"),
+        "listed": node.kind != "output",
         "key": _key(record, node.name),
         "name": node.name,
         "kind": node.kind,

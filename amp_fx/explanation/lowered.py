@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.backend.inner import compile_graph, through_inductor, without_autograd_cache
 from amp_fx.dtypes import dtype_name
@@ -23,12 +21,12 @@ from amp_fx.graphs.traffic import num_bytes, tensor_bytes
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.regions.state import no_autocast
 from amp_fx.replaced import replaced
-from amp_fx.weights.kept_inputs import example_copies
 
 if TYPE_CHECKING:
     import contextlib
     from collections.abc import Iterable, Sequence
 
+    from amp_fx.backend.caching import Caching
     from amp_fx.options import Options
     from amp_fx.regions.module_stack import CompileFrame
 
@@ -146,6 +144,7 @@ def lowered_graphs(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
+    cache: Caching,
     *,
     is_grad_enabled: bool,
     wants_kernels: bool,
@@ -169,9 +168,7 @@ def lowered_graphs(
 
     try:
         with at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
-            with detect_fake_mode(inputs) or FakeTensorMode():
-                copies = example_copies(gm, inputs)
-            through_inductor(gm, [*inputs, *copies], options, keep)
+            through_inductor(gm, inputs, options, cache.wrap(keep))
     except Exception as error:  # it is explained without
         log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
         log.debug("not lowered", exc_info=True)

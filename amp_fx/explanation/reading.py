@@ -17,12 +17,11 @@ from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
-from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, ISLAND, KEPT_INPUT, SITE, VALUE
+from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import Moved, TrafficMode, num_bytes, tensor_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
-from amp_fx.weights.kept_cast import kept_cast
 
 if TYPE_CHECKING:
     from torch import fx
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
 _KINDS = {
     "input": "an argument of the graph",
     "weight": "a parameter or buffer",
-    "copy": "a copy of a weight in a low dtype, kept across calls",
     "output": "what the graph returns",
-    "kept_cast": "stands for a cast that is made once per update of the weight",
+    "kept_cast": "a cast that is computed once per update of the weight",
 }
 
 
@@ -130,7 +128,7 @@ class WorkMeter:
 
     def measure(self, node: fx.Node) -> Work:
         """What one call of a node does."""
-        if node.op not in ("call_function", "call_method") or node.target is kept_cast:
+        if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
             return NOTHING
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return _at_its_border(node)
@@ -186,7 +184,7 @@ def _may_multiply(node: fx.Node) -> bool:
 
 
 _MARKERS = (_enter_autocast, _exit_autocast)
-_INPUTS = ("input", "weight", "copy")
+_INPUTS = ("input", "weight")
 
 
 @dataclasses.dataclass(eq=False)
@@ -216,7 +214,7 @@ class GraphReader:
                 continue
             inputs = self._read_bodies(gm, node, prefix) if is_rewritten(node) else None
             self.names[node] = (prefix + node.name,)
-            names = self.names_of(self._sources(node)) if inputs is None else inputs
+            names = self.names_of(node.all_input_nodes) if inputs is None else inputs
             self._records.append(self._record(node, prefix, names))
 
     def _read_bodies(self, gm: fx.GraphModule, node: fx.Node, prefix: str) -> tuple[str, ...]:
@@ -261,16 +259,7 @@ class GraphReader:
             is_counted=work.is_counted,
         )
 
-    def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """What a node is made of: its inputs, or the weight that it is a kept copy of."""
-        slot = KEPT_INPUT.get(node)
-        if slot is None:
-            return node.all_input_nodes
-        return [node.graph.find_nodes(op="placeholder")[slot.source_index]]
-
     def _label(self, node: fx.Node, kind: str) -> str:
-        if kind == "copy":
-            return input_path(self._sources(node)[0], self.frame)
         return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
 
     def _input_place(self, node: fx.Node, kind: str) -> Place:
@@ -304,17 +293,13 @@ def kind_of(node: fx.Node) -> str:
     if node.op == "output":
         return "output"
     if node.op == "placeholder":
-        if KEPT_INPUT.is_on(node):
-            return "copy"
         is_static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
         is_parameter = isinstance(recorded_value(node), torch.nn.Parameter)
         return "weight" if is_parameter or is_static is not None else "input"
     if node.op == "get_attr":
         return "weight"
     if CAST.is_on(node):
-        return "cast"
-    if node.target is kept_cast:
-        return "kept_cast"
+        return "kept_cast" if IS_CACHED.is_on(node) else "cast"
     return "island" if ISLAND.is_on(node) else "op"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.backend.freezing import values_when_frozen, weights_to_freeze
+from amp_fx.backend.caching import caching
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.lowered import at_once, lowered_graphs, saved_for_backward
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
@@ -27,12 +27,11 @@ from amp_fx.explanation.records import (
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.collectives import has_collectives
-from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import (
     detect_fake_mode,
-    plain_inputs,
     recorded_value,
     remember_captured,
     tensors_in,
@@ -40,20 +39,18 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
-from amp_fx.weights.kept_cast import kept_cast
-from amp_fx.weights.kept_inputs import example_copies, slots_of
-from amp_fx.weights.recipes import ops_of, sources_of
+from amp_fx.weights.split import viewed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from amp_fx.backend.caching import CachedValue, Caching
     from amp_fx.backend.rewrite import Rewritten
     from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.explanation.records import NodeRecord
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
-    from amp_fx.weights.recipes import Recipe
 
 
 log = logging.getLogger(__name__)
@@ -83,8 +80,7 @@ class SeenGraph:
         counts: What the passes counted.
         fallback: Why it was not rewritten.
         backward: The graph that AOTAutograd derives from it, if asked for.
-        kept_values: What is kept where the graph is frozen: fake tensors by their recipes.
-        weights: Positions of the inputs that they are made of.
+        kept_values: What is cached across calls.
         passes: What each pass did to the bytes of casts.
         lower: Gives the graphs that inductor would get, if they were asked for or send anything.
     """
@@ -97,8 +93,7 @@ class SeenGraph:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     fallback: str = ""
     backward: fx.GraphModule | None = None
-    kept_values: Mapping[Recipe, torch.Tensor] = dataclasses.field(default_factory=dict)
-    weights: tuple[int, ...] = ()
+    kept_values: tuple[CachedValue, ...] = ()
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
     lower: Callable[[], tuple[LoweredGraph, ...]] | None = None
 
@@ -148,53 +143,61 @@ class GraphRecorder:
         """Keeps the rewritten graph.
 
         Returns:
-            What Dynamo calls with ``example_inputs``: it runs the graph op by op, with empty
-            copies of weights.
+            What Dynamo calls with ``example_inputs``: it runs the graph op by op.
         """
         gm = found.gm
         self.seen.rewritten, self.seen.state, self.seen.frame = gm, found.state, found.frame
-        added = example_copies(gm, example_inputs)
+        cache = caching(self.seen.captured, found, example_inputs, self.options)
         if self.wants_backward:
-            self.seen.backward = derive_backward(gm, [*example_inputs, *added])
+            self.seen.backward = derive_backward(gm, list(example_inputs))
         if self.wants_backward or self.wants_kernels or has_collectives(gm):
             self.seen.lower = functools.partial(
                 lowered_graphs,
                 copy_graph_module(gm),
                 tuple(example_inputs),
                 self.options,
+                cache,
                 is_grad_enabled=torch.is_grad_enabled(),
                 wants_kernels=self.wants_kernels,
             )
-        if not self.is_imagined:
-            self._note_kept_values(found, example_inputs)
-        slots = slots_of(gm.graph.find_nodes(op="placeholder"))
+        if not self.is_imagined and cache.is_on():
+            self._note_cached_values(gm, cache, example_inputs)
 
         def run(*args: Any) -> Any:
-            copies = tensors_in([slot.make((args[slot.source_index].detach(),)) for slot in slots])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
                 assert self.seen.rewritten is not None
-                return self.seen.rewritten(*args, *copies)
+                return self.seen.rewritten(*args)
 
         return run
 
-    def _note_kept_values(self, found: Rewritten, inputs: Sequence[Any]) -> None:
-        """Finds out what is kept besides casts, as ``backend`` does when it compiles."""
-        seen, plain = self.seen, plain_inputs(inputs)
-        weights = tuple(weights_to_freeze(seen.captured, found, inputs, self.options, plain=plain))
-        if not weights:
-            return
+    def _note_cached_values(
+        self, gm: fx.GraphModule, cache: Caching, inputs: Sequence[Any]
+    ) -> None:
+        """Finds out what is cached, as the backend does when it compiles, and marks the casts."""
+        seen = self.seen
         try:
-            values = values_when_frozen(found.variant(), inputs, weights, self.options)
-        except Exception:  # such a graph is not frozen
-            log.debug("not frozen", exc_info=True)
+            seen.kept_values = cache.values(copy_graph_module(gm), inputs)
+        except Exception:  # such a graph caches nothing
+            log.debug("nothing cached", exc_info=True)
             return
-        seen.kept_values, seen.weights = values, weights
+        cached = {pair for value in seen.kept_values for pair in value.spec.casts()}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        positions = {node: i for i, node in enumerate(placeholders)}
+        before = sum(map(_bytes_per_call, seen.casts))
+        for node, each in seen.casts.items():
+            source = None if node._erased else positions.get(viewed_by(node.all_input_nodes[0]))
+            if (source, each.cast.dtype) in cached:
+                IS_CACHED.put(node, True)
+                seen.counts["weight_casts_kept"] += 1
+        after = sum(map(_bytes_per_call, seen.casts))
+        counts = (("weight_casts_kept", seen.counts["weight_casts_kept"]),)
+        seen.passes.append(PassRecord("split", counts, after - before, after))
 
 
 def _bytes_per_call(cast: fx.Node) -> int:
     """What a cast reads and writes on every call: nothing if it went, or is kept."""
-    if cast._erased or cast.target is kept_cast:
+    if cast._erased or IS_CACHED.is_on(cast):
         return 0
     values = tensors_in([recorded_value(node) for node in (cast.all_input_nodes[0], cast)])
     return sum(map(num_bytes, values))
@@ -270,15 +273,16 @@ def _read_forward(
 def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueRecord]:
     assert seen.rewritten is not None
     placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
-    paths = {i: input_path(placeholders[i], reader.frame) for i in seen.weights}
-    for recipe, value in seen.kept_values.items():
-        yield KeptValueRecord(
-            weights=tuple(paths[i] for i in sorted(sources_of(recipe))),
-            ops=ops_of(recipe),
-            dtype=dtype_name(value.dtype),
-            shape=tuple(value.shape),
-            num_bytes=num_bytes(value),
-        )
+    for spec, results in seen.kept_values:
+        for output, value in zip(spec.outputs, results, strict=True):
+            if viewed_by(output).op != "placeholder":  # a view of a weight takes nothing
+                yield KeptValueRecord(
+                    weights=tuple(input_path(placeholders[i], reader.frame) for i in spec.positions),
+                    ops=spec.ops,
+                    dtype=dtype_name(value.dtype),
+                    shape=tuple(value.shape),
+                    num_bytes=num_bytes(value),
+                )
 
 
 def first_lines(reason: str) -> str:
@@ -356,7 +360,7 @@ def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]
         if entry.removed_by == "hoist_casts":
             continue  # it was put in again outside of the body
         state, removed_by = "inserted", ""
-        if entry.node.target is kept_cast or entry.removed_by == "keep_weight_casts":
+        if not entry.node._erased and IS_CACHED.is_on(entry.node):
             state = "kept"
         elif entry.removed_by:
             state, removed_by = "removed", _why_removed(entry, seen, reader)
@@ -368,7 +372,7 @@ def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]
 def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
     for other in seen.casts.values():
         is_same = other.source is entry.source and other.cast.dtype == entry.cast.dtype
-        if is_same and other is not entry and other.removed_by in ("", "keep_weight_casts"):
+        if is_same and other is not entry and not other.removed_by:
             return f"shared with {_name(other.node, reader)}"
     if entry.removed_by == "quantize_products":
         return "the weight is quantized to float8 instead"
@@ -411,16 +415,14 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
     state = AutocastState.ambient()
     reader = GraphReader(gm, state, NO_FRAME)
     nodes = reader.read()
-    kept = {n for n in gm.graph.nodes if n.target is kept_cast}
-    found = [n for n in gm.graph.nodes if CAST.is_on(n) or n in kept]
+    found = [n for n in gm.graph.nodes if CAST.is_on(n)]
     return GraphRecord(
         index=0,
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
         casts=tuple(
-            cast_record(n, n.all_input_nodes[0], reader, "", "kept" if n in kept else "inserted")
-            for n in found
+            cast_record(n, n.all_input_nodes[0], reader, "", "inserted") for n in found
         ),
         islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),

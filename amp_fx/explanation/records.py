@@ -90,7 +90,7 @@ class NodeRecord:
     Attributes:
         name: Unique in its graph; nodes of a body of a higher-order op begin with the
             body's name and a dot.
-        kind: ``"input"``, ``"weight"``, ``"copy"`` (a kept copy of a weight), ``"op"``,
+        kind: ``"input"``, ``"weight"``, ``"op"``,
             ``"cast"``, ``"kept_cast"``, ``"island"`` or ``"output"``.
         op: What it calls: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs their
             path in the model.

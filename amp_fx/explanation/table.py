@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import CollectiveRecord, GraphRecord, NodeRecord, StepRecord
     from amp_fx.explanation.totals import Totals
 
-CASTS = ("cast", "kept_cast", "copy")
+CASTS = ("cast", "kept_cast")
 """Kinds of nodes that stand for a cast."""
 
 
@@ -175,7 +175,7 @@ def _graph_table(graph: GraphRecord) -> Table:
     for node in graph.nodes:
         if node.kind in ("op", "island"):
             kinds = Counter(by_name[name].kind for name in node.inputs if name in by_name)
-            casts = _casts(kinds["cast"], kinds["kept_cast"] + kinds["copy"])
+            casts = _casts(kinds["cast"], kinds["kept_cast"])
             key = (without_numbers(node.module), node.op, node.dtype, treatment(node), casts)
             groups.setdefault(key, []).append(node)
     for (_, op, dtype, treated, casts), nodes in groups.items():

@@ -26,7 +26,7 @@ from amp_fx.options import Options
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.progress import working
 from amp_fx.regions.state import AutocastState, no_autocast
-from amp_fx.weights.freeze import batch_norm_folding
+from amp_fx.weights.packed import batch_norm_folding
 
 if TYPE_CHECKING:
     import os

@@ -36,13 +36,12 @@ from amp_fx.grad_scaler.torch_private import (
     runs_only_own_code,
     with_own_code,
 )
-from amp_fx.weights.kept_float8 import write
 from amp_fx.weights.step_copies import StepCopies
 
 if TYPE_CHECKING:
+    from amp_fx.weights.step_copies import Computed
     from collections.abc import Callable, Sequence
 
-    from amp_fx.weights.kept_float8 import Quantized
 
     States = Sequence[Tensor]
 
@@ -207,7 +206,7 @@ class TwoPassStep:
         self.writes_grads = writes_grads
         self._options = {"dynamic": False, **compile_options}
         self._may_be_graphs = not self._options.keys().isdisjoint(("mode", "options"))
-        self._copies = StepCopies()
+        self._copies = StepCopies(optimizer)
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         self._numbers: tuple[Any, Tensor] | None = None
 
@@ -241,14 +240,14 @@ class TwoPassStep:
             if self._may_be_graphs:  # and the second takes the memory of the first
                 found = [value if value is None else value.clone() for value in found]
             found_inf, norm, factor, scalars = found
-            with self._copies.written(work.weights) as (weights, lows, quantized):
-                pairs = [value for *_, value in quantized]
+            with self._copies.written(work.weights) as (weights, lows, computed):
+                pairs = [list(value) for *_, value in computed]
                 mark_kept_in_place([*weights, *_all(work.states), *_all(lows), *_all(pairs)])
                 fused, apart = _split(weights, lows)
                 read = work.grads, scalars, inv_scale, factor, found_inf
                 update(weights, fused, work.states, *read)
-                if apart or quantized:
-                    self._write_copies(apart, quantized)
+                if apart or computed:
+                    self._write_copies(apart, computed)
             _count(work.counts, found_inf)
         mark_stepped(self.optimizer)
         return found_inf, norm
@@ -358,10 +357,12 @@ def _split(
     return fused, apart
 
 
-def _write_copies(apart: list[tuple[Tensor, Tensor]], quantized: list[Quantized]) -> None:
+def _write_copies(apart: list[tuple[Tensor, Tensor]], computed: list[Computed]) -> None:
     for weight, low in apart:
         low.copy_(weight)
-    write(quantized)
+    for weight, function, targets in computed:
+        for target, source in zip(targets, function(weight), strict=True):
+            target.copy_(source)
 
 
 def _all(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

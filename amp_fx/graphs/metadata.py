@@ -66,8 +66,8 @@ FLOAT8_NOTE: Key[str] = Key("float8")
 """How a product runs in float8, or why it does not (``quantize_products``)."""
 HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The graphs of a higher-order op hold casts of their own (``bodies``)."""
-KEPT_INPUT: Key[Any] = Key("kept_input")
-"""The slot of the kept cast that an added placeholder stands for (``weights.kept_cast``)."""
+IS_CACHED: Key[bool] = Key("is_cached")
+"""The result of a cast is cached across calls (``explanation.recorder``)."""
 STORED_LOW: Key[int] = Key("stored_low")
 """How many casts of a weight went when it came to be stored low (``store_weights_low``)."""
 

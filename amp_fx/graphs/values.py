@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,6 +225,11 @@ def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 _NO_WRITES: Counter[int] = Counter()
+
+
+def is_dynamic(value: Any) -> bool:
+    """Returns True if an input is a number, or a tensor whose shape is symbolic."""
+    return not isinstance(value, torch.Tensor) or bool(free_symbols(value))
 
 
 def is_written(placeholder: fx.Node) -> bool:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from amp_fx.errors import KeepError
 from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.kept_inputs import verify_level
+from amp_fx.weights.cacheable import verify_level
+from amp_fx.weights.call import CachedCall
 from amp_fx.weights.store import STORE, before_swaps, making_values, storage_address_of, watch
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import DEVICES, is_watchable, may_watch
@@ -61,10 +61,10 @@ class Keep:
         self._wanted = _Computed(self, fn, len(weights))
         self._refs: list[Callable[[], torch.Tensor | None]] = []
         self._refer_to(weights)
-        self._call: KeptCall | None = None
+        self._call: CachedCall | None = None
         if engine() is not None:
             level = verify_level(verify)
-            self._call = KeptCall([self._wanted], (), owner=self._wanted.name, verify=level)
+            self._call = CachedCall([self._wanted], (), owner=self._wanted.name, verify=level)
         _watch_swaps()
         _KEEPS.add(self)
 
@@ -115,7 +115,8 @@ class Keep:
             with _outside_of_transforms():
                 found = call.prepare(weights)
         call.leave()
-        return found[1][0]
+        values = tuple(found[1])
+        return values if self._wanted.is_tuple else values[0]
 
     def is_fresh(self) -> bool:
         """Whether the next call returns the value as it is.
@@ -290,6 +291,7 @@ class _Computed:
         self.names = tuple(f"weight {i}" for i in range(count))
         self.ops = (self.name,)
         self._is_checked = False
+        self.is_tuple = False
         self._device = torch.get_default_device()  # of what the function makes without one
 
     def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
@@ -308,6 +310,7 @@ class _Computed:
             value = kept._fn(*weights)
         value = tuple(value) if isinstance(value, list) else value
         self._check(value, weights)
+        self.is_tuple = isinstance(value, tuple)
         if watching is not None:
             watching.check_made(value)
         self._is_checked = True

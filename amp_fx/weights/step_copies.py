@@ -1,7 +1,7 @@
 """Optimizer steps that write the kept copies of their weights along with the weights.
 
-Copies are casts, and weights quantized to float8 with a scale per row. One scale for a whole weight
-is known only once the weight is written: the next call quantizes such weights.
+Written are casts, and values computed row by row, such as float8 data with a scale per row. A scale
+of a whole weight is only known once all of the weight is written: the next call computes such values.
 
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
@@ -17,25 +17,26 @@ copies are made again by the next call.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
 from amp_fx.weights.engine import engine, has_hook
-from amp_fx.weights.kept_call import Uses
-from amp_fx.weights.kept_cast import Slot
-from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.sample import remember_again
+from amp_fx.weights.split import CachedValueSpec
+from amp_fx.weights.spread import parts_of
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from amp_fx.weights.kept_float8 import Quantized
     from amp_fx.weights.store import Entry
+
+    Computed = tuple[torch.Tensor, Callable[..., Any], tuple[torch.Tensor, ...]]
 
 MOST_UNUSED = 8
 """Steps in a row after which a copy that no call took is written no more."""
@@ -45,22 +46,59 @@ class Targets(NamedTuple):
     """Holds what a step writes.
 
     Attributes:
-        weights: in the place of each weight the tensor to write it through.
-        lows: for each weight its casts, of any low dtype, and laid out as they may be.
-        quantized: what is quantized of weights: the tensor of ``weights``, what ``float8_weight``
-            takes besides it, and the data and factors to write.
+        weights: For each weight the tensor to write it through.
+        lows: For each weight its casts, of any low dtype, with any strides.
+        computed: Other values of one weight: the tensor of ``weights``, the function that computes
+            the value from it, and the tensors to write.
     """
 
     weights: list[torch.Tensor]
     lows: list[list[torch.Tensor]]
-    quantized: list[Quantized]
+    computed: list[Computed]
+
+
+class HitTracker:
+    """Counts how often values are recomputed without a hit in between.
+
+    Args:
+        max_unused: How often in a row a value without hits is still recomputed.
+    """
+
+    def __init__(self, max_unused: int) -> None:
+        self._max_unused = max_unused
+        self._seen: weakref.WeakKeyDictionary[Entry, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def is_used(self, entry: Entry) -> bool:
+        """Returns True if a value is worth recomputing; call it each time before that is done."""
+        hits, num_unused = self._seen.get(entry, (-1, 0))
+        now = entry.kept.hits
+        num_unused = num_unused + 1 if hits == now else 0
+        self._seen[entry] = now, num_unused
+        return num_unused <= self._max_unused
+
+
+_steps: weakref.WeakSet[StepCopies] = weakref.WeakSet()
+
+
+def weights_of_steps() -> set[int]:
+    """Returns the identities of all weights whose copies a compiled step writes."""
+    return {id(part) for step in list(_steps) for part in parts_of(step.parameters())}
 
 
 class StepCopies:
-    """The copies that one optimizer's steps write."""
+    """The cached values that the steps of one optimizer write.
 
-    def __init__(self) -> None:
-        self._uses = Uses(MOST_UNUSED)
+    Graphs that are compiled from now on cache casts of its weights, also in training on the CPU.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._hits = HitTracker(MOST_UNUSED)
+        _steps.add(self)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters of the optimizer."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
@@ -92,14 +130,13 @@ class StepCopies:
             and entry.value is not None
             and not engine().is_distrusted(weight)
             and entry.kept.lies_where((weight,))
-            and self._uses.is_used(entry)
+            and self._hits.is_used(entry)
         ]
 
 
-def _can_be_written(wanted: Any) -> bool:
-    if isinstance(wanted, Float8Slot):
-        return wanted.is_by_row
-    return isinstance(wanted, Slot) and not wanted.is_alias
+def _can_be_written(spec: Any) -> bool:
+    is_own = isinstance(spec, CachedValueSpec) and not spec.is_alias and len(spec.positions) == 1
+    return is_own and (spec.is_cast or spec.is_by_row)
 
 
 def _targets(
@@ -109,14 +146,16 @@ def _targets(
 ) -> Targets:
     through = {id(weight): engine().alias(weight) for _, weight in pairs}
     lows: dict[int, list[torch.Tensor]] = {}
-    quantized: list[Quantized] = []
+    computed: list[Computed] = []
     for (entry, weight), value in zip(pairs, values, strict=True):
-        if isinstance(entry.wanted, Float8Slot):
-            quantized.append((through[id(weight)], entry.wanted.how, value))
-        else:
+        spec: Any = entry.wanted
+        if spec.is_cast:
             lows.setdefault(id(weight), []).append(value)
+        else:
+            own = value if isinstance(value, tuple) else (value,)
+            computed.append((through[id(weight)], spec.function, own))
     written = [through.get(id(weight), weight) for weight in weights]
-    return Targets(written, [lows.get(id(weight), []) for weight in weights], quantized)
+    return Targets(written, [lows.get(id(weight), []) for weight in weights], computed)
 
 
 def _begin(

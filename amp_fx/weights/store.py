@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import threading
 import weakref
@@ -27,8 +26,7 @@ import torch
 
 from amp_fx.regions.state import no_autocast
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_cast import Slot
-from amp_fx.weights.kept_float8 import Float8Slot, is_compiled, write_compiled
+from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.write_signals import install, is_watchable, may_watch
@@ -36,7 +34,7 @@ from amp_fx.weights.write_signals import install, is_watchable, may_watch
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from amp_fx.weights.kept_call import KeptCall
+    from amp_fx.weights.call import CachedCall
 
     LetGo = Callable[[torch.Tensor], Callable[[], None] | None]
     Weights = tuple[torch.Tensor, ...]
@@ -109,7 +107,7 @@ class Entry:
         kept: The engine's part, with the value.
         wanted: What made it.
         owner: The model, or function, whose graph asked for it first.
-        calls: Whose it is; a cast stays without any, until its weight dies.
+        calls: The compiled graphs and ``keep`` objects that use it.
         made_bytes: Bytes that its latest value takes, or took, besides the weights.
         is_cast: Whether the value is memory that casts of one weight are written to.
         is_listed: Whether it is cast together with others, by one op.
@@ -127,7 +125,7 @@ class Entry:
         self.owner = owner
         self.made_bytes = 0
         self.is_cast = self.is_listed = False
-        self.calls: weakref.WeakSet[KeptCall] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[CachedCall] = weakref.WeakSet()
         self.refs = tuple(weakref.ref(weight) for weight in weights)
         self.finalizers: list[weakref.finalize[..., torch.Tensor]] = []
 
@@ -150,9 +148,6 @@ class Entry:
         """Whether its weights lie where they did, and no signal tells of a write."""
         weights = self.weights()
         return weights is not None and bool(self.kept.is_fresh(weights))
-
-
-_NUM_BYTES = operator.attrgetter("num_bytes")
 
 
 class Store:
@@ -261,33 +256,21 @@ class Store:
                     other.kept.value = None
                     other.is_cast = other.is_listed = False
 
-    def refresh(
-        self,
-        entries: Sequence[Entry],
-        weights: Sequence[Weights],
-        is_used: Callable[[Entry], bool] | None = None,
-    ) -> bool:
-        """Makes stale values again, if that pays.
+    def refresh(self, entries: Sequence[Entry], weights: Sequence[Weights]) -> None:
+        """Recomputes stale values.
 
         Args:
-            entries: What is wanted.
-            weights: Those of each.
-            is_used: Tells of the largest stale value that was made before whether it is worth
-                making again; None if all are.
-
-        Returns:
-            Whether all are fresh now.
+            entries: Entries to make fresh.
+            weights: The weights of each.
         """
         kepts, sources = tuple([entry.kept for entry in entries]), tuple(weights)
-        found = engine().stale(kepts, sources)
-        if not found:
-            return True
-        stale = [entries[i] for i in found]
-        largest = max(stale, key=_NUM_BYTES)
-        if is_used is not None and largest.num_bytes and not is_used(largest):
-            return False
-        if len(found) < len(entries):
-            kepts, sources = tuple([kepts[i] for i in found]), tuple([sources[i] for i in found])
+        positions = engine().stale(kepts, sources)
+        if not positions:
+            return
+        stale = [entries[i] for i in positions]
+        if len(positions) < len(entries):
+            kepts = tuple([kepts[i] for i in positions])
+            sources = tuple([sources[i] for i in positions])
         olds = engine().reusable(kepts)
         pairs = zip(stale, olds, strict=True)
         self._let_go_of([entry for entry, old in pairs if old is None and not entry.is_cast])
@@ -295,7 +278,6 @@ class Store:
             engine().start(kepts, sources)
         with torch.profiler.record_function("amp_fx::refresh"):
             engine().finish(kepts, tuple(self._made(stale, sources, olds)))
-        return True
 
     def start(self, weights: Weights) -> Any:
         """Notes what weights are now, for ``adopt``; None if that cannot be done."""
@@ -311,7 +293,6 @@ class Store:
         weights = entry.weights()
         if weights is not None and entry.value is None:
             entry.kept.adopt(started, positions)
-            value = self._alike(entry, value)
             engine().finish((entry.kept,), (value,))
             entry.made_bytes = _num_bytes(entry, value, weights)
 
@@ -324,16 +305,14 @@ class Store:
         """
         makes_new = self.streams.are_several()
         values: list[Any] = []
-        lows, highs, quantized = [], [], []
-        reads: dict[int, torch.Tensor] = {}
+        lows, highs = [], []
         for entry, weights, old in zip(entries, sources, olds, strict=True):
             value: Any = None if makes_new else old
-            if isinstance(entry.wanted, Float8Slot) and is_compiled(weights[0]):
+            if is_compiled(entry.wanted, weights):
                 if value is None:
-                    value = entry.wanted.empty(weights[0])
+                    value = empty_values(entry.wanted, weights)
                     entry.made_bytes = _num_bytes(entry, value, weights)
-                read = reads.setdefault(id(weights[0]), _read_only(weights[0]))
-                quantized.append((read, entry.wanted.how, value))
+                write_values(entry.wanted, tuple(map(_read_only, weights)), value)
             elif value is None or not entry.is_cast:
                 value = self._made_anew(entry, weights, value)
             if entry.is_listed:
@@ -344,8 +323,6 @@ class Store:
             values.append(value)
         if lows:
             torch._foreach_copy_(lows, highs)
-        if quantized:
-            write_compiled(quantized)
         return values
 
     def _made_anew(self, entry: Entry, weights: Weights, old: Any) -> Any:
@@ -358,20 +335,8 @@ class Store:
             entry.is_cast, entry.is_listed = True, is_small and strides == weight.stride()
         else:
             value = make(entry.wanted, weights)
-            value = self._alike(entry, value) if old is None else _into(old, value)
+            value = value if old is None else _into(old, value)
         entry.made_bytes = _num_bytes(entry, value, weights)
-        return value
-
-    def _alike(self, entry: Entry, value: Any) -> Any:
-        """A packed weight, or another entry's that was packed of the same and lies alike."""
-        if not isinstance(value, torch.Tensor) or not value.is_mkldnn:
-            return value
-        weights = entry.weights() or ()
-        for other in self.of_weight(weights[0]) if weights else ():
-            is_packed = isinstance(other.value, torch.Tensor) and other.value.is_mkldnn
-            is_other = other is not entry and is_packed and _is_packed_of_the_same(entry, other)
-            if is_other and other.is_fresh() and is_laid_out_alike(value, other.value):
-                return other.value
         return value
 
     def drop(self, entry: Entry) -> None:
@@ -402,12 +367,12 @@ class Store:
     def _let_go(self, entries: Iterable[Entry]) -> None:
         """Frees code of graphs that has values of these as constants which are no more."""
         for call in {call for entry in entries for call in entry.calls}:
-            call.let_go()
+            call.evict()
 
     def drop_unused(self) -> None:
         """Drops what no call wants any more."""
         for entry in list(self.entries.values()):
-            if not entry.calls and not isinstance(entry.wanted, Slot):
+            if not entry.calls:
                 self.drop(entry)
 
     def when_quiet(self, action: Callable[[], None]) -> None:
@@ -429,10 +394,6 @@ class Store:
         entry = ref()
         if entry is not None and entry.value is not None:
             self.drop(entry)
-
-    def may_fit(self, entries: Sequence[Entry]) -> bool:
-        """Whether values, of which none was dropped, are within the limit all together."""
-        return self.limit is None or _num_bytes_of(entries) <= self.limit
 
     def fit(self, entries: Sequence[Entry]) -> None:
         """Keeps within the limit: drops values that were never used, the new ones last."""
@@ -505,24 +466,6 @@ def _is_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
         new.size(),
         new.stride(),
     )
-
-
-def _is_packed_of_the_same(entry: Entry, other: Entry) -> bool:
-    family = getattr(entry.wanted, "family", None)
-    theirs = getattr(other.wanted, "family", None)
-    weights = entry.weights()
-    if family is None or theirs is None or weights is None or entry.key[0] != other.key[0]:
-        return False
-    return family(weights) == theirs(weights)  # type: ignore[no-any-return]
-
-
-def is_laid_out_alike(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether oneDNN describes the memory of two tensors alike, sizes and dtypes included.
-
-    Relies on ``torch.ops.mkldnn._get_mkldnn_serialized_md``, which gives the descriptor's bytes.
-    """
-    describe = torch.ops.mkldnn._get_mkldnn_serialized_md
-    return torch.equal(describe(left), describe(right))
 
 
 MOST_OF_ONE_LAUNCH = 320 * 65536

@@ -1,9 +1,9 @@
-"""Calls a graph with values computed from its weights, all of them fresh.
+"""Calls a compiled graph with fresh values computed from its weights.
 
-A graph takes the values as inputs (casts of weights) or has them as constants of its code
-(``freeze``). Each call checks whether any weight was written since the
-values were made, and makes again those that depend on it. Calls under way go on with what they
-began with. One graph may serve many layers: each set of weights has values of its own.
+The graph takes the values as inputs (``split``) or has them as constants of its code (``packed``).
+Each call checks whether a weight was written since the values were computed, and recomputes those
+that depend on it. Calls in progress continue with the values that they began with. One graph may
+serve many layers: each set of weights has its own values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -37,94 +37,69 @@ ADVICE = (
 )
 
 
-class GaveUpError(Exception):
-    """Keeping values does not pay here, or cannot be done: the other variant is to be called."""
+def flattened(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns values with tuples of tensors expanded in place."""
+    return [t for v in values for t in (v if isinstance(v, tuple) else (v,))]
 
 
-class CannotKeepError(GaveUpError):
-    """Values of these weights cannot be kept: the other variant is to be called for them."""
-
-
-class Uses:
-    """Counts whether values that are made again and again are used in between.
+class CachedCall:
+    """Compiled graph that is called with cached values.
 
     Args:
-        most_unused: How often in a row a value may be asked about that no call used in between.
-    """
-
-    def __init__(self, most_unused: int) -> None:
-        self._most_unused = most_unused
-        self._seen: weakref.WeakKeyDictionary[Entry, tuple[int, int]] = weakref.WeakKeyDictionary()
-
-    def is_used(self, entry: Entry) -> bool:
-        """Whether a value is worth making again; to be asked each time before that is done."""
-        hits, num_unused = self._seen.get(entry, (-1, 0))
-        now = entry.kept.hits
-        num_unused = num_unused + 1 if hits == now else 0
-        self._seen[entry] = now, num_unused
-        return num_unused <= self._most_unused
-
-
-MOST_UNUSED = 2
-"""Updates in a row after which values that no second call used are kept no more."""
-
-
-class KeptCall:
-    """The kept values of one compiled graph.
-
-    Args:
-        wanted: The values; those that are inputs of the graph come first.
+        specs: Describes the values.
         passed: Positions of the inputs that the graph takes besides.
-        owner: The name under which ``stats`` counts the values.
+        owner: Name under which ``stats`` counts the values.
         verify: ``"sample"``, ``"full"`` or ``"off"``: how much each call compares with the weights.
-        num_delivered: How many values are inputs; None for all.
-        bind: Makes code of values that are constants; None if none are.
-        may_give_up: Whether ``GaveUpError`` may be raised: there is another variant.
+        compiled: Takes a list of the passed inputs and the values, tuples of values flattened; None
+            if ``bind`` is given.
+        bind: Returns code that has values as its constants.
     """
+
+    _boxed_call = True  # it empties the list that it is called with
 
     def __init__(
         self,
-        wanted: Sequence[Wanted],
+        specs: Sequence[Wanted],
         passed: Sequence[int],
         *,
         owner: str,
         verify: str,
-        num_delivered: int | None = None,
+        compiled: Callable[[list[Any]], Any] | None = None,
         bind: Bind | None = None,
-        may_give_up: bool = False,
     ) -> None:
-        self.wanted = tuple(wanted)
+        self.specs = tuple(specs)
         self.passed = tuple(passed)
-        self._positions = [each.positions for each in self.wanted]
+        self._positions = [spec.positions for spec in self.specs]
         self.owner = owner
         self.verify = verify
-        self.num_delivered = len(self.wanted) if num_delivered is None else num_delivered
         self.devices: tuple[torch.device, ...] | None = None
-        self.may_give_up = may_give_up
+        self._compiled = compiled
         self._bind = bind
-        self._uses = Uses(MOST_UNUSED)
         self._sample = DeviceSample()
         self._look = engine().Look(
-            tuple(position for each in self.wanted for position in each.positions),
+            tuple(position for spec in self.specs for position in spec.positions),
             self.passed,
-            self.num_delivered,
             bind is not None,
             verify == "sample",
         )
-        self.leave, self.let_go = self._look.leave, self._look.let_go
+        self.leave, self.evict = self._look.leave, self._look.let_go
         weakref.finalize(self, STORE.when_quiet, STORE.drop_unused).atexit = False
 
-    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as a function of the inputs that Dynamo knows."""
+    def __call__(self, given: list[Any]) -> Any:
+        """Calls the graph.
 
-        def call(*args: Any) -> Any:
-            _, inputs = self.enter(args) or self.prepare(args)
-            try:
-                return compiled(*inputs)
-            finally:
-                self.leave()
-
-        return call
+        Raises:
+            StaleWeightError: A weight was written unseen, with ``verify="full"``.
+        """
+        args = tuple(given)
+        given.clear()
+        run, inputs = self.enter(args) or self.prepare(args)
+        try:
+            code = self._compiled if run is None else run[0]
+            assert code is not None
+            return code(inputs)
+        finally:
+            self.leave()
 
     def adopt(
         self, values: Sequence[Any], started: Any, weights: Mapping[int, torch.Tensor]
@@ -134,11 +109,11 @@ class KeptCall:
             return
         order = {position: i for i, position in enumerate(weights)}
         with STORE.exclusive(waits=False) as is_first, making_values():
-            for wanted, value in zip(self.wanted, values, strict=True) if is_first else ():
-                own = tuple(weights[i] for i in wanted.positions)
-                entry = self._entry(wanted, own)
+            for spec, value in zip(self.specs, values, strict=True) if is_first else ():
+                own = tuple(weights[i] for i in spec.positions)
+                entry = self._entry(spec, own)
                 if entry is not None:
-                    STORE.adopt(entry, value, started, tuple(order[i] for i in wanted.positions))
+                    STORE.adopt(entry, value, started, tuple(order[i] for i in spec.positions))
 
     def enter(self, args: Args) -> tuple[Any, list[Any]] | None:
         """Begins a call that finds all values fresh; None if it does not.
@@ -147,7 +122,7 @@ class KeptCall:
             What was bound, and the inputs of the graph.
         """
         if self.devices is None:  # Dynamo guards them: they are those of the first call
-            self.devices = accelerator_devices(args[i] for w in self.wanted for i in w.positions)
+            self.devices = accelerator_devices(args[i] for s in self.specs for i in s.positions)
         if self.devices and is_capturing(self.devices):
             return None  # no Python runs in replays: what is captured makes its values itself
         if self.verify == "full":
@@ -182,15 +157,10 @@ class KeptCall:
 
     def _hold(self, values: Sequence[Any]) -> None:
         """Keeps the memory of values until the current stream has read it."""
-        tensors = [t for v in values for t in (v if isinstance(v, tuple) else (v,))]
-        STORE.streams.hold(tensors)
+        STORE.streams.hold(flattened(values))
 
     def prepare(self, args: Args) -> tuple[Any, list[Any]]:
-        """Makes stale and new values, begins the call, and returns what to call on which inputs.
-
-        Raises:
-            GaveUpError: The values cannot be kept, or keeping them does not pay.
-        """
+        """Computes stale and missing values, begins the call, and returns code and its inputs."""
         if self._look.found_mismatch:
             self._investigate(self._suspects(args))
         weights = [
@@ -199,43 +169,43 @@ class KeptCall:
         devices = self.devices or ()
         with STORE.exclusive() as is_first, making_values():
             if not is_first or is_capturing(devices):
-                values = [make(each, w) for each, w in zip(self.wanted, weights, strict=True)]
+                values = [make(each, w) for each, w in zip(self.specs, weights, strict=True)]
                 run = self._bound(values)
             else:
                 STORE.streams.note(devices)
                 STORE.streams.wait(devices)  # for what is fresh already
                 try:
-                    values, run = self._kept(args, weights)
+                    values, run = self._cached(args, weights)
                 finally:
                     STORE.streams.record(devices)
             self._hold(values if devices else ())
             self._look.begin()
-        return run, [*[args[i] for i in self.passed], *values[: self.num_delivered]]
+        inputs = [args[i] for i in self.passed]
+        return run, inputs if self._bind is not None else [*inputs, *flattened(values)]
 
-    def _kept(self, args: Args, weights: Sequence[Weights]) -> tuple[list[Any], Any]:
-        """All values, made again where they are stale, and what is bound to them."""
+    def _cached(self, args: Args, weights: Sequence[Weights]) -> tuple[list[Any], Any]:
+        """Returns all values, recomputed where they are stale, and what is bound to them."""
         known = self._look.entries(args)
         is_sampled = bool(self.devices) and self.verify == "sample"
         if known is not None and is_sampled and known.is_due():
-            self._sample.start(known)  # of what is not made again now
+            self._sample.start(known)  # of what is not recomputed now
         entries = known or [
-            self._entry(each, tensors) for each, tensors in zip(self.wanted, weights, strict=True)
+            self._entry(spec, tensors) for spec, tensors in zip(self.specs, weights, strict=True)
         ]
         is_all = None not in entries
-        if not is_all and self._bind is not None and self.may_give_up:
-            raise CannotKeepError
-        kept = [entry for entry in entries if entry is not None]
-        pairs = zip(entries, weights, strict=True)
-        if not self._make_fresh(kept, weights if is_all else [w for e, w in pairs if e]):
-            raise GaveUpError
+        pairs = [(e, w) for e, w in zip(entries, weights, strict=True) if e is not None]
+        cached = [entry for entry, _ in pairs]
+        STORE.refresh(cached, [tensors for _, tensors in pairs])
+        if self.devices:  # another graph may sample
+            (remember if self.verify == "sample" else remember_again)(cached)
         values = [
-            make(each, tensors) if entry is None else entry.kept.value
-            for each, entry, tensors in zip(self.wanted, entries, weights, strict=True)
+            make(spec, tensors) if entry is None else entry.kept.value
+            for spec, entry, tensors in zip(self.specs, entries, weights, strict=True)
         ]
-        STORE.fit(kept)
+        STORE.fit(cached)
         run = self._bound(values)
         is_known = self._bind is None and self._look.entries(args) is not None
-        if not is_known and is_all and all(entry.value is not None for entry in kept):
+        if not is_known and is_all and all(entry.value is not None for entry in cached):
             place = known or Place(entries)
             self._look.remember(tuple(e.kept for e in place), place, run)
         return values, run
@@ -244,29 +214,12 @@ class KeptCall:
         """Binds values that are constants of code; returns the bound code and the values."""
         return None if self._bind is None else (self._bind(values), tuple(values))
 
-    def _entry(self, wanted: Wanted, weights: Weights) -> Entry | None:
-        """The entry of a value; None if it cannot be kept."""
-        entry = STORE.entry(wanted, weights, self.owner)
+    def _entry(self, spec: Wanted, weights: Weights) -> Entry | None:
+        """Returns the entry of a value; None if its weights cannot be watched."""
+        entry = STORE.entry(spec, weights, self.owner)
         if entry is not None:
             entry.calls.add(self)
         return entry
-
-    def _make_fresh(self, entries: Sequence[Entry], weights: Sequence[Weights]) -> bool:
-        """Makes stale values again; False, with all of them dropped, to give up."""
-        is_used = self._uses.is_used if self.may_give_up else None
-        try:
-            if STORE.refresh(entries, weights, is_used):
-                if self.devices:  # another graph may sample
-                    (remember if self.verify == "sample" else remember_again)(entries)
-                if STORE.may_fit(entries) or not self.may_give_up:
-                    return True
-        except Exception as error:
-            if not self.may_give_up:
-                raise
-            log.debug("not kept: %s", error)
-        for entry in entries:
-            STORE.drop(entry)
-        return False
 
     def _suspects(self, args: Args) -> list[tuple[str, torch.Tensor]]:
         """The weights whose samples differ, by their names."""
@@ -305,39 +258,3 @@ class KeptCall:
                         f"the kept value of {described(made_of, self.owner, weights[0])} is "
                         f"stale: it was written where PyTorch cannot see it; {ADVICE}"
                     )
-
-
-class FrozenCall(KeptCall):
-    """A frozen graph as the function that AOTAutograd calls.
-
-    Args:
-        handed_out: Positions of the outputs that are constants: callers may write to them.
-        **settings: What else ``KeptCall`` takes.
-    """
-
-    _boxed_call = True  # it empties the list it is called with
-
-    def __init__(self, *args: Any, handed_out: Sequence[int], **settings: Any) -> None:
-        super().__init__(*args, num_delivered=0, **settings)
-        self._handed_out = tuple(handed_out)
-
-    def __call__(self, given: list[Any]) -> Any:
-        """Calls the graph.
-
-        Raises:
-            GaveUpError: The other variant is to be called, with the same inputs.
-            StaleWeightError: A weight was written unseen, with ``verify="full"``.
-        """
-        args = tuple(given)
-        given.clear()
-        run, inputs = self.enter(args) or self.prepare(args)
-        try:
-            outputs = run[0](inputs)
-        finally:
-            self.leave()
-        if not self._handed_out:
-            return outputs
-        owned = list(outputs)
-        for i in self._handed_out:
-            owned[i] = owned[i].clone()
-        return owned

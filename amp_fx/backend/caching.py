@@ -1,0 +1,348 @@
+"""Compiles the graphs of AOTAutograd so that values computed from weights are cached.
+
+- Without gradients on the CPU, inductor packs the values for its kernels, and they are constants
+  of the code (``weights.packed``).
+- Elsewhere they are inputs of the code (``weights.split``).
+- With gradients on the CPU, values of weights that get gradients are computed in every call: after
+  one call per update, caching would move more memory than it saves. Exceptions are weights whose
+  copies ``amp_fx.GradScaler.compile_step`` writes, and ``options={"weight_cache": "training"}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from amp_fx.backend.inner import (
+    after_autograd,
+    compile_with_inductor,
+    inductor_config,
+    is_strict,
+    without_autograd_cache,
+)
+from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.metadata import SITE, VALUE
+from amp_fx.graphs.values import tensors_in
+from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
+from amp_fx.weights.call import CachedCall
+from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
+from amp_fx.weights.split import split
+from amp_fx.weights.step_copies import weights_of_steps
+from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.stored_low import stored_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import fx
+
+    from amp_fx.backend.rewrite import Rewritten
+    from amp_fx.options import Options
+    from amp_fx.weights.cacheable import Weight
+    from amp_fx.weights.split import CachedValueSpec
+
+    Compile = Callable[..., Any]
+
+log = logging.getLogger("amp_fx.caching")
+
+
+class CachedValue(NamedTuple):
+    """What would be cached, with fake tensors for its results."""
+
+    spec: CachedValueSpec
+    results: tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caching:
+    """Decides what the graphs of one captured graph cache.
+
+    Attributes:
+        weights: The weights that can be cached, by position; emptied after the compilation, because
+            what is compiled must not hold weights.
+        num_inputs: How many inputs the captured graph has.
+        trained: Positions of the inputs that get gradients.
+        options: The options of the backend.
+        owner: Name under which ``stats`` counts the values.
+        is_packable: Whether values may be constants of generated code.
+    """
+
+    weights: dict[int, Weight]
+    num_inputs: int
+    trained: frozenset[int]
+    options: Options
+    owner: str
+    is_packable: bool
+
+    def is_on(self) -> bool:
+        """Returns True if the forward graph may cache anything."""
+        is_inference = not (torch.is_grad_enabled() and self.trained)
+        return bool(self._chosen(is_inference=is_inference))
+
+    def release(self) -> None:
+        """Drops the weights when the compilation ends."""
+        self.weights.clear()
+
+    def wrap(self, compile_graph: Compile) -> Compile:
+        """Returns an inner compiler that caches what a graph computes from weights alone.
+
+        Args:
+            compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
+        """
+
+        def compile_cached(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            is_inference = bool(kwargs.get("is_inference"))
+            chosen = {} if kwargs.get("is_backward") else self._chosen(is_inference=is_inference)
+            if not chosen or not self._is_aligned(gm, chosen):
+                return compile_graph(gm, inputs, **kwargs)
+            has_data = not any(type(w.tensor) is FakeTensor for w in chosen.values())
+            if is_inference and self.is_packable and has_data:
+                try:
+                    return self._pack(copy_graph_module(gm), inputs, chosen, compile_graph, kwargs)
+                except CannotPackError as error:
+                    log.debug("not packed: %s", error)
+            return self._split(gm, inputs, chosen, compile_graph, kwargs)
+
+        return compile_cached
+
+    def values(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[CachedValue, ...]:
+        """Lists what a rewritten graph caches; computes and compiles nothing.
+
+        Args:
+            gm: The rewritten graph; it is edited.
+            inputs: Its inputs, fake.
+        """
+        found: list[CachedValue] = []
+
+        def note(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+            is_inference = bool(kwargs.get("is_inference"))
+            chosen = {} if kwargs.get("is_backward") else self._chosen(is_inference=is_inference)
+            if chosen and self._is_aligned(graph, chosen):
+                own = copy_graph_module(graph)
+                names = {i: weight.name for i, weight in chosen.items()}
+                if is_inference and self.is_packable:
+                    found.extend(self._packed_values(own, given, names))
+                else:
+                    split_graph = split(own, names, _num_returned(own, kwargs))
+                    specs = split_graph.values if split_graph is not None else ()
+                    found.extend(CachedValue(s, tuple(map(VALUE.of, s.outputs))) for s in specs)
+            return make_boxed_func(graph.forward)
+
+        with without_autograd_cache():
+            compile_with_inductor(gm, inputs, self.options, note)
+        return tuple(value for value in found if not value.spec.is_alias)
+
+    def _packed_values(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]
+    ) -> list[CachedValue]:
+        after_autograd(self.options).widen_products(gm.graph)
+        fakes = {i: inputs[i] for i in names}
+        folds = self.options.fold_batch_norm
+        constants, _, _ = pack(gm, inputs, fakes, names, folds_batch_norm=folds, run=run_fake)
+        targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
+        tensors = {constants.copies[t]: getattr(gm, t) for t in targets if t in constants.copies}
+        specs = specs_of(constants.prepare, tensors)
+        return [CachedValue(s, tuple(tensors[n] for n in s.outputs)) for s in specs]
+
+    def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
+        """Returns the weights whose values are cached."""
+        if is_inference:
+            return self.weights
+        is_asked_for = self.options.weight_cache == "training"
+        stepped = weights_of_steps()
+        return {
+            i: weight
+            for i, weight in self.weights.items()
+            if is_asked_for
+            or weight.tensor.device.type != "cpu"
+            or i not in self.trained
+            or id(weight.tensor) in stepped
+        }
+
+    def _is_aligned(self, gm: fx.GraphModule, weights: Mapping[int, Weight]) -> bool:
+        """Returns True if a graph has the inputs of the captured one, in their order.
+
+        AOTAutograd adds inputs for states of random numbers, and replaces views of one another. Of
+        a DTensor it passes the local part.
+        """
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        if len(placeholders) != self.num_inputs:
+            return False
+        pairs = [(VALUE.get(placeholders[i]), weight.tensor) for i, weight in weights.items()]
+        return all(
+            isinstance(value, torch.Tensor)
+            and (value.dtype, value.shape, value.stride()) == (w.dtype, w.shape, w.stride())
+            for value, w in pairs
+        )
+
+    def _split(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        weights: Mapping[int, Weight],
+        compile_graph: Compile,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compiles a graph whose cached values are inputs."""
+        names = {i: weight.name for i, weight in weights.items()}
+        found = split(gm, names, _num_returned(gm, kwargs))
+        if found is None:
+            return compile_graph(gm, inputs, **kwargs)
+        values = gm.graph.find_nodes(op="placeholder")[len(found.passed) :]
+        examples = [*(inputs[i] for i in found.passed), *map(VALUE.of, values)]
+        if "static_input_idxs" in kwargs:
+            given = kwargs["static_input_idxs"]
+            static = [new for new, old in enumerate(found.passed) if old in given]
+            static += range(len(found.passed), len(examples))
+            kwargs = {**kwargs, "static_input_idxs": static}
+        compiled = compile_graph(gm, examples, **kwargs)
+        return self._call(found.values, found.passed, compiled=compiled)
+
+    def _pack(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        weights: Mapping[int, Weight],
+        compile_graph: Compile,
+        kwargs: dict[str, Any],
+    ) -> CachedCall:
+        """Compiles a graph whose cached values are constants."""
+        tensors = {i: weight.tensor for i, weight in weights.items()}
+        with unset_fake_temporarily():
+            started = STORE.start(tuple(tensors.values()))
+            aliases = constants_for(tensors)
+        after_autograd(self.options).widen_products(gm.graph)
+        with _plain_epilogues(self.options):
+            packed, values = compile_packed(
+                gm,
+                inputs,
+                aliases,
+                {i: weight.name for i, weight in weights.items()},
+                compile_graph,
+                folds_batch_norm=self.options.fold_batch_norm,
+                **kwargs,
+            )
+        call = self._call(packed.specs, packed.taken, bind=packed.bind)
+        if started is not None:
+            with unset_fake_temporarily():
+                call.adopt(values, started, tensors)
+        return call
+
+    def _call(self, *args: Any, **code: Any) -> CachedCall:
+        return CachedCall(
+            *args, owner=self.owner, verify=verify_level(self.options.verify), **code
+        )
+
+
+def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Keeps what follows a product out of oneDNN's kernels, which round at the end only.
+
+    Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the passes
+    of its freezing not being.
+    """
+    from torch._inductor import config
+
+    if not is_strict(options):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = config.patch(pattern_matcher=False)
+    return patch
+
+
+def _num_returned(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:
+    """Returns how many outputs the caller gets; what follows is saved for the backward."""
+    context = TracingContext.try_get()
+    if not kwargs.get("is_inference") and context is not None and context.fw_metadata is not None:
+        return int(context.fw_metadata.num_forward_returns)
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    return len(outputs)
+
+
+def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Returns aliases of weights: their memory, in storages of their own."""
+    with making_values():
+        return {i: engine().alias(weight.detach()) for i, weight in weights.items()}
+
+
+def caching(
+    captured: fx.GraphModule,
+    found: Rewritten,
+    example_inputs: Sequence[Any],
+    options: Options,
+) -> Caching:
+    """Finds out what the graphs of a rewritten graph can cache.
+
+    Args:
+        captured: The graph as Dynamo captured it.
+        found: The same, rewritten.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+    """
+    weights: dict[int, Weight] = {}
+    if options.weight_cache and options.compiler != "eager" and has_hook():
+        stored = set() if options.freezing else stored_tensors(found.frame.modules())
+        weights = cacheable_weights(captured, found.gm, example_inputs, stored=stored)
+    trained = {
+        i
+        for i, example in enumerate(example_inputs)
+        if isinstance(example, torch.Tensor) and example.requires_grad
+    }
+    return Caching(
+        weights,
+        len(example_inputs),
+        frozenset(trained),
+        options,
+        owner_of(found.gm, found.root),
+        _is_packable(found.gm.graph, example_inputs, options),
+    )
+
+
+def _is_packable(graph: fx.Graph, example_inputs: Sequence[Any], options: Options) -> bool:
+    """Returns True if values may be constants of the code that inductor generates.
+
+    On the CPU they are, unless ``freezing`` is off or autocast is off in the whole graph; on
+    accelerators if ``freezing`` is asked for.
+    """
+    if options.compiler != "inductor" or options.freezing is False or not _is_on(graph):
+        return False
+    device_type = _device_type_of(tensors_in(example_inputs))
+    is_any_on = functools.partial(_is_any_on, inductor_config(options))
+    if device_type in ("cuda", "xpu"):
+        is_wanted = options.freezing is True or is_any_on("freezing")
+        return is_wanted and not is_any_on(*_HOLDING, "triton.cudagraphs")
+    return device_type == "cpu" and not is_any_on(*_HOLDING)
+
+
+_HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
+"""Settings of inductor under which its code holds weights in forms that no graph shows."""
+
+
+def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:
+    """Returns True if a setting of inductor is on: here, or for the process."""
+    from torch._inductor import config
+
+    return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
+
+
+def _device_type_of(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Returns the type of the only device of a graph, numbers on the CPU aside; None for several."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        devices = {t.device for t in tensors if t.device.type != "cpu" or t.dim() > 0}
+    return devices.pop().type if len(devices) == 1 else "cpu" if not devices else None
+
+
+def _is_on(graph: fx.Graph) -> bool:
+    """Returns True if autocast is on anywhere in a graph."""
+    ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return any(SITE.is_on(node) and SITE.of(node).state.enabled for node in ops)

@@ -1,0 +1,148 @@
+"""Finds the inputs of a captured graph that are weights whose values can be cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_fx.dtypes import is_spread
+from amp_fx.graphs.places import input_path, lines_of
+from amp_fx.graphs.values import is_dynamic, is_written, value_of
+from amp_fx.weights.spread import (
+    is_distributed,
+    is_managed,
+    is_of_plain_module,
+    part_of,
+)
+from amp_fx.weights.write_signals import DEVICES, is_watchable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight among the inputs of a graph.
+
+    Attributes:
+        name: Its name in the user's program.
+        tensor: The weight, or this process's part of a DTensor.
+        sharing: Positions of all inputs that share its storage, its own included.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    sharing: frozenset[int]
+
+
+def cacheable_weights(
+    captured: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    stored: Collection[int] = (),
+) -> dict[int, Weight]:
+    """Returns the weights of a graph by their positions among its inputs.
+
+    Left out are weights that the graph writes, that share memory with an input that it writes,
+    whose writes would not be seen, or whose sizes are symbolic.
+
+    Args:
+        captured: The graph as Dynamo captured it.
+        rewritten: The same with its casts, where values and versions are known.
+        example_inputs: Its inputs.
+        stored: Identities of weights that were stored low to save memory: they stay as they are.
+    """
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    values = rewritten.graph.find_nodes(op="placeholder")
+    sharing: defaultdict[int, set[int]] = defaultdict(set)
+    for i, example in enumerate(example_inputs):
+        if isinstance(example, torch.Tensor) and example.layout is torch.strided:
+            sharing[_storage_of(example)].add(i)
+    written = {i for i, node in enumerate(values) if is_written(node)}
+    found = {}
+    for i, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        if not _is_weight(node, example) or id(example) in stored:
+            continue
+        own = frozenset(sharing[_storage_of(example)])
+        part = part_of(example)
+        if own.isdisjoint(written) and not is_dynamic(value_of(values[i])) and _is_seen(part):
+            found[i] = Weight(input_path(node), part, own)
+    return found
+
+
+def _is_seen(part: torch.Tensor) -> bool:
+    return part.is_meta or type(part) is FakeTensor or is_watchable(part)
+
+
+def _storage_of(example: torch.Tensor) -> int:
+    return int(part_of(example).untyped_storage()._cdata)
+
+
+def _is_weight(node: fx.Node, example: Any) -> bool:
+    """Returns True for parameters and buffers of modules.
+
+    Subclasses other than DTensor (quantized weights) are left out, as their storage is not plain; so
+    are weights that a library shards (``amp_fx.weights.spread``). A tensor on ``meta`` stands for
+    one on a device that is not here.
+    """
+    if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
+        return False
+    if is_distributed() and not is_of_plain_module(getattr(node, "_dynamo_source", None)):
+        return False
+    kind = _kind(example)
+    if kind is torch.Tensor:
+        return _is_module_buffer(node)
+    is_plain = kind is torch.nn.Parameter and example.layout is torch.strided
+    return is_plain and not is_managed(part_of(example))
+
+
+def _kind(example: torch.Tensor) -> type[torch.Tensor]:
+    """Returns the class of an input; for a DTensor or a fake tensor, the class it represents.
+
+    Dynamo's ``DDPOptimizer`` compiles a graph in parts, for fake weights.
+    """
+    is_fake = type(example) is FakeTensor
+    has_plain_part = is_spread(example) and type(part_of(example)) is torch.Tensor
+    if not is_fake and not has_plain_part:
+        return type(example)
+    return torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor
+
+
+def _is_module_buffer(node: fx.Node) -> bool:
+    """Returns True if Dynamo took an input for a module's own tensor, which keeps its address."""
+    tensor_dict = node.meta.get("tensor_dict") or {}
+    return tensor_dict.get("_dynamo_static_input_type") is not None
+
+
+def is_weight(node: fx.Node, example: Any) -> bool:
+    """Returns True if an input is a parameter or a buffer of a module."""
+    is_tensor = isinstance(example, torch.Tensor)
+    return isinstance(example, torch.nn.Parameter) or (is_tensor and _is_module_buffer(node))
+
+
+VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+
+
+def verify_level(option: str) -> str:
+    """Returns ``Options.verify``, unless the environment overrides it."""
+    return _VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), option)
+
+
+_VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
+
+
+def owner_of(gm: fx.GraphModule, root: str | None) -> str:
+    """Returns the class of the outermost module, or the function, that owns a graph, and its file."""
+    for node in gm.graph.nodes:
+        for line in lines_of(node):
+            return f"{root or line.function} ({Path(line.file).name})"
+    return root or "unknown"

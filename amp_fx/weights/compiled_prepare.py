@@ -1,0 +1,70 @@
+"""Compiles the computation of cached values on GPUs, where op by op it would be many kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.weights.split import CachedValueSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+
+def is_compiled(spec: Any, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns True if ``write_values`` is for a value: one that is computed, on a GPU, by Triton."""
+    is_computed = isinstance(spec, CachedValueSpec) and not spec.is_alias and not spec.is_cast
+    return is_computed and weights[0].is_cuda and _has_triton()
+
+
+def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:
+    """Allocates the value that a description is of: a tensor or a tuple of tensors."""
+    fakes = [VALUE.of(output) for output in spec.outputs]
+    values = tuple(
+        torch.empty_strided(f.size(), f.stride(), dtype=f.dtype, device=weights[0].device)
+        for f in fakes
+    )
+    return values[0] if len(values) == 1 else values
+
+
+def write_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor], value: Any) -> None:
+    """Computes a value into its memory, by code that is shared by all values computed alike."""
+    layouts = tuple((w.dtype, w.size(), w.stride()) for w in weights)
+    targets = value if isinstance(value, tuple) else (value,)
+    _writer((spec.key(tuple(weights)), layouts), _Unhashed(spec))(weights, targets)
+
+
+class _Unhashed:
+    """Argument that a cache does not look at."""
+
+    def __init__(self, spec: CachedValueSpec) -> None:
+        self.spec = spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashed)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.cache
+def _writer(_: Hashable, spec: _Unhashed) -> Callable[..., None]:
+    """Returns the compiled function; Dynamo compiles few variants of one code object."""
+    function = spec.spec.function
+
+    def write(weights: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, function(*weights), strict=True):
+            target.copy_(source)
+
+    write.__code__ = write.__code__.replace()
+    return torch.compile(write, dynamic=False)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()

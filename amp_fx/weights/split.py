@@ -1,0 +1,540 @@
+"""Splits graphs of AOTAutograd into what is computed from weights alone and the rest.
+
+Before:
+    graph(weight, x):
+        %cast = prims.convert_element_type(%weight, torch.bfloat16)
+        %y    = aten.mm(%x, %cast)
+After:
+    prepare(weight):                  # run once per update of the weight (``store``)
+        %cast = prims.convert_element_type(%weight, torch.bfloat16)
+    rest(x, cast):                    # compiled, run in every call
+        %y    = aten.mm(%x, %cast)
+
+Views at the end of ``prepare`` stay in the rest, where they cost nothing, so that graphs which view
+one value differently share it. Left in the rest on purpose: values that the graph returns to the
+caller, values larger than their weights, symbolic sizes, and every op that is not a pure function
+of its arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.node import map_arg
+
+from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.purity import is_pure
+from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.values import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+
+    Weights = tuple[torch.Tensor, ...]
+    Copies = dict[fx.Node, fx.Node]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedValueSpec:
+    """Describes tensors that are computed together from weights alone.
+
+    Attributes:
+        positions: Positions of the weights among the inputs of the graph.
+        names: Names of the weights in the user's program.
+        nodes: Nodes of ``prepare`` that compute the tensors, in topological order.
+        outputs: Those of ``nodes`` whose results are cached.
+        is_alias: Whether the value is the weight's own memory, in a storage that compiled code may
+            ask for pointers without that being taken for a write.
+    """
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    is_alias: bool = False
+
+    @functools.cached_property
+    def ops(self) -> tuple[str, ...]:
+        """Names of the ops that compute the value, in order."""
+        targets = [n.target for n in self.nodes if n.op == "call_function"]
+        named = [t for t in targets if t is not operator.getitem]
+        return tuple(getattr(t, "_opname", getattr(t, "__name__", str(t))) for t in named)
+
+    @functools.cached_property
+    def _key(self) -> str:
+        known: dict[fx.Node, str] = {}
+        for index, node in enumerate(self.nodes):
+            known[node] = f"%{index}"
+        text = [_text(node, known.__getitem__) for node in self.nodes]
+        outputs = [known[node] for node in self.outputs]
+        return hashlib.sha256(repr((text, outputs, self.is_alias)).encode()).hexdigest()
+
+    def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
+        """Equal for values that the same ops compute of the same weights, in any graph."""
+        return self._key
+
+    def make(self, weights: Weights) -> Any:
+        """Computes the value: a tensor, or a tuple of tensors if there are several outputs."""
+        results = self.evaluate(weights)
+        return results[0] if len(results) == 1 else results
+
+    def evaluate(self, weights: Weights) -> tuple[torch.Tensor, ...]:
+        """Computes the outputs one op at a time."""
+        given = iter(weights)
+        values: dict[fx.Node, Any] = {}
+        last_users = self._last_users
+        for node in self.nodes:
+            values[node] = next(given) if node.op == "placeholder" else run_node(node, values)
+            for used in last_users.get(node, ()):
+                del values[used]
+        return tuple(values[node] for node in self.outputs)
+
+    @functools.cached_property
+    def _last_users(self) -> dict[fx.Node, list[fx.Node]]:
+        """Maps a node to the intermediate results that nothing needs after it."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            last.update(dict.fromkeys(node.all_input_nodes, node))
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for used, user in last.items():
+            if used not in self.outputs:
+                users.setdefault(user, []).append(used)
+        return users
+
+    @functools.cached_property
+    def is_cast(self) -> bool:
+        """True if the value is a cast of one weight."""
+        calls = [node for node in self.nodes if node.op == "call_function"]
+        is_one = len(self.outputs) == len(self.positions) == 1
+        if not is_one or not 1 <= len(calls) <= 2 or cast_dtype(calls[0]) is None:
+            return False
+        return all(node.target is torch.ops.aten.clone.default for node in calls[1:])
+
+    def casts(self) -> Iterable[tuple[int, torch.dtype]]:
+        """Yields the weights that are cast on the way: their positions, and to which dtype."""
+        positions = dict(zip(self.nodes, self.positions, strict=False))
+        for node in self.nodes:
+            dtype = cast_dtype(node) if node.op == "call_function" else None
+            if dtype is not None and (source := viewed_by(node.all_input_nodes[0])) in positions:
+                yield positions[source], dtype
+
+    @functools.cached_property
+    def is_by_row(self) -> bool:
+        """True if each row of the value depends on one row of one weight.
+
+        Such a value can be computed while the weight is written.
+        """
+        return len(self.positions) == 1 and all(map(_is_by_row, self.nodes))
+
+    @functools.cached_property
+    def function(self) -> fx.GraphModule:
+        """Function that computes the outputs and that ``torch.compile`` can trace."""
+        graph = fx.Graph()
+        copies: Copies = {}
+        constants = {}
+        for node in self.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "get_attr":
+                name = f"constant_{len(constants)}"
+                copies[node].target = name
+                constants[name] = CONSTANT.of(node)
+        graph.output(tuple(copies[node] for node in self.outputs))
+        return fx.GraphModule(constants, graph)
+
+    def laid_out(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Returns dtype and strides of the value if it is a cast of one weight, else None."""
+        del weight  # Dynamo guards its strides: they are those that the graph was compiled for
+        if not self.is_cast:
+            return None
+        value = VALUE.of(self.outputs[0])
+        return value.dtype, value.stride()
+
+
+def cast_dtype(node: fx.Node) -> torch.dtype | None:
+    """Returns the dtype that a node casts to; None if it does anything else."""
+    if node.target is CONVERT:
+        return node.args[1]  # type: ignore[return-value]
+    given = {name for name, value in node.kwargs.items() if value is not None}
+    if node.target is torch.ops.aten._to_copy.default and given == {"dtype"}:
+        return node.kwargs["dtype"]  # type: ignore[return-value]
+    return None
+
+
+def _is_by_row(node: fx.Node) -> bool:
+    """Returns True for pointwise ops, views, and reductions of the last dimension alone."""
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    if node.op != "call_function" or torch.Tag.pointwise in tags or is_view(node):
+        return True
+    is_reduction = torch.Tag.reduction in tags
+    return is_reduction and len(node.args) > 1 and node.args[1] in (-1, [-1])
+
+
+def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Calls what a node of ``prepare`` calls, on real tensors."""
+    if node.op == "get_attr":
+        return CONSTANT.of(node)
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.target is CONVERT and _has_plain_strides(args[0]) and args[0].dtype is not args[1]:
+        return args[0].to(args[1])  # prims' own implementation is Python, and slow
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _has_plain_strides(tensor: torch.Tensor) -> bool:
+    """Returns True if ``to`` and ``prims.convert_element_type`` surely give the same strides."""
+    return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
+
+
+def _text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
+    if node.op == "placeholder":
+        return "weight"
+    if node.op == "get_attr":
+        return f"constant {id(CONSTANT.of(node))}"
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(name_of(n)))
+    return f"{node.target}{args}{sorted(kwargs.items())}"
+
+
+class _Name(str):
+    """Name of a node inside of printed arguments."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _Constant:
+    """Accessor of the tensor that a ``get_attr`` node of ``prepare`` stands for."""
+
+    def of(self, node: fx.Node) -> torch.Tensor:
+        """Returns the tensor."""
+        tensor: torch.Tensor = node.meta["amp_fx_constant"]
+        return tensor
+
+
+CONSTANT = _Constant()
+
+
+class Prepare:
+    """The graph of everything that is computed from weights alone.
+
+    Equal nodes are merged, so that a cell that is unrolled packs its weight once.
+
+    Args:
+        names: Names of the weights in the user's program, by position.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.graph = fx.Graph()
+        self._names = names
+        self._positions: dict[fx.Node, int] = {}
+        self._weights: dict[int, fx.Node] = {}
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._merged: dict[str, fx.Node] = {}
+
+    def weight(self, position: int, value: torch.Tensor) -> fx.Node:
+        """Returns the placeholder of a weight.
+
+        Args:
+            position: Position of the weight among the inputs of the graph.
+            value: The weight, fake.
+        """
+        if position not in self._weights:
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                node = self.graph.placeholder(f"weight_{position}")
+            VALUE.put(node, value)
+            self._weights[position] = node
+            self._positions[node] = position
+            self._sources[node] = frozenset([node])
+        return self._weights[position]
+
+    def add(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], constant: Any = None) -> fx.Node:
+        """Copies a node of a split graph.
+
+        Args:
+            node: A node whose inputs all have copies.
+            copies: The copies of other nodes.
+            constant: The tensor of a ``get_attr`` node.
+
+        Returns:
+            The copy, or an equal node that was there before.
+        """
+        if _is_no_cast(node):
+            source = copies[node.all_input_nodes[0]]
+            if source not in self._positions:  # a value must not be the weight itself
+                return source
+        copy = self.graph.node_copy(node, copies.__getitem__)
+        if node.op == "get_attr":
+            copy.meta["amp_fx_constant"] = constant
+        text = _text(copy, lambda n: n.name)
+        if text in self._merged:
+            self.graph.erase_node(copy)
+            return self._merged[text]
+        self._merged[text] = copy
+        self._sources[copy] = frozenset().union(*map(self._sources.__getitem__, copy.all_input_nodes))
+        return copy
+
+    def weights_of(self, copy: fx.Node) -> frozenset[fx.Node]:
+        """Returns the weights that a node depends on."""
+        return self._sources[copy]
+
+    def specs(self, outputs: Iterable[fx.Node]) -> list[CachedValueSpec]:
+        """Returns what describes some results; those that share computation are one value."""
+        groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
+        for output in dict.fromkeys(outputs):
+            needed, own = self._needed_by(output), [output]
+            computed = {n for n in needed if n.op == "call_function" and not is_view(n)}
+            for group in [g for g in groups if not computed.isdisjoint(g[0])]:
+                groups.remove(group)
+                computed |= group[0]
+                own = [*group[1], *own]
+            groups.append((computed, own))
+        return [self._spec(own) for _, own in groups]
+
+    def alias(self, weight: fx.Node) -> CachedValueSpec:
+        """Returns the description of a weight's own memory."""
+        position = self._positions[weight]
+        names = (self._names[position],)
+        return CachedValueSpec((position,), names, (weight,), (weight,), is_alias=True)
+
+    def _spec(self, outputs: list[fx.Node]) -> CachedValueSpec:
+        needed = set().union(*map(self._needed_by, outputs))
+        weights = [n for n in _in_order(outputs) if n in self._positions]
+        rest = [n for n in self.graph.nodes if n in needed and n not in self._positions]
+        positions = tuple(self._positions[n] for n in weights)
+        names = tuple(self._names[i] for i in positions)
+        ordered = sorted(outputs, key=rest.index) if outputs[0] in rest else outputs
+        return CachedValueSpec(positions, names, (*weights, *rest), tuple(ordered))
+
+    def _needed_by(self, output: fx.Node) -> set[fx.Node]:
+        return set(_in_order([output]))
+
+
+def _in_order(outputs: Iterable[fx.Node]) -> list[fx.Node]:
+    """Returns nodes and everything they depend on, in the order of a depth-first walk."""
+    found: dict[fx.Node, None] = {}
+    stack = [*reversed(list(outputs))]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack.extend(reversed(node.all_input_nodes))
+    return list(found)
+
+
+def _is_no_cast(node: fx.Node) -> bool:
+    """Returns True for casts to the dtype that a value has, which folding leaves behind."""
+    if node.target is not CONVERT:
+        return False
+    source = VALUE.get(node.all_input_nodes[0])
+    return isinstance(source, torch.Tensor) and source.dtype == node.args[1]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Returns True if a node only gives views of its inputs."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    if node.target is torch.ops.aten.reshape.default:
+        return _is_viewable(VALUE.get(node.all_input_nodes[0]), VALUE.get(node))
+    is_schema_of_view = getattr(node.target, "is_view", False)
+    return bool(is_schema_of_view) or node.target is torch.ops.aten._unsafe_view.default
+
+
+def _is_viewable(value: Any, reshaped: Any) -> bool:
+    """Returns True if ``reshape`` gives a view, which its schema does not tell."""
+    like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    try:
+        like.view(reshaped.size())
+    except RuntimeError:
+        return False
+    return True
+
+
+def copy_prepared(
+    gm: fx.GraphModule, sources: Copies, prepare: Prepare, *, skipped: Collection[fx.Node] = ()
+) -> Copies:
+    """Copies every node that depends on weights alone into ``prepare``.
+
+    Args:
+        gm: A graph whose nodes have their values in ``meta["val"]``.
+        sources: Nodes of it that are weights or values already, with their copies.
+        prepare: The graph to copy into; it is extended.
+        skipped: Nodes that are not copied.
+
+    Returns:
+        The copies by node, those of ``sources`` included.
+    """
+    copies = dict(sources)
+    for node in gm.graph.nodes:
+        if node in copies or node in skipped:
+            continue
+        if node.op == "get_attr":
+            constant = _attribute(gm, str(node.target))
+            if isinstance(constant, torch.Tensor):
+                copies[node] = prepare.add(node, copies, constant)
+        elif _is_preparable(node, copies):
+            copy = prepare.add(node, copies)
+            if _fits(node, prepare.weights_of(copy)):
+                copies[node] = copy
+    return copies
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    return functools.reduce(lambda owner, name: getattr(owner, name, None), target.split("."), gm)
+
+
+def _is_preparable(node: fx.Node, copies: Copies) -> bool:
+    if node.op != "call_function" or not is_pure(node):
+        return False
+    values = tensors_in(VALUE.get(node))
+    # Ops that pack weights have no fake kernels, and so no values.
+    if any(map(free_symbols, values)) or (VALUE.is_on(node) and not values):
+        return False
+    return all(source in copies for source in node.all_input_nodes)
+
+
+def _fits(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Returns True if the result takes no more memory than the weights it is computed from.
+
+    A tensor constructor has no weights: it is copied for the sake of what reads it.
+    """
+    if not weights or is_view(node):
+        return True
+    own = sum(map(num_bytes, tensors_in(VALUE.get(node))))
+    return own <= sum(num_bytes(VALUE.of(weight)) for weight in weights)
+
+
+def values_read(
+    copies: Copies, prepare: Prepare, given: Collection[fx.Node], *, has_views: bool
+) -> list[fx.Node]:
+    """Returns the copied nodes that the rest of the graph reads.
+
+    Args:
+        copies: Nodes that depend on weights alone.
+        prepare: Where they were copied to.
+        given: Nodes that need not be computed: weights, and values from before.
+        has_views: Whether a view that is read is a value; otherwise what it views is.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in copies:
+        if all(user in copies for user in node.users):
+            continue
+        base = node if has_views else viewed_by(node)
+        if base not in given and prepare.weights_of(copies[base]):
+            found[base] = None
+    return list(found)
+
+
+def viewed_by(node: fx.Node) -> fx.Node:
+    """Returns the node that a chain of views begins at."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
+    """Returns the nodes that the caller gets, as they are or as views.
+
+    A caller may write to its results, so no cached value may be among them.
+
+    Args:
+        gm: A graph of AOTAutograd.
+        num_returned: How many of its first outputs the caller gets; what follows is saved for the
+            backward.
+    """
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    found: set[fx.Node] = set()
+    for node in outputs[:num_returned]:
+        while isinstance(node, fx.Node) and node not in found:
+            found.add(node)
+            node = node.all_input_nodes[0] if is_view(node) else None  # type: ignore[assignment]
+    return found
+
+
+def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
+    """Returns the placeholders that a graph writes, directly or through views."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for argument, given in zip(schema.arguments, node.args, strict=False):
+            if argument.is_write and isinstance(given, fx.Node):
+                found.add(viewed_by(given))
+    return {node for node in found if node.op == "placeholder"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What a split graph takes.
+
+    Attributes:
+        values: What is cached; each of its outputs is an input of the rest, in order.
+        passed: Positions of the inputs that the rest still takes; they come before the values.
+    """
+
+    values: tuple[CachedValueSpec, ...]
+    passed: tuple[int, ...]
+
+
+def split(gm: fx.GraphModule, weights: Mapping[int, str], num_returned: int) -> Split | None:
+    """Splits a graph, whose cached values become inputs behind the others.
+
+    Args:
+        gm: A graph of AOTAutograd, forward; it is edited into the rest.
+        weights: Names of the weights by their positions among the inputs.
+        num_returned: How many of the first outputs the caller gets.
+
+    Returns:
+        What the rest takes; None, with the graph unchanged, if nothing can be cached.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    written = written_inputs(gm)
+    prepare = Prepare(weights)
+    sources = {
+        placeholders[i]: prepare.weight(i, VALUE.of(placeholders[i]))
+        for i in weights
+        if placeholders[i] not in written
+    }
+    kept = escaping(gm, num_returned) - set(placeholders)
+    copies = copy_prepared(gm, sources, prepare, skipped=kept)
+    bases = values_read(copies, prepare, sources, has_views=False)
+    if not bases:
+        return None
+    by_copy = {copies[base]: base for base in bases}
+    specs = prepare.specs(by_copy)
+    last = placeholders[-1]
+    for spec in specs:
+        for output in spec.outputs:
+            base = by_copy[output]
+            with gm.graph.inserting_after(last):
+                last = gm.graph.placeholder(f"{base.name}_cached")
+            last.meta = {k: v for k, v in base.meta.items() if k != "recompute"}
+            base.replace_all_uses_with(last)
+    gm.graph.eliminate_dead_code()
+    read = [node for node in sources if node.users]
+    specs += [prepare.alias(sources[node]) for node in read]
+    for node in read:
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(f"{node.name}_alias")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+    passed = []
+    for i, node in enumerate(placeholders):
+        if node in sources:
+            gm.graph.erase_node(node)
+        else:
+            passed.append(i)
+    gm.graph.lint()
+    gm.recompile()
+    return Split(tuple(specs), tuple(passed))
