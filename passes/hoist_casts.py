@@ -12,10 +12,10 @@ After:
         ...
 
 Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it alike, which
-decides gradient bits: outside, ``fold_casts`` finds it. A reentrant checkpoint differentiates its
-own recomputation, for which the cache is empty again: its cast is shared with nothing outside.
-Left alone on purpose: casts of
-anything else, whose memory the checkpoint saves, and of weights that the graph writes.
+decides gradient bits: outside, ``fold_casts`` finds it, and it can be cached across calls. A
+reentrant checkpoint differentiates its own recomputation, for which the cache is empty again: its
+cast is shared with nothing outside. Left alone on purpose: casts of anything else, whose memory the
+checkpoint saves, and of weights that the graph writes.
 """
 
 from __future__ import annotations
@@ -54,28 +54,36 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class HoistCasts:
-    """Replaces casts inside bodies by operands that were cast outside."""
+    """Replaces casts inside bodies by operands that were cast outside.
+
+    Attributes:
+        weights: Names of the placeholders that are weights: their casts are hoisted even where
+            eager autocast would not cache them.
+    """
 
     name: ClassVar[str] = "hoist_casts"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
+    weights: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``casts_hoisted``, nested bodies included."""
-        return PassResult(Counter(casts_hoisted=_hoist(gm)))
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        kept = {id(value_of(node)) for node in placeholders if node.name in self.weights}
+        return PassResult(Counter(casts_hoisted=_hoist(gm, kept)))
 
 
-def _hoist(gm: fx.GraphModule) -> int:
+def _hoist(gm: fx.GraphModule, kept: set[int]) -> int:
     """Hoists into one graph, once the bodies of its bodies have been hoisted into them."""
     num_hoisted = 0
     for node in [node for node in gm.graph.nodes if is_rewritten(node)]:
         bodies = bodies_of(gm, node)
-        num_hoisted += sum(_hoist(body) for body in bodies)
-        num_hoisted += _hoist_from(node, bodies)
+        num_hoisted += sum(_hoist(body, kept) for body in bodies)
+        num_hoisted += _hoist_from(node, bodies, kept)
     return num_hoisted
 
 
-def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule]) -> int:
+def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> int:
     num_hoisted = 0
     added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     sources = {
@@ -84,7 +92,7 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule]) -> int:
         if getattr(n, "op", None) == "placeholder" and not is_written(n)
     }
     for index, body in enumerate(bodies):
-        for cast in [n for n in body.graph.nodes if _can_hoist(n)]:
+        for cast in [n for n in body.graph.nodes if _can_hoist(n, kept)]:
             key = id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
             if key[0] not in sources:
                 continue
@@ -98,12 +106,13 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule]) -> int:
     return num_hoisted
 
 
-def _can_hoist(node: fx.Node) -> bool:
+def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
     if inserted_cast(node) is None or is_aliased(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
-    return has_gradient(node) and is_cached_by_eager(node)
+    is_cached = has_gradient(node) and is_cached_by_eager(node)
+    return is_cached or id(value_of(node.all_input_nodes[0])) in kept
 
 
 def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:

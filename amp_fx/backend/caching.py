@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.inner import (
     after_autograd,
@@ -36,13 +39,13 @@ from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.engine import engine, has_hook
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
-from amp_fx.weights.split import split
+from amp_fx.weights.split import Prepare, cached_nodes, split, weights_in
 from amp_fx.weights.step_copies import weights_of_steps
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -154,6 +157,41 @@ class Caching:
         specs = specs_of(constants.prepare, tensors)
         return [CachedValue(s, tuple(tensors[n] for n in s.outputs)) for s in specs]
 
+    def partition(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        """Partitions a joint graph into forward and backward."""
+        self.mark_saved(gm)
+        return min_cut_rematerialization_partition(gm, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def marking(self) -> Iterator[None]:
+        """Lets inductor mark what the forward saves while the context is open."""
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+        following = get_custom_graph_passes(config.joint_custom_post_pass)
+        with config.patch(joint_custom_post_pass=(MarkSaved(self), *following)):
+            yield
+
+    def mark_saved(self, gm: fx.GraphModule) -> None:
+        """Makes the partitioner save cached values for the backward instead of recomputing them.
+
+        Args:
+            gm: The joint graph of forward and backward.
+        """
+        chosen = self._chosen(is_inference=False)
+        context = TracingContext.try_get()
+        if not chosen or context is None or context.fw_metadata is None:
+            return
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        num_primals = sum(node.name.startswith("primals") for node in placeholders)
+        if num_primals != self.num_inputs or not self._has_values(placeholders, chosen):
+            return
+        prepare = Prepare({i: weight.name for i, weight in chosen.items()})
+        sources = weights_in(gm, chosen, prepare)
+        num_returned = int(context.fw_metadata.num_forward_returns)
+        for node in cached_nodes(gm, sources, prepare, num_returned):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
     def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
         """Returns the weights whose values are cached."""
         if is_inference:
@@ -176,8 +214,9 @@ class Caching:
         a DTensor it passes the local part.
         """
         placeholders = gm.graph.find_nodes(op="placeholder")
-        if len(placeholders) != self.num_inputs:
-            return False
+        return len(placeholders) == self.num_inputs and self._has_values(placeholders, weights)
+
+    def _has_values(self, placeholders: Sequence[fx.Node], weights: Mapping[int, Weight]) -> bool:
         pairs = [(VALUE.get(placeholders[i]), weight.tensor) for i, weight in weights.items()]
         return all(
             isinstance(value, torch.Tensor)
@@ -256,6 +295,22 @@ def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None
         return contextlib.nullcontext()
     patch: contextlib.AbstractContextManager[None] = config.patch(pattern_matcher=False)
     return patch
+
+
+class MarkSaved(CustomGraphPass):
+    """Runs ``Caching.mark_saved`` on joint graphs, as inductor's ``joint_custom_post_pass``."""
+
+    def __init__(self, cache: Caching) -> None:
+        self._cache = cache
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Marks nodes of a joint graph; leaves other graphs alone."""
+        if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
+            self._cache.mark_saved(graph.owning_module)
+
+    def uuid(self) -> Any:
+        """Returns its part of the keys of inductor's caches."""
+        return get_hash_for_files((__file__,))
 
 
 def _num_returned(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:

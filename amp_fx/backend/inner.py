@@ -288,7 +288,7 @@ def _inductor(
     compile_inside = _backward_or_eager if options.fallback else compile_graph
     if cache is not None and cache.is_on():
         compile_inside = cache.wrap(compile_inside)
-        with without_autograd_cache():  # which does not hold the call wrapper
+        with without_autograd_cache(), cache.marking():  # that cache lacks the call wrapper
             return compile_with_inductor(gm, example_inputs, options, compile_inside)
     return compile_with_inductor(gm, example_inputs, options, compile_inside)
 
@@ -448,7 +448,7 @@ def _aot_eager(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
         inference_compiler=functools.partial(compile_inside, is_inference=True),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=min_cut_rematerialization_partition if cache is None else cache.partition,
         keep_inference_input_mutations=True,
     )
     return compiler(gm, list(example_inputs))  # type: ignore[no-any-return]

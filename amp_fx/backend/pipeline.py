@@ -66,6 +66,7 @@ def default_passes(
     site: Site,
     *,
     restores_outputs: bool,
+    weights: tuple[str, ...] = (),
     frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
     quantizes: QuantizeProducts | None = None,
@@ -76,6 +77,7 @@ def default_passes(
         policy: Which op is cast how.
         site: Autocast state and grad mode at the graph's start.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
+        weights: Names of the placeholders that are weights.
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         quantizes: Runs products in float8; None if the policy has none.
@@ -85,7 +87,7 @@ def default_passes(
         InsertCasts(policy, frame, guards_range),
         *((RestoreOutputs(),) if restores_outputs else ()),
         *((quantizes,) if quantizes is not None else ()),
-        HoistCasts(),
+        HoistCasts(weights),
         FoldCasts(),
         WrapIslands(),
     )

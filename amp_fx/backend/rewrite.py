@@ -91,6 +91,7 @@ def rewrite(
         policy,
         Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
+        weights=tuple(node.name for node, _ in _weights_of(gm, example_inputs)),
         frame=frame,
         guards_range=options.range_guard,
         quantizes=_quantizes(gm, example_inputs, policy, frame),
@@ -105,6 +106,14 @@ def rewrite(
     return Rewritten(rewritten, state, frame, passes, root)
 
 
+def _weights_of(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> list[tuple[fx.Node, torch.Tensor]]:
+    """Returns the placeholders that are weights, with their tensors."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
+
+
 def _quantizes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
 ) -> QuantizeProducts | None:
@@ -112,8 +121,7 @@ def _quantizes(
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    pairs = [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
+    pairs = _weights_of(gm, example_inputs)
     ends = linear_ends(frame.modules())
     names = (
         None

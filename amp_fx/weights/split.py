@@ -28,6 +28,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import VALUE
@@ -451,14 +452,17 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
         num_returned: How many of its first outputs the caller gets; what follows is saved for the
             backward.
     """
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
+    outputs = pytree.tree_leaves(gm.graph.output_node().args, is_leaf=_is_node)
     found: set[fx.Node] = set()
     for node in outputs[:num_returned]:
         while isinstance(node, fx.Node) and node not in found:
             found.add(node)
             node = node.all_input_nodes[0] if is_view(node) else None  # type: ignore[assignment]
     return found
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
 
 
 def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
@@ -472,6 +476,29 @@ def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
             if argument.is_write and isinstance(given, fx.Node):
                 found.add(viewed_by(given))
     return {node for node in found if node.op == "placeholder"}
+
+
+def cached_nodes(
+    gm: fx.GraphModule, sources: Copies, prepare: Prepare, num_returned: int
+) -> Copies:
+    """Returns the nodes whose results are cached, with their copies in ``prepare``.
+
+    Args:
+        gm: A graph of AOTAutograd, forward or joint.
+        sources: Its weights, with their placeholders in ``prepare``.
+        prepare: Everything that depends on weights alone is copied there.
+        num_returned: How many of its first outputs the caller gets.
+    """
+    kept = escaping(gm, num_returned) - set(gm.graph.find_nodes(op="placeholder"))
+    copies = copy_prepared(gm, sources, prepare, skipped=kept)
+    return {n: copies[n] for n in values_read(copies, prepare, sources, has_views=False)}
+
+
+def weights_in(gm: fx.GraphModule, weights: Iterable[int], prepare: Prepare) -> Copies:
+    """Returns the placeholders of weights that a graph does not write, with their copies."""
+    placeholders, written = gm.graph.find_nodes(op="placeholder"), written_inputs(gm)
+    own = [(placeholders[i], i) for i in weights if placeholders[i] not in written]
+    return {node: prepare.weight(i, VALUE.of(node)) for node, i in own}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -499,19 +526,12 @@ def split(gm: fx.GraphModule, weights: Mapping[int, str], num_returned: int) -> 
         What the rest takes; None, with the graph unchanged, if nothing can be cached.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    written = written_inputs(gm)
     prepare = Prepare(weights)
-    sources = {
-        placeholders[i]: prepare.weight(i, VALUE.of(placeholders[i]))
-        for i in weights
-        if placeholders[i] not in written
-    }
-    kept = escaping(gm, num_returned) - set(placeholders)
-    copies = copy_prepared(gm, sources, prepare, skipped=kept)
-    bases = values_read(copies, prepare, sources, has_views=False)
+    sources = weights_in(gm, weights, prepare)
+    bases = cached_nodes(gm, sources, prepare, num_returned)
     if not bases:
         return None
-    by_copy = {copies[base]: base for base in bases}
+    by_copy = {copy: base for base, copy in bases.items()}
     specs = prepare.specs(by_copy)
     last = placeholders[-1]
     for spec in specs:
