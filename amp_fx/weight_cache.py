@@ -65,7 +65,7 @@ class Stats:
         hits: Times that a call found one fresh.
         refreshes: Times that one was made or made again.
         by_model: The same, by the class of the model (or the function) whose graph asked first.
-        values: What frozen graphs keep besides copies.
+        values: Each value that takes bytes.
     """
 
     entries: int
@@ -107,7 +107,6 @@ def _count(entries: Sequence[Entry]) -> Stats:
         values=tuple(
             KeptValue(entry.owner, entry.wanted.names, entry.wanted.ops, entry.num_bytes)
             for entry in distinct
-            if not getattr(entry.wanted, "is_cast", False)
         ),
     )
 

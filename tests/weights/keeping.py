@@ -60,7 +60,7 @@ class Way:
             return out.detach(), x.grad
 
     def warm(self, program: Program, x: torch.Tensor) -> None:
-        """Calls until values are kept: training keeps from the second unchanged call on."""
+        """Calls until values are cached."""
         for _ in range(4):
             self.call(program, x)
         assert weight_cache.stats().bytes, "nothing is kept: there is nothing to test"
@@ -68,7 +68,7 @@ class Way:
 
 FROZEN = Way("frozen")
 KEPT = Way("kept", (("freezing", False),))
-TRAINED = Way("trained", is_trained=True)
+TRAINED = Way("trained", (("weight_cache", "training"),), is_trained=True)
 WAYS = (FROZEN, KEPT, TRAINED)
 
 

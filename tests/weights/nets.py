@@ -68,11 +68,10 @@ def inputs(*, requires_grad: bool = False) -> torch.Tensor:
     return random(3, SIZE, seed=99).requires_grad_(requires_grad)
 
 
-def compile_amp_fx(program: Any, *, compiler: str = "eager", **options: Any) -> Program:
-    """Compiles a model or function; bit for bit eager autocast unless told otherwise."""
-    compiled: Program = torch.compile(
-        program, backend="amp_fx", options={"compiler": compiler, **options}, dynamic=False
-    )
+def compile_amp_fx(program: Any, *, compiler: str = "aot_eager", **options: Any) -> Program:
+    """Compiles a model or function that caches values of weights, in training as well."""
+    chosen = {"compiler": compiler, "weight_cache": "training", **options}
+    compiled: Program = torch.compile(program, backend="amp_fx", options=chosen, dynamic=False)
     return compiled
 
 

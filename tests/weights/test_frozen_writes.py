@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.weights import freeze, kept_call
+from amp_fx.weights import store
 from amp_fx.weights.engine import has_hook
 from amp_fx.weights.store import STORE
 from tests import needs
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["FrozenGraph"]
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
-
-
-@pytest.fixture(autouse=True)
-def never_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
 
 
 # ---------------------------------------------------------------- all that is made of weights
@@ -148,7 +143,7 @@ def check_made_again(name: str, frozen: Graph) -> None:
             actual = torch.utils._pytree.tree_map(torch.Tensor.float, compiled(x))
             # Fused epilogues and folded norms round once less.
             torch.testing.assert_close(actual, expected, rtol=0.04, atol=0.04)
-    found = [e for e in STORE.entries.values() if isinstance(e.wanted, freeze.FrozenValue)]
+    found = [e for e in STORE.entries.values() if not e.wanted.is_alias]
     assert found, "nothing is frozen"
     assert all(entry.kept.hits >= 3 for entry in found), "each is found fresh after each write"
 
@@ -435,7 +430,7 @@ def test_a_recipe_that_fails_leaves_right_numbers(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(freeze, "make", fail)
+    monkeypatch.setattr(store, "make", fail)
     for model in (net, twin):
         model.a.weight.mul_(2)
     FROZEN.check(compiled, net, twin)

@@ -15,13 +15,13 @@ from torch import nn
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.call import CachedCall
 from amp_fx.weights.sample import CALLS_BETWEEN, FIRST_CALLS, LEAST_SAMPLED, Place, _elements
 from amp_fx.weights.step_copies import StepCopies
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
+from tests.weights.specs import cast_spec
 from tests.weights.alarms import alarms
 
 if TYPE_CHECKING:
@@ -41,12 +41,16 @@ def weight_of(*shape: int, value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, value), requires_grad=False)
 
 
+def _sums(lows: list[torch.Tensor]) -> list[float]:
+    return [low.double().sum().item() for low in lows]
+
+
 class Scene:
     """A graph that sums the casts of some weights, and arrays of those from before the first call.
 
     Args:
         weights: Those that it is called with; the graph takes as many.
-        settings: What else ``KeptCall`` takes.
+        settings: What else ``CachedCall`` takes.
     """
 
     def __init__(self, accelerator: Accelerator, *weights: torch.Tensor, **settings: Any) -> None:
@@ -54,14 +58,14 @@ class Scene:
         self.weights = list(weights)
         known = any(STORE.of_weight(weight) for weight in weights)  # an array would make it stale
         self.arrays = [] if known else [weight.numpy() for weight in weights]
-        slots = [Slot(i, torch.bfloat16, f"w{i}") for i in range(len(weights))]
-        self.kept = KeptCall(slots, (), **{"owner": "Net", "verify": "sample", **settings})
-        self._compiled = self.kept.wrap(lambda *lows: [low.double().sum().item() for low in lows])
+        specs = [cast_spec(w, position=i, name=f"w{i}") for i, w in enumerate(weights)]
+        chosen = {"owner": "Net", "verify": "sample", "compiled": _sums, **settings}
+        self.kept = CachedCall(specs, (), **chosen)
 
     def call(self, *weights: torch.Tensor) -> list[float]:
         """The sums, once all that was queued before was done."""
         self.accelerator.finish()
-        sums: list[float] = self._compiled(*(weights or self.weights))
+        sums: list[float] = self.kept([*(weights or self.weights)])
         return sums
 
     def expected(self) -> list[float]:

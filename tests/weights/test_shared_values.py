@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.weights import kept_call, store
+from amp_fx.weights import store
 from tests import needs
 from tests.weights.nets import random, twin_of
 
@@ -28,8 +28,7 @@ LOW_BYTES = 2 * (2 * SIZE * SIZE + SIZE)
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
+def _empty_cache() -> Iterator[None]:
     weight_cache.clear()
     with torch.no_grad():
         yield

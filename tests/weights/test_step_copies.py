@@ -14,10 +14,11 @@ from torch import nn
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights import step_copies
-from amp_fx.weights.kept_cast import Slot
+from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
+from tests.weights.specs import cast_spec
 from tests.weights.nets import (
     HALF,
     TRAIN,
@@ -70,7 +71,7 @@ def assert_copies_are_the_weights(net: nn.Module) -> int:
     fresh = 0
     for param in net.parameters():
         for entry in STORE.of_weight(param):
-            is_copy = isinstance(entry.wanted, Slot) and not entry.wanted.is_alias
+            is_copy = entry.wanted.is_cast
             if is_copy and entry.is_fresh():
                 assert_same(entry.value, param.detach().to(entry.value.dtype))
                 fresh += 1
@@ -249,12 +250,16 @@ def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
 # One step, by hand -------------------------------------------------------------------------------
 
 
-def keep(weight: Tensor, *slots: Slot) -> list[Any]:
+def keep(weight: Tensor, *specs: CachedValueSpec) -> list[Any]:
     """Makes copies of a weight, as calls of graphs do."""
     with STORE.exclusive(), making_values():
-        entries: list[Any] = [STORE.entry(slot, (weight,), "a test") for slot in slots]
+        entries: list[Any] = [STORE.entry(s, (weight,), "a test") for s in specs or [cast_spec(weight)]]
         STORE.refresh(entries, [(weight,)] * len(entries))
     return entries
+
+
+def step_of(*weights: Tensor) -> StepCopies:
+    return StepCopies(torch.optim.SGD(weights))
 
 
 def write(step: StepCopies, weights: Sequence[Tensor], value: float) -> Any:
@@ -271,11 +276,11 @@ def test_all_copies_of_a_weight_are_written_however_they_lie() -> None:
     weight = nn.Parameter(random(2, 3, 4, 5))
     lows = keep(
         weight,
-        Slot(0, torch.bfloat16),
-        Slot(0, torch.float16),
-        Slot(0, torch.bfloat16, memory_format=torch.channels_last),
+        cast_spec(weight),
+        cast_spec(weight, torch.float16),
+        cast_spec(weight, memory_format=torch.channels_last),
     )
-    write(StepCopies(), [weight], 3.0)
+    write(step_of(weight), [weight], 3.0)
     assert weight.detach().eq(3).all()
     for copy in lows:
         assert copy.is_fresh()
@@ -288,8 +293,8 @@ def test_compiled_steps_write_copies_that_are_laid_out_otherwise() -> None:
     """On a CPU those, a convolution's, are written after the update, by a function of their own."""
     conv = nn.Conv2d(4, 8, 3, bias=False)
     step = Step(conv, has_scaler=True)
-    slots = [Slot(0, torch.bfloat16, memory_format=form) for form in MEMORY_FORMATS]
-    as_weight, turned = keep(conv.weight, *slots)
+    specs = [cast_spec(conv.weight, memory_format=form) for form in MEMORY_FORMATS]
+    as_weight, turned = keep(conv.weight, *specs)
     for seed, bad in ((1, None), (2, float("inf")), (3, None)):
         before = conv.weight.detach().clone()
         step(seed, bad=bad)
@@ -308,8 +313,8 @@ MEMORY_FORMATS = (torch.preserve_format, torch.channels_last)
 def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
     flat = torch.zeros(12)
     weights = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:].view(2, 4))]
-    copies = [keep(weight, Slot(0, torch.bfloat16))[0] for weight in weights]
-    write(StepCopies(), weights, 2.0)
+    copies = [keep(weight)[0] for weight in weights]
+    write(step_of(*weights), weights, 2.0)
     assert flat.eq(2).all()
     assert all(copy.is_fresh() for copy in copies)
     flat.mul_(2)  # by whom it belongs to
@@ -319,8 +324,8 @@ def test_views_of_one_buffer_are_written_each_at_its_place() -> None:
 @needs.HOOK
 def test_a_copy_that_somebody_holds_is_replaced() -> None:
     weight = nn.Parameter(random(4))
-    (copy,) = keep(weight, Slot(0, torch.bfloat16))
-    step = StepCopies()
+    (copy,) = keep(weight)
+    step = step_of(weight)
     address = copy.value.data_ptr()
     write(step, [weight], 2.0)
     assert copy.value.data_ptr() == address  # nobody does
@@ -334,11 +339,11 @@ def test_a_copy_that_somebody_holds_is_replaced() -> None:
 @needs.HOOK
 def test_a_step_that_fails_leaves_no_copy_fresh() -> None:
     weight = nn.Parameter(random(4))
-    (copy,) = keep(weight, Slot(0, torch.bfloat16))
-    write(StepCopies(), [weight], 2.0)
+    (copy,) = keep(weight)
+    write(step_of(weight), [weight], 2.0)
 
     def fail() -> None:
-        with torch.no_grad(), StepCopies().written([weight]) as targets:
+        with torch.no_grad(), step_of(weight).written([weight]) as targets:
             targets.weights[0].fill_(3.0)
             raise RuntimeError("in the midst")
 
@@ -350,9 +355,9 @@ def test_a_step_that_fails_leaves_no_copy_fresh() -> None:
 @needs.HOOK
 def test_autograd_knows_that_the_weight_was_written() -> None:
     weight = nn.Parameter(random(4))
-    keep(weight, Slot(0, torch.bfloat16))
+    keep(weight)
     loss = weight.square().sum()
-    write(StepCopies(), [weight], 2.0)
+    write(step_of(weight), [weight], 2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -360,8 +365,8 @@ def test_autograd_knows_that_the_weight_was_written() -> None:
 @needs.HOOK
 def test_a_copy_that_no_call_takes_is_written_no_more() -> None:
     weight = nn.Parameter(random(4))
-    (copy,) = keep(weight, Slot(0, torch.bfloat16))
-    step = StepCopies()
+    (copy,) = keep(weight)
+    step = step_of(weight)
     for i in range(MOST_UNUSED + 1):
         write(step, [weight], float(i))
         assert copy.is_fresh()

@@ -19,9 +19,9 @@ from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
 from amp_fx.weights.engine import has_hook
-from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
+from tests.weights.specs import cast_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +171,7 @@ def test_threads_may_watch_and_write_at_once() -> None:
 def kept_copy() -> Any:
     """What the engine knows of a copy that is kept."""
     p = torch.nn.Parameter(torch.ones(4, 4))
-    entry = STORE.entry(Slot(0, torch.bfloat16), (p,), "a test")
+    entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
     with making_values():
         STORE.refresh([entry], [(p,)])

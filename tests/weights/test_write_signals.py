@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_cast import Slot
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
+from tests.weights.specs import cast_spec
 from tests.weights.cuda_like import cuda_like, list_writes
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ ELSEWHERE = {
 
 def kept(p: torch.nn.Parameter) -> Entry:
     """A low-precision copy that was made just now."""
-    entry = STORE.entry(Slot(0, torch.bfloat16), (p,), "a test")
+    entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
     with making_values():
         STORE.refresh([entry], [(p,)])

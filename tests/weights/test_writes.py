@@ -12,7 +12,6 @@ import torch
 from amp_fx import weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.tables.presets import torch_version
-from amp_fx.weights import kept_call
 from tests import needs
 from tests.weights.nets import EVAL, HALF, TRAIN, Graph, Net, compile_amp_fx, inputs, make_net
 from tests.weights.writes import NEVER_KEPT, SIGNALS, WRITES, write_called
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedGraph(Graph):
-    """A graph in two variants, the first of which casts the weights itself."""
+    """A graph with gradients whose values are cached."""
 
     def compile(self, model: nn.Module, **options: Any) -> Program:
         return compile_amp_fx(model, dtype=self.dtype, compiler="aot_eager", **options)
@@ -37,7 +36,7 @@ class TrainedGraph(Graph):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenGraph(Graph):
-    """A graph whose weights inductor freezes; there is no other to fall back on."""
+    """A graph whose weights inductor packs."""
 
     def compile(self, model: nn.Module, **options: Any) -> Program:
         return compile_amp_fx(model, dtype=self.dtype, compiler="inductor", **options)
@@ -66,9 +65,8 @@ TURNED = {"transpose_in_place", "data_transposed", "data_transposed_and_written"
 
 
 @pytest.fixture(autouse=True)
-def _never_gives_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Values are kept whatever happens, in graphs that serve one model after the other."""
-    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
+def _recompiles_without_end() -> Iterator[None]:
+    """One graph may serve many models, one after the other."""
     limits: dict[str, Any] = {"recompile_limit": 10**3, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(**limits):
         yield

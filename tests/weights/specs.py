@@ -1,0 +1,35 @@
+"""Descriptions of cached values, made by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.weights.split import Prepare
+
+if TYPE_CHECKING:
+    from amp_fx.weights.split import CachedValueSpec
+
+
+def cast_spec(
+    weight: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    position: int = 0,
+    name: str = "a weight",
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> CachedValueSpec:
+    """Describes the cast of a weight, as a graph that reads nothing else would."""
+    prepare = Prepare({position: name})
+    value: Any = torch.empty_like(weight, device="meta")
+    node = prepare.graph.call_function(CONVERT, (prepare.weight(position, value), dtype))
+    VALUE.put(node, value.to(dtype))
+    if memory_format is not torch.preserve_format:
+        options = {"memory_format": memory_format}
+        node = prepare.graph.call_function(torch.ops.aten.clone.default, (node,), options)
+        VALUE.put(node, value.to(dtype).clone(memory_format=memory_format))
+    (spec,) = prepare.specs([node])
+    return spec
