@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.engine import engine, is_available
 
 WATCH = pytest.mark.skipif(engine() is None, reason="the part that watches weights is not built")
-HOOK = pytest.mark.skipif(not has_hook(), reason="needs torch's hook on storages, new in 2.13")
+HOOK = pytest.mark.skipif(not is_available(), reason="needs torch's hook on storages, new in 2.13")
 FROZEN_GRAPHS = pytest.mark.skipif(
-    not has_cpp_compiler() or not has_hook(),
+    not has_cpp_compiler() or not is_available(),
     reason="frozen graphs need a C++ compiler and torch's hook on storages, new in 2.13",
 )
 PACKING = pytest.mark.skipif(

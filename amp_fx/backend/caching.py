@@ -37,7 +37,7 @@ from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
 from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
-from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
 from amp_fx.weights.split import Prepare, cached_nodes, split, weights_in
 from amp_fx.weights.step_copies import weights_of_steps
@@ -344,7 +344,8 @@ def caching(
         options: The options of the backend.
     """
     weights: dict[int, Weight] = {}
-    if options.weight_cache and options.compiler != "eager" and has_hook():
+    is_allowed = options.weight_cache and found.state.cache_enabled
+    if is_allowed and options.compiler != "eager" and is_available():
         stored = set() if options.freezing else stored_tensors(found.frame.modules())
         weights = cacheable_weights(captured, found.gm, example_inputs, stored=stored)
     trained = {
@@ -358,25 +359,27 @@ def caching(
         frozenset(trained),
         options,
         owner_of(found.gm, found.root),
-        _is_packable(found.gm.graph, example_inputs, options),
+        _is_on(found.gm.graph) and may_pack(options, example_inputs),
     )
 
 
-def _is_packable(graph: fx.Graph, example_inputs: Sequence[Any], options: Options) -> bool:
+def may_pack(options: Options, example_inputs: Sequence[Any]) -> bool:
     """Returns True if values may be constants of the code that inductor generates.
 
-    On the CPU they are, unless ``freezing`` is off or autocast is off in the whole graph; on
-    accelerators if ``freezing`` is asked for.
+    On the CPU they may, unless ``freezing`` is off; on accelerators if ``freezing`` is asked for.
     """
-    if options.compiler != "inductor" or options.freezing is False or not _is_on(graph):
+    if options.compiler != "inductor" or options.freezing is False:
         return False
     device_type = _device_type_of(tensors_in(example_inputs))
     is_any_on = functools.partial(_is_any_on, inductor_config(options))
-    if device_type in ("cuda", "xpu"):
+    if device_type in ACCELERATORS:
         is_wanted = options.freezing is True or is_any_on("freezing")
         return is_wanted and not is_any_on(*_HOLDING, "triton.cudagraphs")
     return device_type == "cpu" and not is_any_on(*_HOLDING)
 
+
+ACCELERATORS = ("cuda", "xpu")
+"""Devices for which inductor compiles with Triton, and every write to a weight is noticed."""
 
 _HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
 """Settings of inductor under which its code holds weights in forms that no graph shows."""

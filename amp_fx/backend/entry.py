@@ -12,8 +12,8 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
-from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.caching import caching
+from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite

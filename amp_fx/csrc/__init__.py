@@ -1,7 +1,7 @@
 """The compiled parts, built on first use and kept on disk (``amp_fx.csrc.build``).
 
 ``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL. Where a part cannot
-be built (no compiler, an unknown torch), ``load`` and ``load_kernels`` return None. Weights are
+be built (no compiler, torch before 2.13), ``load`` and ``load_kernels`` return None. Weights are
 then cast on every call, and threads are less safe (``amp_fx.regions.kernels``).
 """
 
@@ -15,6 +15,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from amp_fx.csrc import build
 from amp_fx.progress import working
@@ -44,6 +46,8 @@ def why_off() -> str:
     """
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        return "torch before 2.13 has no hook on storages"
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return "" if has_gil else "this Python runs without the GIL"
 

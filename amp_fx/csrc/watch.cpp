@@ -2,8 +2,7 @@
 //
 // A storage is watched through the hook that torch 2.13 has for "somebody asks for a mutable
 // pointer" (c10::StorageImpl::set_materializer). Nothing about the storage changes, so any thread
-// may set, fire or clear the hook at any time. Before 2.13 a storage is made copy-on-write
-// instead (`arm` below), which is not safe next to other threads.
+// may set, fire or clear the hook at any time.
 //
 // Python sees `Kept`, a value and what its weights were when it was made; `Look`, the values of
 // one graph; and functions on tensors. All are called with the GIL held, which orders everything
@@ -34,12 +33,6 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
-
-#if __has_include(<c10/core/StorageMaterializer.h>)
-#define HAS_HOOK 1
-#else
-#define HAS_HOOK 0
-#endif
 
 // Of torch/csrc/autograd/python_variable.h; `has_known_layout` checks the struct at import.
 extern PyObject* THPVariableClass;
@@ -232,8 +225,6 @@ void on_write(StorageImpl* storage) {
   }
 }
 
-#if HAS_HOOK
-
 // Reads two private members of StorageImpl, by the rule that explicit instantiation may name
 // them: whether our hook is set, and whether torch will look at it. Two threads that clear and
 // set it at once can leave the one without the other.
@@ -278,28 +269,12 @@ void disarm(StorageImpl* storage) {
   }
 }
 
-#else
-
-bool is_armed(const StorageImpl* storage) {
-  return c10::impl::cow::is_cow_data_ptr(storage->data_ptr());
-}
-
-bool arm(StorageImpl* storage) {
-  return is_armed(storage) || c10::impl::cow::lazy_clone_storage(*storage) != nullptr;
-}
-
-void disarm(StorageImpl* storage) {
-  storage->mutable_data();
-}
-
-#endif
-
 // Watches a storage; that it was not watched, without a write that tells why, is a write. The hook
 // is gone once it was called: other threads that write may be at a write that it did not see.
 bool watch_again(StorageImpl* storage, Record& record) {
   if (!is_armed(storage)) {
     record.expect_others();
-    if (!HAS_HOOK || record.armed_at == record.writes) {
+    if (record.armed_at == record.writes) {
       record.note_write();
     }
     if (!arm(storage)) {
@@ -313,7 +288,7 @@ bool watch_again(StorageImpl* storage, Record& record) {
 // Whether torch allocated a storage itself: others are written by those who did (NumPy, other
 // processes).
 bool is_own(const StorageImpl& storage) {
-  return c10::impl::cow::has_simple_data_ptr(storage) || (!HAS_HOOK && is_armed(&storage));
+  return c10::impl::cow::has_simple_data_ptr(storage);
 }
 
 const at::Tensor* plain_tensor(PyObject* object) {
@@ -679,14 +654,10 @@ bool is_read(PyObject* object) { // as an object, a tensor or a view, by a backw
     return true;
   }
   const c10::Storage& storage = tensor->storage();
-#if HAS_HOOK
   // Python's object of a storage holds it as long as that lives, also where nobody holds the object.
   PyObject* shown = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
   const bool is_shown_to_nobody = shown != nullptr && Py_REFCNT(shown) == 1;
   return storage.use_count() > (is_shown_to_nobody ? 2 : 1);
-#else
-  return storage.use_count() > 1;
-#endif
 }
 
 // reusable(kepts) -> each value whose memory may be written, since nobody can be reading it;
@@ -1181,7 +1152,6 @@ PyMODINIT_FUNC PyInit_amp_fx_watch() {
       !add_type(module, "Look", &look_spec)) {
     return nullptr;
   }
-  PyModule_AddIntConstant(module, "has_hook", HAS_HOOK);
 #ifndef _WIN32
   pthread_atfork(before_fork, after_fork, after_fork_in_child);
 #endif

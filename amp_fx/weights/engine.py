@@ -8,10 +8,10 @@ from amp_fx import csrc
 
 
 def engine() -> Any:
-    """The module with ``Kept``, ``Look`` and the functions on tensors; None if there is none."""
+    """Returns the module with ``Kept``, ``Look`` and functions on tensors; None if there is none."""
     return csrc.load()
 
 
-def has_hook() -> bool:
-    """Whether any thread may watch a storage at any time: since torch 2.13, if it can be built."""
-    return engine() is not None and bool(engine().has_hook)
+def is_available() -> bool:
+    """Returns True if values can be cached: torch is 2.13 or newer and the part can be built."""
+    return engine() is not None

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import KeepError
 from amp_fx.policies.calls import bind, written_arguments
-from amp_fx.weights.engine import engine
 from amp_fx.weights.cacheable import verify_level
 from amp_fx.weights.call import CachedCall
+from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE, before_swaps, making_values, storage_address_of, watch
 from amp_fx.weights.stream_order import accelerator_devices
-from amp_fx.weights.write_signals import DEVICES, is_watchable, may_watch
+from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -264,8 +264,6 @@ def _why_remade(weights: Weights) -> str:
     for weight in weights:
         if engine() is None:
             return "the part that watches weights could not be built (python -m amp_fx env)"
-        if not may_watch():
-            return "another thread is at work, next to which torch before 2.13 cannot watch weights"
         if weight.device.type not in DEVICES:
             return f"writes to weights on {weight.device.type} cannot be seen"
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):

@@ -194,8 +194,9 @@ def _has_plain_strides(tensor: torch.Tensor) -> bool:
 
 
 def _text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
-    if node.op == "placeholder":
-        return "weight"
+    if node.op == "placeholder":  # a parameter may get other data, of another shape
+        value = VALUE.of(node)
+        return f"weight {value.dtype} {tuple(value.shape)} {value.stride()}"
     if node.op == "get_attr":
         return f"constant {id(CONSTANT.of(node))}"
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Name(name_of(n)))

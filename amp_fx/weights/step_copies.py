@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.sample import remember_again
 from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.spread import parts_of
@@ -104,7 +104,7 @@ class StepCopies:
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
         """Lets a step write weights and their copies; the step must end before the context does."""
         devices = accelerator_devices(weights)
-        pairs = [] if not has_hook() or is_capturing(devices) else self._pairs(weights)
+        pairs = [] if not is_available() or is_capturing(devices) else self._pairs(weights)
         begun = _begin(pairs, devices)
         if begun is None:
             yield Targets(list(weights), [[] for _ in weights], [])

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from amp_fx.regions.state import no_autocast
-from amp_fx.weights.engine import engine
 from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
+from amp_fx.weights.engine import engine
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
-from amp_fx.weights.write_signals import install, is_watchable, may_watch
+from amp_fx.weights.write_signals import install, is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -274,8 +274,7 @@ class Store:
         olds = engine().reusable(kepts)
         pairs = zip(stale, olds, strict=True)
         self._let_go_of([entry for entry, old in pairs if old is None and not entry.is_cast])
-        if may_watch():
-            engine().start(kepts, sources)
+        engine().start(kepts, sources)
         with torch.profiler.record_function("amp_fx::refresh"):
             engine().finish(kepts, tuple(self._made(stale, sources, olds)))
 
@@ -503,7 +502,7 @@ def described(name: str, owner: str, weight: torch.Tensor | None) -> str:
 
 def watch(source: torch.Tensor) -> bool:
     """Watches a tensor for writes; returns False if it cannot."""
-    return may_watch() and bool(engine().watch(source))
+    return bool(engine().watch(source))
 
 
 @functools.cache

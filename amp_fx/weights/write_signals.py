@@ -29,14 +29,13 @@ kernels ask no storage at all, and of other backends nothing is known.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_fx.weights.engine import engine, has_hook
+from amp_fx.weights.engine import engine
 from amp_fx.weights.spread import is_managed, parts_of
 
 if TYPE_CHECKING:
@@ -133,37 +132,3 @@ def is_watchable(weight: Any) -> bool:
         and weight.layout is torch.strided
         and not is_managed(weight)
     )
-
-
-def may_watch() -> bool:
-    """Whether storages may be watched now: without torch's hook, if all other threads wait."""
-    return has_hook() or not others_work()
-
-
-def others_work() -> bool:
-    """Whether any other Python thread may be inside an op of torch, writing weights.
-
-    That is one whose innermost frame is not among ``_WAITING``.
-    """
-    if threading.active_count() == 1:
-        return False
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]  # a frame that knows itself keeps all it knows alive
-    return not all(map(_is_waiting, frames.values()))
-
-
-def _is_waiting(frame: Any) -> bool:
-    path = frame.f_code.co_filename.replace("\\", "/")
-    return any(path.endswith(f) and frame.f_code.co_name == n for f, n in _WAITING)
-
-
-_WAITING = (
-    ("/threading.py", "wait"),
-    ("/threading.py", "_wait_for_tstate_lock"),
-    ("/threading.py", "join"),
-    ("/selectors.py", "select"),
-    ("/concurrent/futures/thread.py", "_worker"),
-    ("/multiprocessing/connection.py", "_recv"),
-    ("/_inductor/compile_worker/subproc_pool.py", "_read_thread"),
-)
-"""Files and functions in which a thread can only wait, or start what has a frame of its own."""

@@ -120,7 +120,7 @@ def test_bits_of_compiled_torchao(recipe: str, monkeypatch: pytest.MonkeyPatch) 
 def test_steps_that_quantize(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hand over what the next call would have made itself."""
     found = ours(recipe, amp_fx.compile_step)
-    monkeypatch.setattr("amp_fx.weights.step_copies.has_hook", lambda: False)
+    monkeypatch.setattr("amp_fx.weights.step_copies.is_available", lambda: False)
     assert differing(found, ours(recipe, amp_fx.compile_step)) == []
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import amp_fx
 from amp_fx import Policy
 from amp_fx.policies.policy import preset
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 from amp_fx.weights.kept_float8 import Float8Slot
 from tests.float8.experts import kernel_for_cpu, quantize_without_triton, torchaos
 
@@ -170,7 +170,7 @@ def test_batched_products(op: str, is_turned: bool, how: str) -> None:
     assert_equal([y.flatten(0, 1), *found], [expected, *gradients(other)])
 
 
-@pytest.mark.skipif(not has_hook(), reason="nothing is kept without the part in C++")
+@pytest.mark.skipif(not is_available(), reason="nothing is kept without the part in C++")
 @pytest.mark.parametrize("has_step", [False, True])
 def test_experts_are_quantized_once_per_update(
     has_step: bool, monkeypatch: pytest.MonkeyPatch

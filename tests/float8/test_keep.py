@@ -12,7 +12,7 @@ import amp_fx
 from amp_fx import Policy, weight_cache
 from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights import kept_call
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 from amp_fx.weights.store import same_bits
 from tests.weights import nets, writes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning"),
-    pytest.mark.skipif(not has_hook(), reason="nothing is kept without the part in C++"),
+    pytest.mark.skipif(not is_available(), reason="nothing is kept without the part in C++"),
 ]
 
 POLICY = Policy.default().with_ops({"linear": "float8"}).with_float8("rowwise")

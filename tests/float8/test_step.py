@@ -11,7 +11,7 @@ import torch
 import amp_fx
 from amp_fx import Policy
 from amp_fx.weights import step_copies
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.store import STORE, making_values
 from tests.weights import writes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning"),
-    pytest.mark.skipif(not has_hook(), reason="nothing is kept without the part in C++"),
+    pytest.mark.skipif(not is_available(), reason="nothing is kept without the part in C++"),
 ]
 
 UPDATES, BATCHES = 5, 4
@@ -85,7 +85,7 @@ def test_calls_quantize_only_what_steps_do_not_write(
     # The input of the first layer needs no gradient.
     assert sorted(made.values()) == sorted([expected[False]] * 3 + [expected[True]] * 2)
 
-    monkeypatch.setattr(step_copies, "has_hook", lambda: False)  # the next call makes all anew
+    monkeypatch.setattr(step_copies, "is_available", lambda: False)  # the next call makes all anew
     made.clear()
     assert_same(found, trained(recipe, backend))
     assert set(made.values()) == {UPDATES}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.backend import freezing
+from amp_fx.backend import caching
 from amp_fx.devices import host_copy
-from amp_fx.weights import keep, kept_call, step_copies
+from amp_fx.weights import call, keep, step_copies
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import StreamOrder
@@ -110,11 +110,11 @@ def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     def hold(tensor: torch.Tensor, stream: Stream) -> None:
         pretended.held.add((address_of(tensor), stream.stream_id))
 
-    patch.setattr(freezing, "ACCELERATORS", ("cpu",))
-    patch.setattr(kept_call, "engine", _WithoutHostSamples)
-    for module in (kept_call, step_copies, keep):
+    patch.setattr(caching, "ACCELERATORS", ("cpu",))
+    patch.setattr(call, "engine", _WithoutHostSamples)
+    for module in (call, step_copies, keep):
         patch.setattr(module, "accelerator_devices", lambda _: (CPU,))
-    for module in (kept_call, step_copies):
+    for module in (call, step_copies):
         patch.setattr(module, "is_capturing", lambda _: pretended.is_capturing)
     patch.setattr(host_copy, "queue", pretended.queue)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)

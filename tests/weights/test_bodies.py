@@ -50,14 +50,13 @@ class Branches(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", [Checkpoints, Branches])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_they_are_kept_as_well(kind: type[nn.Module], compiler: str, is_frozen: bool) -> None:
+def test_they_are_kept_as_well(kind: type[nn.Module], is_frozen: bool) -> None:
     torch.manual_seed(0)
     net = kind().requires_grad_(not is_frozen)
     twin = twin_of(net)
-    compiled = compile_amp_fx(net, compiler=compiler)
+    compiled = compile_amp_fx(net)
     amp_fx.weight_cache.clear()
     for number in range(6):
         x, y = inputs(requires_grad=True), inputs(requires_grad=True)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from amp_fx import weight_cache
-from amp_fx.backend import freezing
+from amp_fx.backend import caching
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.options import Options
-from amp_fx.weights import kept_call, write_signals
-from amp_fx.weights.freeze import FrozenValue
+from amp_fx.weights import write_signals
 from amp_fx.weights.sample import CALLS_BETWEEN
 from amp_fx.weights.store import STORE
 from tests import needs
@@ -48,7 +47,6 @@ FROZEN = Asked("frozen")
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
     weight_cache.clear()
     with accelerator_like(monkeypatch) as pretended:
         yield pretended
@@ -56,9 +54,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 def constants() -> list[Entry]:
     """What frozen graphs keep besides the weights' own bytes."""
-    entries = [e for e in STORE.entries.values() if isinstance(e.wanted, FrozenValue)]
+    entries = [e for e in STORE.entries.values() if not e.wanted.is_alias]
     assert entries, "nothing is frozen"
-    return [entry for entry in entries if not entry.wanted.is_alias]
+    return entries
 
 
 # -------------------------------------------------------------------------------- where and when
@@ -80,14 +78,14 @@ def constants() -> list[Entry]:
 def test_it_is_frozen_where_that_is_asked_for(options: dict[str, Any], is_frozen: bool) -> None:
     wanted = {"freezing": True, **options}
     parsed = Options.parse({name: v for name, v in wanted.items() if v is not None}, None)
-    assert freezing.is_wanted(parsed, [inputs()]) == is_frozen
+    assert caching.may_pack(parsed, [inputs()]) == is_frozen
 
 
 @needs.FROZEN_GRAPHS
 def test_the_switch_of_inductor_asks_for_it() -> None:
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
-        assert freezing.is_wanted(Options.parse({}, None), [inputs()])
-        assert not freezing.is_wanted(Options.parse({"freezing": False}, None), [inputs()])
+        assert caching.may_pack(Options.parse({}, None), [inputs()])
+        assert not caching.may_pack(Options.parse({"freezing": False}, None), [inputs()])
 
 
 @needs.FROZEN_GRAPHS
@@ -97,11 +95,11 @@ def test_graphs_on_several_devices_are_not_frozen(monkeypatch: pytest.MonkeyPatc
     tensors = {d: torch.ones(2, device=d) for d in ("cpu", "meta")}
     number = torch.ones(())
     with torch.no_grad():
-        assert freezing.is_wanted(options, [tensors["cpu"], number])
-        assert not freezing.is_wanted(options, list(tensors.values()))
-    assert freezing._device_type_of([tensors["meta"], number]) == "meta"
-    assert freezing._device_type_of([number]) == "cpu"
-    assert freezing._device_type_of(list(tensors.values())) is None
+        assert caching.may_pack(options, [tensors["cpu"], number])
+        assert not caching.may_pack(options, list(tensors.values()))
+    assert caching._device_type_of([tensors["meta"], number]) == "meta"
+    assert caching._device_type_of([number]) == "cpu"
+    assert caching._device_type_of(list(tensors.values())) is None
 
 
 # ---------------------------------------------------------------------------------------- writes

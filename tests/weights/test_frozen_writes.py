@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from amp_fx import errors, weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.weights import store
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.nets import Graph, assert_same, compile_amp_fx, inputs, make_net, random, twin_of
@@ -399,7 +399,7 @@ def test_weights_that_change_on_every_call_are_not_frozen_for_ever(
     assert not weight_cache.stats().values
     for _ in range(4):  # they change no more
         FROZEN.check(compiled, net, twin)
-    assert bool(weight_cache.stats().values) == has_hook()
+    assert bool(weight_cache.stats().values) == is_available()
 
 
 @torch.no_grad()
@@ -417,7 +417,7 @@ def test_a_global_switch_is_honoured_and_never_stale(is_on: bool) -> None:
                 model.a.weight.mul_(factor)
         net.b.weight, twin.b.weight = (nn.Parameter(random(4, 4)) for _ in range(2))
         FROZEN.check(compiled, net, twin)
-    assert bool(weight_cache.stats().values) == (is_on and has_hook())
+    assert bool(weight_cache.stats().values) == (is_on and is_available())
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def test_hooks_of_parameters_see_and_change_float32_gradients() -> None:
             return grad * 2
 
         net.a.weight.register_hook(hook)  # type: ignore[no-untyped-call]
-        out = compile_amp_fx(net)(inputs()) if compiled else autocast(net, inputs())
+        out = compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
         out.sum().backward()  # type: ignore[no-untyped-call]
         seen.append([*calls, net.a.weight.grad])
     assert len(seen[0]) == 2
@@ -87,7 +87,7 @@ def test_double_backward() -> None:
     grads = []
     for compiled in (True, False):
         net = make_net()
-        out = compile_amp_fx(net)(inputs()) if compiled else autocast(net, inputs())
+        out = compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
         first = torch.autograd.grad(out.square().sum(), list(net.parameters()), create_graph=True)
         penalty = sum(g.square().sum() for g in first)
         assert isinstance(penalty, torch.Tensor)
@@ -242,7 +242,7 @@ def test_forward_mode_derivatives_by_inputs() -> None:
     """From torch 2.14 on Dynamo captures nothing of it: a region is what says autocast then."""
     forward_ad: Any = torch.autograd.forward_ad
     net, twin = make_net(), make_net()
-    compiled = compile_amp_fx(net)
+    compiled = compile_amp_fx(net, compiler="eager")
     tangents = []
     programs: list[Any] = [lambda v: autocast(twin, v), lambda v: autocast(compiled, v)]
     if torch_version() < (2, 14):

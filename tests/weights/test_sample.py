@@ -14,15 +14,15 @@ from torch import nn
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.weights.engine import engine
 from amp_fx.weights.call import CachedCall
+from amp_fx.weights.engine import engine
 from amp_fx.weights.sample import CALLS_BETWEEN, FIRST_CALLS, LEAST_SAMPLED, Place, _elements
 from amp_fx.weights.step_copies import StepCopies
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
-from tests.weights.specs import cast_spec
 from tests.weights.alarms import alarms
+from tests.weights.specs import cast_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -214,9 +214,9 @@ def test_calls_do_not_wait_for_an_answer_nor_start_a_second_comparison(
 ) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
     scene.call()
-    assert num_comparisons(lambda: scene._compiled(*scene.weights)) == 1
+    assert num_comparisons(lambda: scene.kept([*scene.weights])) == 1
     accelerator.finish()
-    assert num_comparisons(lambda: scene._compiled(*scene.weights)) == 1
+    assert num_comparisons(lambda: scene.kept([*scene.weights])) == 1
 
 
 def test_an_answer_that_has_arrived_in_part_is_not_read(accelerator: Accelerator) -> None:
@@ -227,7 +227,7 @@ def test_an_answer_that_has_arrived_in_part_is_not_read(accelerator: Accelerator
         scene.call()
         ((target, source),) = accelerator.copies
         target[:-1] = source[:-1]
-        assert scene._compiled(*scene.weights) == [16.0]
+        assert scene.kept([*scene.weights]) == [16.0]
         assert not messages
         assert scene.call() == [32.0]
     assert len(messages) == 1
@@ -239,7 +239,7 @@ def test_an_answer_is_read_when_it_is_there(accelerator: Accelerator) -> None:
     scene.arrays[0][:] = 2.0
     with alarms() as messages:
         for _ in range(3):
-            assert scene._compiled(*scene.weights) == [16.0]
+            assert scene.kept([*scene.weights]) == [16.0]
         assert scene.call() == [32.0]
     assert len(messages) == 1
 
@@ -310,7 +310,7 @@ def test_an_answer_about_a_value_that_was_made_again_is_dropped(accelerator: Acc
         scene.arrays[0][:] = 2.0
         assert scene.call() == [16.0], "it starts the comparison that tells"
         scene.weights[0].add_(1.0)
-        assert scene._compiled(*scene.weights) == [48.0], "which is not done before this call"
+        assert scene.kept([*scene.weights]) == [48.0], "which is not done before this call"
         num_refreshes = weight_cache.stats().refreshes
         scene.warm(3)
         assert weight_cache.stats().refreshes == num_refreshes
@@ -365,7 +365,7 @@ def test_values_that_another_graph_makes_again_are_no_alarm(
 
 def test_copies_that_an_optimizer_writes_are_no_alarm(accelerator: Accelerator) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
-    step = StepCopies()
+    step = StepCopies(torch.optim.SGD(scene.weights))
     with alarms() as messages:
         scene.warm()
         for _ in range(4):
@@ -384,7 +384,7 @@ def test_copies_that_an_optimizer_writes_are_no_alarm(accelerator: Accelerator) 
 def test_a_write_right_behind_a_step_that_wrote_copies_is_found(accelerator: Accelerator) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
     scene.warm()
-    with StepCopies().written(scene.weights) as targets:
+    with StepCopies(torch.optim.SGD(scene.weights)).written(scene.weights) as targets:
         targets.weights[0].mul_(1.5)
         targets.lows[0][0].copy_(targets.weights[0])
     scene.arrays[0][:] = 2.0
@@ -423,7 +423,7 @@ def test_layers_that_share_a_graph_are_all_compared(accelerator: Accelerator) ->
             array[:] = 2.0
         for _ in range(CALLS_BETWEEN):
             for layer in layers:
-                scene._compiled(layer)  # the host runs far ahead
+                scene.kept([layer])  # the host runs far ahead
         accelerator.finish()
         assert [scene.call(layer) for layer in layers] == [[32.0]] * len(layers)
     assert len(messages) == len(layers)
@@ -488,7 +488,7 @@ def test_a_weight_that_died_is_not_asked(accelerator: Accelerator) -> None:
         scene.warm(1)
         for array in scene.arrays:
             array[:] = 2.0
-        scene._compiled(*scene.weights)
+        scene.kept([*scene.weights])
         gone = weakref.ref(scene.weights.pop(0))
         scene.arrays.clear()
         gc.collect()
@@ -504,7 +504,7 @@ def test_weights_can_be_swapped_while_a_comparison_is_under_way(accelerator: Acc
     with alarms() as messages:
         for value in (5.0, 7.0):
             for _ in range(CALLS_BETWEEN):
-                scene._compiled(*scene.weights)
+                scene.kept([*scene.weights])
             other = weight_of(4, 4, value=value)
             torch.utils.swap_tensors(scene.weights[0], other)  # type: ignore[no-untyped-call]
             scene.warm()
@@ -518,7 +518,7 @@ def test_a_value_is_written_in_place_though_it_is_compared(accelerator: Accelera
     address = entry.value.data_ptr()
     for _ in range(3):
         scene.weights[0].add_(1.0)
-        scene._compiled(*scene.weights)
+        scene.kept([*scene.weights])
     assert entry.value.data_ptr() == address
 
 

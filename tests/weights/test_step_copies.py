@@ -18,7 +18,6 @@ from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
-from tests.weights.specs import cast_spec
 from tests.weights.nets import (
     HALF,
     TRAIN,
@@ -31,6 +30,7 @@ from tests.weights.nets import (
     random,
     twin_of,
 )
+from tests.weights.specs import cast_spec
 from tests.weights.test_random_sequences import PLAIN
 from tests.weights.writes import WRITES
 
@@ -235,7 +235,7 @@ def test_a_write_in_the_midst_of_a_step_is_seen(how: str) -> None:
 def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_copies, "has_hook", lambda: False)
+    monkeypatch.setattr(step_copies, "is_available", lambda: False)
     net = make_net()
     twin = twin_of(net)
     compiled = compile_amp_fx(net)

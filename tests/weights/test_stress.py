@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 ROOT = Path(__file__).resolve().parents[2]
-FROZEN = ("read --frozen", "data --frozen") if has_hook() else ()
+FROZEN = ("read --frozen", "data --frozen") if is_available() else ()
 SCENARIOS = ("read", "data", *FROZEN, "data --grad", "optimizer --grad", "hogwild")
 
 

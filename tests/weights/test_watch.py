@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
-from amp_fx.weights.engine import has_hook
+from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
 from tests.weights.specs import cast_spec
@@ -191,7 +191,7 @@ def test_a_value_is_free_unless_something_holds_it() -> None:
 
 
 @pytest.mark.skipif(
-    not has_hook(), reason="before torch 2.13 any storage object counts as a reader"
+    not is_available(), reason="before torch 2.13 any storage object counts as a reader"
 )
 def test_an_object_of_its_storage_that_nobody_holds_reads_no_value() -> None:
     _, kept = kept_copy()

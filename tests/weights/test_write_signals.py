@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +14,8 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
-from tests.weights.specs import cast_spec
 from tests.weights.cuda_like import cuda_like, list_writes
+from tests.weights.specs import cast_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,24 +179,3 @@ def test_every_op_that_writes_a_list_has_a_kernel_in_front() -> None:
 def test_captures_are_asked_of_cuda_only() -> None:
     """Builds without CUDA raise when asked, as other accelerators' users would find."""
     assert not is_capturing([torch.device("xpu:0"), torch.device("privateuseone:0")])
-
-
-def test_other_threads_that_run_are_told_from_those_that_wait() -> None:
-    """Before torch 2.13 storages are watched only where no other thread can be in an op."""
-    program = (
-        "import threading, time\n"
-        "from amp_fx.weights.write_signals import others_work\n"
-        "print(not others_work())\n"
-        "event = threading.Event()\n"
-        "threading.Thread(target=event.wait, daemon=True).start()\n"
-        "time.sleep(0.2)\n"
-        "print(not others_work())\n"
-        "def work():\n"
-        "    while not event.is_set(): pass\n"
-        "threading.Thread(target=work, daemon=True).start()\n"
-        "print(not others_work())\n"
-        "event.set()\n"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "False"]
