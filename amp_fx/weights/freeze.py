@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AmpFxError
+from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.weights.recipes import (
     Recipe,
@@ -194,7 +195,6 @@ def _freeze(
     folds_batch_norm: bool,
 ) -> tuple[Recipes, tuple[int, ...], bool]:
     """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``."""
-    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor import constant_folding, freezing
     from torch._inductor.freezing_utils import enter_freezing, record_has_frozen_params
     from torch._inductor.fx_passes.freezing_patterns import freezing_passes
@@ -211,7 +211,7 @@ def _freeze(
         view_to_reshape(gm)  # type: ignore[no-untyped-call]
         for position, weight in weights.items():
             recipes.put(gm, placeholders[position], weight, Weight(position))
-        gm.graph = fx_graph_cse(gm.graph)
+        gm.graph = _without_duplicates(gm.graph)
         _separate_fills(gm.graph)
         gm.recompile()
         with recipes.following(gm), batch_norm_folding(folds_batch_norm):
@@ -219,6 +219,19 @@ def _freeze(
             constant_folding.constant_fold(gm)
         record_has_frozen_params(gm)
     return recipes, taken, layout_opt
+
+
+def _without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """Merges pure nodes that compute the same; each call of an impure op has its own effect.
+
+    Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that it does not merge.
+    """
+    from torch._functorch import compile_utils
+
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
+    with replaced((compile_utils, "rand_ops", [*compile_utils.rand_ops, *impure])):
+        return compile_utils.fx_graph_cse(graph)
 
 
 def _separate_fills(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
@@ -212,12 +213,16 @@ class Recipes:
     def following(self, gm: fx.GraphModule) -> AbstractContextManager[None]:
         """Follows how inductor folds constants into this graph, while the context is open.
 
-        Relies on ``torch._inductor.constant_folding.constant_fold`` calling that module's
-        ``replace_node_with_constant(gm, node, constant, name)`` for each node it folds.
+        Impure nodes are neither folded nor run. Relies on
+        ``torch._inductor.constant_folding.constant_fold`` calling that module's
+        ``replace_node_with_constant(gm, node, constant, name)`` for each node it folds, and
+        ``ConstantFolder.run_node(node)`` before, which gives ``unknown_value`` for all others.
         """
         from torch._inductor import constant_folding
+        from torch._inductor.constant_folding import ConstantFolder
 
         original = constant_folding.replace_node_with_constant
+        run_node = ConstantFolder.run_node
 
         def replace(of: fx.GraphModule, node: Node, constant: Any = None, name: Any = None) -> None:
             if of is not gm:  # another thread's
@@ -227,7 +232,15 @@ class Recipes:
             original(of, node, constant, name)
             self._known[name] = recipe
 
-        return replaced((constant_folding, "replace_node_with_constant", replace))
+        def run_if_pure(self: ConstantFolder, node: Node) -> Any:
+            if self.module is gm and node.op == "call_function" and not is_pure(node):
+                return self.unknown_value
+            return run_node(self, node)
+
+        return replaced(
+            (constant_folding, "replace_node_with_constant", replace),
+            (ConstantFolder, "run_node", run_if_pure),
+        )
 
     def _next_name(self) -> str:
         """Names a constant as inductor would: the same in all processes, as caches store it."""

@@ -1,0 +1,172 @@
+"""Decides which nodes compute the same tensors from the same arguments, and do nothing else.
+
+A value computed from weights may be cached only if every node on the way from the weights is
+pure: a node that draws random numbers, reads a tensor that is not an argument, counts its calls
+or prints has to run in every call. The dispatcher does not record what a kernel does, so ops
+outside of PyTorch and amp_fx are pure only if their author says so (``register_pure_op``).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from amp_fx.errors import PolicyError
+from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.policies.calls import qualified_name
+from amp_fx.policies.changes import expand_ops
+from amp_fx.tables.build import op_text
+
+if TYPE_CHECKING:
+    from torch import fx
+
+TRUSTED_NAMESPACES = frozenset(
+    {
+        "aten",
+        "prims",
+        "amp_fx",
+        "mkl",  # inductor's packed float32 products
+        "mkldnn",  # packed weights of oneDNN
+        "onednn",  # packed int8 weights of oneDNN
+        "quantized_decomposed",  # what torch.ao leaves in a graph
+    }
+)
+"""Namespaces whose ops are pure unless their schema, their tags or ``_IMPURE`` say otherwise."""
+
+_UNINITIALIZED = "its result is uninitialized memory"
+_STATISTICS = "in training it writes running statistics that its schema does not mark"
+_ORDERED = "it is there for a check, or for its place among checks"
+
+_IMPURE = {
+    "aten::_ctc_loss": "parts of its second result are uninitialized memory",
+    "aten::_empty_affine_quantized": _UNINITIALIZED,
+    "aten::_empty_per_channel_affine_quantized": _UNINITIALIZED,
+    "aten::empty": _UNINITIALIZED,
+    "aten::empty_like": _UNINITIALIZED,
+    "aten::empty_permuted": _UNINITIALIZED,
+    "aten::empty_quantized": _UNINITIALIZED,
+    "aten::empty_strided": _UNINITIALIZED,
+    "aten::new_empty": _UNINITIALIZED,
+    "aten::new_empty_strided": _UNINITIALIZED,
+    "aten::resize": _UNINITIALIZED,
+    "aten::resize_as": _UNINITIALIZED,
+    "prims::empty": _UNINITIALIZED,
+    "prims::empty_permuted": _UNINITIALIZED,
+    "prims::empty_strided": _UNINITIALIZED,
+    "aten::from_file": "the file may change",
+    "aten::batch_norm": _STATISTICS,
+    "aten::cudnn_batch_norm": _STATISTICS,
+    "aten::instance_norm": _STATISTICS,
+    "aten::miopen_batch_norm": _STATISTICS,
+    "aten::native_batch_norm": _STATISTICS,
+    "aten::_functional_assert_async": _ORDERED,
+    "aten::_functional_assert_scalar": _ORDERED,
+    "aten::_functional_sym_constrain_range": _ORDERED,
+    "aten::_functional_sym_constrain_range_for_size": _ORDERED,
+    "aten::_make_dep_token": _ORDERED,
+    "prims::_make_token": _ORDERED,
+}
+"""Ops of trusted namespaces that neither schema nor tags show to be impure, each with a reason."""
+
+_registered: set[str] = set()
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Returns True if a node computes tensors from its arguments alone, and has no other effect.
+
+    It is about the node itself, not about the nodes that its arguments come from. False for
+    placeholders, attributes and outputs, for control flow and all other higher-order ops, for
+    Triton kernels, for Python functions and methods, for ops that return numbers (``item``), and
+    for results whose shape depends on data (``nonzero``, or a mask as an index).
+
+    Args:
+        node: A node of a graph after AOTAutograd, or one whose target is an op.
+    """
+    if node.op != "call_function":
+        return False
+    overloads = _overloads_of(node.target)
+    if node.target is not operator.getitem and not overloads:
+        return False
+    return all(map(is_pure_op, overloads)) and not _has_shape_of_data(node, overloads)
+
+
+def is_pure_op(op: OpOverload) -> bool:
+    """Returns True if an op is pure, whatever it is called with.
+
+    Ops whose shapes depend on data count as pure here: a single call may have a fixed shape.
+    """
+    name = qualified_name(op)
+    is_trusted = op.namespace in TRUSTED_NAMESPACES or name in _registered
+    return is_trusted and not why_impure(op)
+
+
+def why_impure(op: OpOverload) -> str:
+    """Returns what is known to make an op impure; an empty string if nothing is known."""
+    from torch._library.utils import is_impure
+
+    schema = op._schema
+    if schema.is_mutable:
+        return "it writes to its arguments"
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return "it draws random numbers"
+    if not schema.returns or not all(str(each.type) in _TENSORS for each in schema.returns):
+        return "it does not return tensors"
+    if is_impure(op):
+        return "torch lists it as having effects"
+    return _IMPURE.get(op._schema.name, "")
+
+
+_TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
+
+
+def _overloads_of(target: Any) -> list[OpOverload]:
+    """Returns the overloads that a target may call; inductor's patterns insert packets."""
+    if isinstance(target, OpOverload):
+        return [target]
+    if isinstance(target, OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    return []
+
+
+def _has_shape_of_data(node: fx.Node, overloads: list[OpOverload]) -> bool:
+    value = recorded_value(node)
+    if value is None:
+        return any(torch.Tag.dynamic_output_shape in op.tags for op in overloads)
+    return any(free_unbacked_symbols(tuple(t.shape)) for t in tensors_in(value))
+
+
+def register_pure_op(op: Any) -> None:
+    """Says that an op of a library computes its results from its arguments alone.
+
+    amp_fx then computes what the op makes of weights once per update and caches it, as it does
+    with PyTorch's own ops. Every other custom op runs in every call, because its kernel may read
+    tensors and numbers that are not among its arguments, draw random numbers or have effects.
+    Call it where the op is defined, before anything that uses the op is compiled::
+
+        @torch.library.custom_op("mylib::unpack", mutates_args=())
+        def unpack(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor: ...
+
+        amp_fx.register_pure_op(unpack)
+
+    Args:
+        op: The op, or its name: ``"mylib::unpack"`` for all its overloads that do not write to
+            their arguments, ``"mylib::unpack.overload"``, or ``"mylib::*"`` for all ops that a
+            library has defined so far.
+
+    Raises:
+        PolicyError: There is no such op, or it is known to be impure: it writes to its arguments,
+            is tagged as random, does not return tensors, or is registered as having effects.
+    """
+    names = expand_ops(op_text(op))
+    for name in names:
+        packet, _, overload = name.partition(".")
+        namespace, _, short = packet.partition("::")
+        found = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
+        reason = why_impure(found)
+        if reason:
+            raise PolicyError(f"{name} cannot be registered as pure: {reason}")
+    _registered.update(names)
