@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export, for_onnx, package
+    from amp_fx.graphs.purity import register_pure_op
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
@@ -64,6 +65,7 @@ __all__ = [
     "register_device",
     "register_op",
     "register_pass",
+    "register_pure_op",
     "search",
     "store_low",
     "to_networkx",
@@ -88,6 +90,7 @@ _LAZY = {
     "package": "amp_fx.exporting.entry",
     "fsdp_policy": "amp_fx.integrations.fsdp",
     "register_pass": "amp_fx.backend.pipeline",
+    "register_pure_op": "amp_fx.graphs.purity",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",

@@ -323,20 +323,63 @@ uint64_t mixed(uint64_t x) { // splitmix64
   return x ^ (x >> 31);
 }
 
+// The distinct elements of a strided tensor, in the order of their addresses. Dimensions of size 1
+// and expanded ones are left out, and neighbours that lie as one are merged: a dense tensor has one
+// dimension, whatever its layout.
+struct Elements {
+  struct Dim {
+    uint64_t size, stride; // bytes
+  };
+  c10::SmallVector<Dim, 4> dims; // outermost first
+  uint64_t count = 0;
+
+  explicit Elements() = default;
+  explicit Elements(const at::Tensor& tensor) : count(tensor.numel() != 0) {
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      if (tensor.size(i) > 1 && tensor.stride(i) != 0) {
+        const auto size = static_cast<uint64_t>(tensor.size(i));
+        dims.push_back({size, static_cast<uint64_t>(tensor.stride(i)) * tensor.element_size()});
+        count *= size;
+      }
+    }
+    std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) {
+      return a.stride > b.stride;
+    });
+    size_t last = 0;
+    for (size_t i = 1; i < dims.size(); ++i) {
+      if (dims[last].stride == dims[i].size * dims[i].stride) {
+        dims[last] = {dims[last].size * dims[i].size, dims[i].stride};
+      } else {
+        dims[++last] = dims[i];
+      }
+    }
+    dims.resize(std::min(dims.size(), last + 1));
+  }
+  uint64_t offset(uint64_t index) const { // in bytes; without a division if there is one dimension
+    uint64_t found = 0;
+    for (size_t i = dims.size(); i-- > 0;) {
+      found += (i == 0 ? index : index % dims[i].size) * dims[i].stride;
+      index = i == 0 ? 0 : index / dims[i].size;
+    }
+    return found;
+  }
+};
+
 // Some elements of a weight in host memory, as they were when a value was made.
 struct Sample {
   std::vector<uint64_t> bits;
+  Elements elements;
   uint64_t seed = 0;
-  uint64_t numel = 0;
   size_t item_size = 0;
   size_t turn = 0;
 
-  const char* place(const char* data, size_t i) const { // without a division: it is asked often
-    if (numel <= num_sampled) {
-      return data + i * item_size;
+  const char* place(const char* data, size_t i) const { // it is asked often
+    const uint64_t count = elements.count;
+    if (count <= num_sampled) {
+      return data + elements.offset(i);
     }
-    const uint64_t from = i * numel / num_sampled, to = (i + 1) * numel / num_sampled;
-    return data + (from + ((mixed(seed + i) >> 32) * (to - from) >> 32)) * item_size;
+    const uint64_t from = i * count / num_sampled, to = (i + 1) * count / num_sampled;
+    return data + elements.offset(from + ((mixed(seed + i) >> 32) * (to - from) >> 32));
   }
   uint64_t read(const char* place) const { // of numbers of 16 bytes the first 8
     uint64_t found = 0;
@@ -344,11 +387,10 @@ struct Sample {
     return found;
   }
   void take(const at::Tensor& weight, const char* data) {
-    const bool is_readable = weight.is_cpu() && weight.is_non_overlapping_and_dense();
-    numel = is_readable ? static_cast<uint64_t>(weight.numel()) : 0;
+    elements = weight.is_cpu() ? Elements(weight) : Elements();
     item_size = weight.element_size();
     seed = mixed(seed + static_cast<uint64_t>(now()));
-    bits.resize(std::min(num_sampled, numel));
+    bits.resize(std::min(num_sampled, elements.count));
     for (size_t i = 0; i < bits.size(); ++i) {
       bits[i] = read(place(data, i));
     }

@@ -128,7 +128,7 @@ def _overloads_of(target: Any) -> list[OpOverload]:
     if isinstance(target, OpOverload):
         return [target]
     if isinstance(target, OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads()]
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
     return []
 
 

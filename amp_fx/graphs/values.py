@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_aggregate, map_arg
@@ -244,7 +245,33 @@ def is_written(placeholder: fx.Node) -> bool:
 def evaluate(node: fx.Node) -> Any:
     """The value of one call node from the values of its arguments, inside ``analysis``."""
     args, kwargs = argument_values(node)
-    return adopt_captured(captured_value(node), call_target(node, args, kwargs))
+    value = call_target(node, args, kwargs)
+    if _is_custom_op(node.target):
+        value = _apart_from(tensors_in(args, kwargs), value)
+    return adopt_captured(captured_value(node), value)
+
+
+def _is_custom_op(target: Any) -> bool:
+    """Returns True for ops that are neither PyTorch's nor amp_fx's, and alias no argument."""
+    op = getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
+    if not isinstance(op, OpOverload) or op.namespace in ("aten", "prims", "amp_fx"):
+        return False
+    return all(each.alias_info is None for each in op._schema.returns)
+
+
+def _apart_from(given: Sequence[torch.Tensor], value: Any) -> Any:
+    """Returns results with memory of their own.
+
+    A fake kernel may return its argument where the real one computes a new tensor. The result
+    would pass for the argument, say for a weight.
+    """
+    known = {storage_id(tensor) for tensor in given}
+
+    def apart(leaf: Any) -> Any:
+        is_given = isinstance(leaf, torch.Tensor) and storage_id(leaf) in known
+        return leaf.clone() if is_given else leaf
+
+    return pytree.tree_map(apart, value)
 
 
 def adopt_captured(captured: Any, value: Any) -> Any:

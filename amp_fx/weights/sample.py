@@ -8,7 +8,7 @@ for one element per call.
 A comparison is due in each of the first few calls with some weights, then in every 16th, as soon
 as the answer of the one before is there. It finds any write of a whole weight, and of a 64th of a
 weight that lies in one piece. It finds other writes if they happen to change a remembered element:
-there are 64 of each weight or more, at equal distances.
+there are 64 of each weight or more, at equal distances. Weights may have gaps or be expanded.
 
 An answer counts only for values that were not made again meanwhile and are fresh when it is read.
 So no write that a signal told of is ever taken for one that was not seen. ``STORE.exclusive``
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from amp_fx.weights.store import Entry, Weights
 
 LEAST_SAMPLED = 64
-"""Elements that are remembered of each weight at least; all of one with fewer than 128."""
+"""Elements that are remembered of each weight at least; all of a dense one with fewer than 128."""
 
 MOST_SAMPLED = 4 * LEAST_SAMPLED
 """No more are remembered: distances are whole numbers, of up to twice as many elements."""
@@ -70,17 +70,61 @@ class Place(tuple["Entry", ...]):
         return True
 
 
+class _Grid(NamedTuple):
+    """Elements of a strided tensor at equal distances in each dimension."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def over(cls, tensor: torch.Tensor) -> _Grid:
+        """Chooses at least ``LEAST_SAMPLED`` of the distinct elements, at most ``MOST_SAMPLED``.
+
+        Outer dimensions are sampled first. A part in one piece, of a 64th of all, has one of them.
+        """
+        sizes, strides, start, least = [], [], 0, LEAST_SAMPLED
+        for stride, size in _distinct_elements(tensor):
+            spread = 1 + _random.random() if not sizes else 1
+            step = max(1, int(size / least / spread))
+            first = _random.randrange(step)
+            sizes.append(len(range(first, size, step)))
+            strides.append(stride * step)
+            start += stride * first
+            least = -(-least // sizes[-1])
+        return cls(tuple(sizes), tuple(strides), start)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Reads the elements; one dimension."""
+        start = tensor.storage_offset() + self.start
+        return tensor.as_strided(self.sizes, self.strides, start).reshape(-1)
+
+
+def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Returns strides and sizes of the dimensions, by address, neighbours that lie as one merged.
+
+    Expanded dimensions are left out. A dense tensor has one dimension, whatever its layout.
+    """
+    pairs = zip(tensor.stride(), tensor.size(), strict=True)
+    merged: list[tuple[int, int]] = []
+    for stride, size in sorted((p for p in pairs if p[0] and p[1] > 1), reverse=True):
+        if merged and merged[-1][0] == stride * size:
+            merged[-1] = stride, merged[-1][1] * size
+        else:
+            merged.append((stride, size))
+    return merged
+
+
 class _Some(NamedTuple):
     """Some elements of one weight of an entry, as they were when its value was made."""
 
     position: int
-    start: int
-    step: int
+    grid: _Grid
     then: torch.Tensor
 
     def now(self, weights: Weights) -> torch.Tensor:
         """Returns the samples as they are now."""
-        return _elements(weights[self.position], self.start, self.step)
+        return self.grid.of(weights[self.position])
 
 
 _remembered: weakref.WeakKeyDictionary[Entry, tuple[int, list[_Some]]]
@@ -96,7 +140,7 @@ def remember(entries: Iterable[Entry]) -> None:
     It reads the weights on the current streams, behind what made the values.
     """
     with making_values():
-        groups: defaultdict[Any, list[tuple[list[_Some], int, int, int, torch.Tensor]]]
+        groups: defaultdict[Any, list[tuple[list[_Some], int, _Grid, torch.Tensor]]]
         groups = defaultdict(list)
         for entry in entries:
             weights = None if _is_remembered(entry) else _fresh_weights(entry)
@@ -105,16 +149,15 @@ def remember(entries: Iterable[Entry]) -> None:
             found: list[_Some] = []
             for i, weight in enumerate(weights):
                 if _is_comparable(weight):
-                    step = max(1, int(weight.numel() / LEAST_SAMPLED / (1 + _random.random())))
-                    start = _random.randrange(step)
-                    some = found, i, start, step, _elements(weight, start, step)
+                    grid = _Grid.over(weight)
+                    some = found, i, grid, grid.of(weight)
                     groups[weight.device, weight.dtype].append(some)
             _remembered[entry] = entry.kept.made, found
         for group in groups.values():
             now = [elements for *_, elements in group]
             then = torch.cat(now).split_with_sizes([each.numel() for each in now])
-            for (found, i, start, step, _), elements in zip(group, then, strict=True):
-                found.append(_Some(i, start, step, elements))
+            for (found, i, grid, _), elements in zip(group, then, strict=True):
+                found.append(_Some(i, grid, elements))
 
 
 def remember_again(entries: Iterable[Entry]) -> None:
@@ -207,19 +250,9 @@ def _fresh_weights(entry: Entry) -> Weights | None:
     return here if here is not None and entry.kept.is_fresh(here) else None
 
 
-def _elements(weight: torch.Tensor, start: int, step: int) -> torch.Tensor:
-    """Elements of a dense tensor, at equal distances in its memory."""
-    count = len(range(start, weight.numel(), step))
-    return weight.as_strided((count,), (step,), weight.storage_offset() + start)
-
-
 def _is_comparable(weight: torch.Tensor) -> bool:
-    """Whether every place in a weight's memory holds an element of it, of a dtype that is known."""
-    if weight.dtype not in _BITS or weight.numel() == 0:
-        return False
-    return weight.is_contiguous() or bool(
-        torch.ops.aten.is_non_overlapping_and_dense.default(weight)
-    )
+    """Returns True if a weight has elements, of a dtype whose bits can be compared."""
+    return weight.dtype in _BITS and weight.numel() > 0
 
 
 _BITS = {

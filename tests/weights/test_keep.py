@@ -33,6 +33,7 @@ from amp_fx.weights.store import STORE
 from amp_fx.weights.write_signals import CAUGHT_BY
 from tests.weights import writes
 from tests.weights.nets import make_net
+from tests.weights.strided import STRIDED, read_by, whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -169,6 +170,25 @@ def test_a_whole_weight_that_is_written_through_an_old_array_is_found_at_the_nex
         array += 1.0
         assert_same(kept(), torch.from_numpy(array) * 2)
         assert not kept.is_fresh(), i
+    assert "PyTorch cannot see" in kept.why_remade
+    assert len([r for r in caplog.records if "where PyTorch cannot see it" in r.message]) == 1
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_a_whole_weight_with_gaps_or_an_expanded_one(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    big = whole_of()
+    array, is_read = big.numpy(), read_by(kind)
+    w = nn.Parameter(STRIDED[kind](big))
+    kept = amp_fx.keep(doubled, w)
+    for _ in range(70):
+        array[~is_read] += 1.0  # of which the weight has nothing
+        assert_same(kept(), w.detach().clone() * 2)
+    assert not caplog.records
+    for _ in range(3):
+        array[is_read] += 1.0
+        assert_same(kept(), w.detach().clone() * 2)
     assert "PyTorch cannot see" in kept.why_remade
     assert len([r for r in caplog.records if "where PyTorch cannot see it" in r.message]) == 1
 

@@ -16,13 +16,21 @@ import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.engine import engine
-from amp_fx.weights.sample import CALLS_BETWEEN, FIRST_CALLS, LEAST_SAMPLED, Place, _elements
+from amp_fx.weights.sample import (
+    CALLS_BETWEEN,
+    FIRST_CALLS,
+    LEAST_SAMPLED,
+    MOST_SAMPLED,
+    Place,
+    _Grid,
+)
 from amp_fx.weights.step_copies import StepCopies
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
 from tests.weights.alarms import alarms
 from tests.weights.specs import cast_spec
+from tests.weights.strided import STRIDED, read_by, whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,21 +183,39 @@ def test_dtypes_and_layouts(accelerator: Accelerator, dtype: torch.dtype) -> Non
 
 
 def test_what_cannot_be_compared_is_left_out(accelerator: Accelerator) -> None:
-    gaps = nn.Parameter(torch.ones(4, 4)[:, ::2], requires_grad=False)
-    scene = Scene(accelerator, gaps, weight_of(0), weight_of(5))
+    scene = Scene(accelerator, weight_of(0), weight_of(5))
     with alarms() as messages:
         scene.warm()
-        scene.arrays[2][:] = 2.0
+        scene.arrays[1][:] = 2.0
         assert scene.calls_until_right() <= CALLS_BETWEEN
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("numel", [1, 2, 64, 127, 128, 5000])
-def test_elements_lie_at_equal_distances_from_end_to_end(numel: int) -> None:
-    tensor = torch.arange(float(numel + 3))[3:]
-    for step in {1, max(1, numel // LEAST_SAMPLED)}:
-        for start in range(min(step, numel)):
-            assert torch.equal(_elements(tensor, start, step), tensor[start::step])
+@pytest.mark.parametrize("kind", STRIDED)
+def test_a_weight_with_gaps_or_an_expanded_one(accelerator: Accelerator, kind: str) -> None:
+    """A write to the whole weight is found, one that it does not read is no alarm."""
+    big = whole_of()
+    whole, is_read = big.numpy(), read_by(kind)
+    scene = Scene(accelerator, nn.Parameter(STRIDED[kind](big), requires_grad=False))
+    with alarms() as messages:
+        scene.warm()
+        whole[~is_read] += 5.0
+        scene.warm(CALLS_BETWEEN)
+        assert not messages
+        whole[is_read] += 2.0
+        assert scene.calls_until_right() <= CALLS_BETWEEN
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+def test_as_many_distinct_elements_as_it_takes(kind: str) -> None:
+    tensor = STRIDED[kind](whole_of())
+    distinct = tensor.unique()
+    for _ in range(50):
+        found = _Grid.over(tensor).of(tensor)
+        assert min(distinct.numel(), LEAST_SAMPLED) <= found.numel() <= MOST_SAMPLED
+        assert found.unique().numel() == found.numel()
+        assert torch.isin(found, distinct).all()
 
 
 # ------------------------------------------------------------------------------ what it costs
