@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.weights.split import (
     Prepare,
@@ -223,7 +224,6 @@ def pack(
     Returns:
         The constants, the positions of the inputs that are left, and inductor's layout decision.
     """
-    from torch._functorch.compile_utils import fx_graph_cse
     from torch._inductor import freezing
     from torch._inductor.freezing_utils import enter_freezing, record_has_frozen_params
     from torch._inductor.fx_passes.freezing_patterns import freezing_passes
@@ -244,13 +244,26 @@ def pack(
             node = placeholders[position]
             copy = constants.prepare.weight(position, VALUE.of(node))
             constants.put(node, weight, copy)
-        gm.graph = fx_graph_cse(gm.graph)
+        gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
         with replaced((freezing, "constant_fold", constants.fold)), batch_norm_folding(folds_batch_norm):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)
         record_has_frozen_params(gm)
     return constants, taken, layout_opt
+
+
+def _without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """Merges pure nodes that compute the same; each call of an impure op has its own effect.
+
+    Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that it does not merge.
+    """
+    from torch._functorch import compile_utils
+
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
+    with replaced((compile_utils, "rand_ops", [*compile_utils.rand_ops, *impure])):
+        return compile_utils.fx_graph_cse(graph)
 
 
 def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:

@@ -20,7 +20,6 @@ import amp_fx
 from amp_fx.errors import PolicyError
 from amp_fx.graphs import purity
 from amp_fx.graphs.purity import is_pure, is_pure_op
-from amp_fx.weights import kept_cast  # noqa: F401  # it defines ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +77,6 @@ PURE = (
     aten._native_batch_norm_legit_no_training.default,
     prims.convert_element_type.default,
     own.float8_weight.default,
-    own.laid_out_as_before.default,
     torch.ops.mkldnn._reorder_linear_weight.default,
     torch.ops.mkldnn._reorder_linear_weight,  # inductor's patterns insert the packet
     torch.ops.mkldnn._reorder_mkldnn_rnn_layer_weight.default,
