@@ -11,11 +11,11 @@ After:
     body(%x, %weight, %weight_bfloat16):
         ...
 
-Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it alike, which
-decides gradient bits: outside, ``fold_casts`` finds it, and it can be cached across calls. A
+Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it alike,
+which decides gradient bits: outside, ``fold_casts`` finds it, and it can be cached across calls. A
 reentrant checkpoint differentiates its own recomputation, for which the cache is empty again: its
-cast is shared with nothing outside. Left alone on purpose: casts of anything else, whose memory the
-checkpoint saves, and of weights that the graph writes.
+cast is shared with nothing outside. Left alone on purpose: casts of anything else, whose memory
+the checkpoint saves, and of weights that the graph writes.
 """
 
 from __future__ import annotations

@@ -179,17 +179,16 @@ class Caching:
             gm: The joint graph of forward and backward.
         """
         chosen = self._chosen(is_inference=False)
-        context = TracingContext.try_get()
-        if not chosen or context is None or context.fw_metadata is None:
-            return
         placeholders = gm.graph.find_nodes(op="placeholder")
         num_primals = sum(node.name.startswith("primals") for node in placeholders)
-        if num_primals != self.num_inputs or not self._has_values(placeholders, chosen):
+        is_aligned = num_primals == self.num_inputs and self._has_values(placeholders, chosen)
+        if not chosen or not is_aligned:
             return
         prepare = Prepare({i: weight.name for i, weight in chosen.items()})
         sources = weights_in(gm, chosen, prepare)
-        num_returned = int(context.fw_metadata.num_forward_returns)
-        for node in cached_nodes(gm, sources, prepare, num_returned):
+        outputs = gm.graph.output_node().args[0]
+        assert isinstance(outputs, (list, tuple))  # results and gradients, both for the caller
+        for node in cached_nodes(gm, sources, prepare, len(outputs)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
@@ -278,9 +277,7 @@ class Caching:
         return call
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
-        return CachedCall(
-            *args, owner=self.owner, verify=verify_level(self.options.verify), **code
-        )
+        return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
 
 
 def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
@@ -305,7 +302,8 @@ class MarkSaved(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Marks nodes of a joint graph; leaves other graphs alone."""
-        if any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder")):
+        is_joint = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+        if is_joint and graph.owning_module is not None:
             self._cache.mark_saved(graph.owning_module)
 
     def uuid(self) -> Any:
@@ -330,10 +328,7 @@ def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor
 
 
 def caching(
-    captured: fx.GraphModule,
-    found: Rewritten,
-    example_inputs: Sequence[Any],
-    options: Options,
+    captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
 ) -> Caching:
     """Finds out what the graphs of a rewritten graph can cache.
 

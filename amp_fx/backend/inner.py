@@ -451,7 +451,7 @@ def _aot_eager(
         partition_fn=min_cut_rematerialization_partition if cache is None else cache.partition,
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, list(example_inputs))  # type: ignore[no-any-return]
+    return compiler(gm, list(example_inputs))
 
 
 def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:

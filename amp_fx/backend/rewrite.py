@@ -63,10 +63,7 @@ class Rewritten:
 
 
 def rewrite(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    observer: Observer,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, observer: Observer
 ) -> Rewritten:
     """Puts casts into a copy of a captured graph, as the ambient region or the options say.
 

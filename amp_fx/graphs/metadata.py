@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import fx
 
     from amp_fx.graphs.casts import Cast
@@ -66,6 +67,8 @@ FLOAT8_NOTE: Key[str] = Key("float8")
 """How a product runs in float8, or why it does not (``quantize_products``)."""
 HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The graphs of a higher-order op hold casts of their own (``bodies``)."""
+CONSTANT: Key[torch.Tensor] = Key("amp_fx_constant")
+"""The tensor of a ``get_attr`` node of what is computed from weights (``weights.split``)."""
 IS_CACHED: Key[bool] = Key("is_cached")
 """The result of a cast is cached across calls (``explanation.recorder``)."""
 STORED_LOW: Key[int] = Key("stored_low")

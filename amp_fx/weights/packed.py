@@ -75,8 +75,8 @@ class PackedGraph:
                 constants.update(dict.fromkeys(own, output))
         function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
         assert isinstance(function, FunctionType)
-        names = {**function.__globals__, **constants}
-        bound = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        scope = {**function.__globals__, **constants}
+        bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
         return MethodType(bound, self.code.__self__) if isinstance(self.code, MethodType) else bound
 
 
@@ -109,7 +109,9 @@ class Constants:
         It takes the place of ``torch._inductor.freezing.constant_fold``.
         """
         attributes = gm.graph.find_nodes(op="get_attr")
-        sources = {n: self.copies[str(n.target)] for n in attributes if str(n.target) in self.copies}
+        sources = {
+            n: self.copies[str(n.target)] for n in attributes if str(n.target) in self.copies
+        }
         kept = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=kept)
         values: dict[fx.Node, Any] = {}
@@ -179,13 +181,18 @@ def compile_packed(
     for name, attribute in by_name.items():
         outputs.setdefault(constants.copies[attribute], []).append(name)
         made[constants.copies[attribute]] = gm._buffers.pop(attribute, None)
-    for attribute in constants.copies:  # the graph is part of a cycle that lives until it is collected
+    for (
+        attribute
+    ) in constants.copies:  # the graph is part of a cycle that lives until it is collected
         gm._buffers.pop(attribute, None)
     specs = specs_of(constants.prepare, outputs)
     tuples = [tuple(made[n] for n in spec.outputs) for spec in specs]
     return (
         PackedGraph(
-            tuple(specs), taken, code, tuple(tuple(tuple(outputs[n]) for n in s.outputs) for s in specs)
+            tuple(specs),
+            taken,
+            code,
+            tuple(tuple(tuple(outputs[n]) for n in s.outputs) for s in specs),
         ),
         [value[0] if len(value) == 1 else value for value in tuples],
     )
@@ -203,7 +210,9 @@ def run_fake(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     return packed[0] if len(packed) == 1 else packed
 
 
-def specs_of(prepare: Prepare, outputs: Sequence[fx.Node] | Mapping[fx.Node, Any]) -> list[CachedValueSpec]:
+def specs_of(
+    prepare: Prepare, outputs: Sequence[fx.Node] | Mapping[fx.Node, Any]
+) -> list[CachedValueSpec]:
     """Describes constants: weights as they are, and values computed from them."""
     weights = [node for node in outputs if node.op == "placeholder"]
     computed = [node for node in outputs if node.op != "placeholder"]
@@ -246,7 +255,10 @@ def pack(
             constants.put(node, weight, copy)
         gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
-        with replaced((freezing, "constant_fold", constants.fold)), batch_norm_folding(folds_batch_norm):
+        with (
+            replaced((freezing, "constant_fold", constants.fold)),
+            batch_norm_folding(folds_batch_norm),
+        ):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)
         record_has_frozen_params(gm)

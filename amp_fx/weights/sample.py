@@ -83,7 +83,9 @@ class _Grid(NamedTuple):
 
         Outer dimensions are sampled first. A part in one piece, of a 64th of all, has one of them.
         """
-        sizes, strides, start, least = [], [], 0, LEAST_SAMPLED
+        sizes: list[int] = []
+        strides: list[int] = []
+        start, least = 0, LEAST_SAMPLED
         for stride, size in _distinct_elements(tensor):
             spread = 1 + _random.random() if not sizes else 1
             step = max(1, int(size / least / spread))

@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from amp_fx.graphs.casts import CONVERT
-from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.metadata import CONSTANT, VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import tensors_in
@@ -182,9 +182,10 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Calls what a node of ``prepare`` calls, on real tensors."""
     if node.op == "get_attr":
         return CONSTANT.of(node)
+    args: Any
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     if node.target is CONVERT and _has_plain_strides(args[0]) and args[0].dtype is not args[1]:
-        return args[0].to(args[1])  # prims' own implementation is Python, and slow
+        return args[0].to(args[1])  # the implementation of prims is Python, and slow
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -210,18 +211,6 @@ class _Name(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-class _Constant:
-    """Accessor of the tensor that a ``get_attr`` node of ``prepare`` stands for."""
-
-    def of(self, node: fx.Node) -> torch.Tensor:
-        """Returns the tensor."""
-        tensor: torch.Tensor = node.meta["amp_fx_constant"]
-        return tensor
-
-
-CONSTANT = _Constant()
 
 
 class Prepare:
@@ -257,7 +246,9 @@ class Prepare:
             self._sources[node] = frozenset([node])
         return self._weights[position]
 
-    def add(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], constant: Any = None) -> fx.Node:
+    def add(
+        self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], constant: Any = None
+    ) -> fx.Node:
         """Copies a node of a split graph.
 
         Args:
@@ -274,13 +265,15 @@ class Prepare:
                 return source
         copy = self.graph.node_copy(node, copies.__getitem__)
         if node.op == "get_attr":
-            copy.meta["amp_fx_constant"] = constant
+            CONSTANT.put(copy, constant)
         text = _text(copy, lambda n: n.name)
         if text in self._merged:
             self.graph.erase_node(copy)
             return self._merged[text]
         self._merged[text] = copy
-        self._sources[copy] = frozenset().union(*map(self._sources.__getitem__, copy.all_input_nodes))
+        self._sources[copy] = frozenset().union(
+            *map(self._sources.__getitem__, copy.all_input_nodes)
+        )
         return copy
 
     def weights_of(self, copy: fx.Node) -> frozenset[fx.Node]:
@@ -391,7 +384,10 @@ def copy_prepared(
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    return functools.reduce(lambda owner, name: getattr(owner, name, None), target.split("."), gm)
+    found: Any = gm
+    for name in target.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def _is_preparable(node: fx.Node, copies: Copies) -> bool:
@@ -458,7 +454,7 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
     for node in outputs[:num_returned]:
         while isinstance(node, fx.Node) and node not in found:
             found.add(node)
-            node = node.all_input_nodes[0] if is_view(node) else None  # type: ignore[assignment]
+            node = node.all_input_nodes[0] if is_view(node) else None
     return found
 
 

@@ -1,7 +1,8 @@
 """Optimizer steps that write the kept copies of their weights along with the weights.
 
-Written are casts, and values computed row by row, such as float8 data with a scale per row. A scale
-of a whole weight is only known once all of the weight is written: the next call computes such values.
+Written are casts, and values computed row by row, such as float8 data with a scale per row. A
+scale of a whole weight is only known once all of the weight is written: the next call computes
+such values.
 
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,

@@ -307,11 +307,12 @@ class Store:
         lows, highs = [], []
         for entry, weights, old in zip(entries, sources, olds, strict=True):
             value: Any = None if makes_new else old
-            if is_compiled(entry.wanted, weights):
+            spec: Any = entry.wanted
+            if is_compiled(spec, weights):
                 if value is None:
-                    value = empty_values(entry.wanted, weights)
+                    value = empty_values(spec, weights)
                     entry.made_bytes = _num_bytes(entry, value, weights)
-                write_values(entry.wanted, tuple(map(_read_only, weights)), value)
+                write_values(spec, tuple(map(_read_only, weights)), value)
             elif value is None or not entry.is_cast:
                 value = self._made_anew(entry, weights, value)
             if entry.is_listed:

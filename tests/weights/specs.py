@@ -28,7 +28,7 @@ def cast_spec(
     node = prepare.graph.call_function(CONVERT, (prepare.weight(position, value), dtype))
     VALUE.put(node, value.to(dtype))
     if memory_format is not torch.preserve_format:
-        options = {"memory_format": memory_format}
+        options: dict[str, Any] = {"memory_format": memory_format}
         node = prepare.graph.call_function(torch.ops.aten.clone.default, (node,), options)
         VALUE.put(node, value.to(dtype).clone(memory_format=memory_format))
     (spec,) = prepare.specs([node])

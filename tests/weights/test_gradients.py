@@ -67,7 +67,9 @@ def test_hooks_of_parameters_see_and_change_float32_gradients() -> None:
             return grad * 2
 
         net.a.weight.register_hook(hook)  # type: ignore[no-untyped-call]
-        out = compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
+        out = (
+            compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
+        )
         out.sum().backward()  # type: ignore[no-untyped-call]
         seen.append([*calls, net.a.weight.grad])
     assert len(seen[0]) == 2
@@ -87,7 +89,9 @@ def test_double_backward() -> None:
     grads = []
     for compiled in (True, False):
         net = make_net()
-        out = compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
+        out = (
+            compile_amp_fx(net, compiler="eager")(inputs()) if compiled else autocast(net, inputs())
+        )
         first = torch.autograd.grad(out.square().sum(), list(net.parameters()), create_graph=True)
         penalty = sum(g.square().sum() for g in first)
         assert isinstance(penalty, torch.Tensor)

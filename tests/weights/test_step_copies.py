@@ -71,7 +71,7 @@ def assert_copies_are_the_weights(net: nn.Module) -> int:
     fresh = 0
     for param in net.parameters():
         for entry in STORE.of_weight(param):
-            is_copy = entry.wanted.is_cast
+            is_copy = getattr(entry.wanted, "is_cast", False)
             if is_copy and entry.is_fresh():
                 assert_same(entry.value, param.detach().to(entry.value.dtype))
                 fresh += 1
@@ -253,7 +253,9 @@ def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
 def keep(weight: Tensor, *specs: CachedValueSpec) -> list[Any]:
     """Makes copies of a weight, as calls of graphs do."""
     with STORE.exclusive(), making_values():
-        entries: list[Any] = [STORE.entry(s, (weight,), "a test") for s in specs or [cast_spec(weight)]]
+        entries: list[Any] = [
+            STORE.entry(s, (weight,), "a test") for s in specs or [cast_spec(weight)]
+        ]
         STORE.refresh(entries, [(weight,)] * len(entries))
     return entries
 
