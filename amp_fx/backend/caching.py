@@ -21,7 +21,7 @@ import torch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -141,7 +141,7 @@ class Caching:
                     found.extend(CachedValue(s, tuple(map(VALUE.of, s.outputs))) for s in specs)
             return make_boxed_func(graph.forward)
 
-        with without_autograd_cache():
+        with without_autograd_cache(), self.partitioning():
             compile_with_inductor(gm, inputs, self.options, note)
         return tuple(value for value in found if not value.spec.is_alias)
 
@@ -157,39 +157,52 @@ class Caching:
         specs = specs_of(constants.prepare, tensors)
         return [CachedValue(s, tuple(tensors[n] for n in s.outputs)) for s in specs]
 
-    def partition(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        """Partitions a joint graph into forward and backward."""
-        self.mark_saved(gm)
-        return min_cut_rematerialization_partition(gm, *args, **kwargs)
+    def partition(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        **kwargs: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partitions a joint graph so that the forward saves cached values for the backward.
+
+        torch's partitioner keeps values marked ``MUST_SAVE`` only if the forward computes them
+        anyway. So they are outputs of the forward while the graph is partitioned.
+        """
+        saved = self._saved(gm)
+        _add_outputs(gm, num_fwd_outputs, saved)
+        num_outputs = num_fwd_outputs + len(saved)
+        forward, backward = min_cut_rematerialization_partition(
+            gm, joint_inputs, num_fwd_outputs=num_outputs, **kwargs
+        )
+        _remove_outputs(forward, num_fwd_outputs, num_outputs)
+        return forward, backward
 
     @contextlib.contextmanager
-    def marking(self) -> Iterator[None]:
-        """Lets inductor mark what the forward saves while the context is open."""
+    def partitioning(self) -> Iterator[None]:
+        """Makes inductor call ``partition``, unless the user has a partitioner of their own."""
         from torch._inductor import config
-        from torch._inductor.custom_graph_pass import get_custom_graph_passes
 
-        following = get_custom_graph_passes(config.joint_custom_post_pass)
-        with config.patch(joint_custom_post_pass=(MarkSaved(self), *following)):
+        partitioner = config.custom_partitioner_fn or Partitioner(self)
+        with config.patch(custom_partitioner_fn=partitioner):
             yield
 
-    def mark_saved(self, gm: fx.GraphModule) -> None:
-        """Makes the partitioner save cached values for the backward instead of recomputing them.
-
-        Args:
-            gm: The joint graph of forward and backward.
-        """
+    def _saved(self, gm: fx.GraphModule) -> list[fx.Node]:
+        """Marks the values that are cached in a joint graph of forward and backward."""
         chosen = self._chosen(is_inference=False)
         placeholders = gm.graph.find_nodes(op="placeholder")
         num_primals = sum(node.name.startswith("primals") for node in placeholders)
         is_aligned = num_primals == self.num_inputs and self._has_values(placeholders, chosen)
         if not chosen or not is_aligned:
-            return
+            return []
         prepare = Prepare({i: weight.name for i, weight in chosen.items()})
         sources = weights_in(gm, chosen, prepare)
-        outputs = gm.graph.output_node().args[0]
-        assert isinstance(outputs, (list, tuple))  # results and gradients, both for the caller
-        for node in cached_nodes(gm, sources, prepare, len(outputs)):
+        num_outputs = len(_outputs_of(gm))  # results and gradients are both for the caller
+        saved = list(cached_nodes(gm, sources, prepare, num_outputs))
+        for node in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return saved
 
     def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
         """Returns the weights whose values are cached."""
@@ -294,21 +307,43 @@ def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None
     return patch
 
 
-class MarkSaved(CustomGraphPass):
-    """Runs ``Caching.mark_saved`` on joint graphs, as inductor's ``joint_custom_post_pass``."""
+class Partitioner(CustomPartitionerFn):
+    """Inductor's ``custom_partitioner_fn`` that calls ``Caching.partition``."""
 
     def __init__(self, cache: Caching) -> None:
         self._cache = cache
 
-    def __call__(self, graph: fx.Graph) -> None:
-        """Marks nodes of a joint graph; leaves other graphs alone."""
-        is_joint = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
-        if is_joint and graph.owning_module is not None:
-            self._cache.mark_saved(graph.owning_module)
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns the forward graph and the backward graph."""
+        return self._cache.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches."""
         return get_hash_for_files((__file__,))
+
+
+def _outputs_of(gm: fx.GraphModule) -> list[Any]:
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    return list(outputs)
+
+
+def _add_outputs(gm: fx.GraphModule, position: int, added: Sequence[fx.Node]) -> None:
+    """Adds nodes to the outputs of a graph; ``"desc"`` says of each output where it comes from."""
+    node, outputs = gm.graph.output_node(), _outputs_of(gm)
+    described = list(node.meta.get("desc", [None] * len(outputs)))
+    node.args = ((*outputs[:position], *added, *outputs[position:]),)
+    node.meta["desc"] = [*described[:position], *[None] * len(added), *described[position:]]
+
+
+def _remove_outputs(gm: fx.GraphModule, start: int, stop: int) -> None:
+    """Removes a range of outputs of a graph, and what only they need."""
+    node, outputs = gm.graph.output_node(), _outputs_of(gm)
+    described = list(node.meta.get("desc", [None] * len(outputs)))
+    del outputs[start:stop], described[start:stop]
+    node.args, node.meta["desc"] = (tuple(outputs),), described
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
 
 
 def _num_returned(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:

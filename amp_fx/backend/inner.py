@@ -288,7 +288,7 @@ def _inductor(
     compile_inside = _backward_or_eager if options.fallback else compile_graph
     if cache is not None and cache.is_on():
         compile_inside = cache.wrap(compile_inside)
-        with without_autograd_cache(), cache.marking():  # that cache lacks the call wrapper
+        with without_autograd_cache(), cache.partitioning():  # that cache lacks the call wrapper
             return compile_with_inductor(gm, example_inputs, options, compile_inside)
     return compile_with_inductor(gm, example_inputs, options, compile_inside)
 
