@@ -7,7 +7,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
@@ -120,8 +120,8 @@ def _compile(
         ours = copy_graph_module(found.gm)  # inner compilers edit the graph they get
         try:
             return compile_inner(found.gm, example_inputs, options, cache)
-        except (RestartAnalysis, SkipFrame):
-            raise  # Dynamo's own way of asking for another try
+        except (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback):
+            raise  # Dynamo tries again, or breaks the graph at the op
         except Exception as error:
             log.debug("falling back", exc_info=True)
             warn_eager(error, options.compiler, ours.graph)
