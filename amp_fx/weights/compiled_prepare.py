@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_compiled(spec: Any, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns True if ``write_values`` is for a value: one that is computed, on a GPU, by Triton."""
+    """Returns True if ``write_values`` computes a value: one on a GPU, by Triton."""
     is_computed = isinstance(spec, CachedValueSpec) and not spec.is_alias and not spec.is_cast
     return is_computed and weights[0].is_cuda and _has_triton()
 
@@ -30,18 +30,24 @@ def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def write_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor], value: Any) -> None:
-    """Computes a value into its memory, by code that is shared by all values computed alike."""
+def write_values(
+    specs: Sequence[CachedValueSpec], weights: Sequence[torch.Tensor], values: Sequence[Any]
+) -> None:
+    """Computes values of the same weights into their memory, by one function.
+
+    Weights of the same layouts share the function.
+    """
     layouts = tuple((w.dtype, w.size(), w.stride()) for w in weights)
-    targets = value if isinstance(value, tuple) else (value,)
-    _writer((spec.key(tuple(weights)), layouts), _Unhashed(spec))(weights, targets)
+    keys = tuple(spec.key(tuple(weights)) for spec in specs)
+    targets = [value if isinstance(value, tuple) else (value,) for value in values]
+    _writer((keys, layouts), _Unhashed(specs))(weights, targets)
 
 
 class _Unhashed:
     """Argument that a cache does not look at."""
 
-    def __init__(self, spec: CachedValueSpec) -> None:
-        self.spec = spec
+    def __init__(self, specs: Sequence[CachedValueSpec]) -> None:
+        self.specs = specs
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Unhashed)
@@ -51,13 +57,14 @@ class _Unhashed:
 
 
 @functools.cache
-def _writer(_: Hashable, spec: _Unhashed) -> Callable[..., None]:
+def _writer(_: Hashable, given: _Unhashed) -> Callable[..., None]:
     """Returns the compiled function; Dynamo compiles few variants of one code object."""
-    function = spec.spec.function
+    functions = [spec.function for spec in given.specs]
 
-    def write(weights: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        for target, source in zip(targets, function(*weights), strict=True):
-            target.copy_(source)
+    def write(weights: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]]) -> None:
+        for function, own in zip(functions, targets, strict=True):
+            for target, source in zip(own, function(*weights), strict=True):
+                target.copy_(source)
 
     write.__code__ = write.__code__.replace()
     return torch.compile(write, dynamic=False)

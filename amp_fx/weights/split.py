@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import hashlib
 import operator
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,19 +129,16 @@ class CachedValueSpec:
                 yield positions[source], dtype
 
     @functools.cached_property
-    def is_by_row(self) -> bool:
-        """True if each row of the value depends on one row of one weight.
-
-        Such a value can be computed while the weight is written.
-        """
-        return len(self.positions) == 1 and all(map(_is_by_row, self.nodes))
+    def is_exact(self) -> bool:
+        """True if all code that computes the value from one weight gives the same bits."""
+        return len(self.positions) == 1 and all(map(_is_exact, self.nodes))
 
     @functools.cached_property
     def function(self) -> fx.GraphModule:
         """Function that computes the outputs and that ``torch.compile`` can trace."""
         graph = fx.Graph()
         copies: Copies = {}
-        constants = {}
+        constants: dict[str, torch.Tensor] = {}
         for node in self.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op == "get_attr":
@@ -169,13 +167,19 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
     return None
 
 
-def _is_by_row(node: fx.Node) -> bool:
-    """Returns True for pointwise ops, views, and reductions of the last dimension alone."""
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    if node.op != "call_function" or torch.Tag.pointwise in tags or is_view(node):
-        return True
-    is_reduction = torch.Tag.reduction in tags
-    return is_reduction and len(node.args) > 1 and node.args[1] in (-1, [-1])
+def _is_exact(node: fx.Node) -> bool:
+    """Returns True for casts, views and the arithmetic that quantizes a weight."""
+    name = getattr(node.target, "_opname", "")
+    return node.op != "call_function" or is_view(node) or name in _EXACT
+
+
+_EXACT = frozenset(
+    {
+        *("_to_copy", "abs", "amax", "bitwise_and", "clamp", "clamp_max", "clamp_min", "clone"),
+        *("convert_element_type", "div", "max", "maximum", "minimum", "mul", "reciprocal"),
+    }
+)
+"""Ops that IEEE 754 rounds in one way, whatever the order of the elements."""
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -281,11 +285,15 @@ class Prepare:
         return self._sources[copy]
 
     def specs(self, outputs: Iterable[fx.Node]) -> list[CachedValueSpec]:
-        """Returns what describes some results; those that share computation are one value."""
+        """Returns what describes some results.
+
+        Results that share computation are one value. Those that share only pointwise ops are
+        several, so that graphs which want one of them share it.
+        """
         groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
         for output in dict.fromkeys(outputs):
             needed, own = self._needed_by(output), [output]
-            computed = {n for n in needed if n.op == "call_function" and not is_view(n)}
+            computed = {n for n in needed if n.op == "call_function" and not _is_cheap(n)}
             for group in [g for g in groups if not computed.isdisjoint(g[0])]:
                 groups.remove(group)
                 computed |= group[0]
@@ -346,12 +354,20 @@ def is_view(node: fx.Node) -> bool:
 
 def _is_viewable(value: Any, reshaped: Any) -> bool:
     """Returns True if ``reshape`` gives a view, which its schema does not tell."""
+    if value is None or reshaped is None:  # a pattern inserted it
+        return False
     like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     try:
         like.view(reshaped.size())
     except RuntimeError:
         return False
     return True
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Returns True for views, casts and other pointwise ops."""
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_pointwise or is_view(node) or cast_dtype(node) is not None
 
 
 def copy_prepared(
@@ -528,16 +544,19 @@ def split(gm: fx.GraphModule, weights: Mapping[int, str], num_returned: int) -> 
     bases = cached_nodes(gm, sources, prepare, num_returned)
     if not bases:
         return None
-    by_copy = {copy: base for base, copy in bases.items()}
+    by_copy: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for base, copy in bases.items():  # equal nodes have one copy
+        by_copy[copy].append(base)
     specs = prepare.specs(by_copy)
     last = placeholders[-1]
     for spec in specs:
         for output in spec.outputs:
-            base = by_copy[output]
+            first = by_copy[output][0]
             with gm.graph.inserting_after(last):
-                last = gm.graph.placeholder(f"{base.name}_cached")
-            last.meta = {k: v for k, v in base.meta.items() if k != "recompute"}
-            base.replace_all_uses_with(last)
+                last = gm.graph.placeholder(f"{first.name}_cached")
+            last.meta = {k: v for k, v in first.meta.items() if k != "recompute"}
+            for base in by_copy[output]:
+                base.replace_all_uses_with(last)
     gm.graph.eliminate_dead_code()
     read = [node for node in sources if node.users]
     specs += [prepare.alias(sources[node]) for node in read]

@@ -1,8 +1,7 @@
 """Optimizer steps that write the kept copies of their weights along with the weights.
 
-Written are casts, and values computed row by row, such as float8 data with a scale per row. A
-scale of a whole weight is only known once all of the weight is written: the next call computes
-such values.
+Written are casts, and values whose bits no compiler changes, such as float8 data. The next call
+computes all others.
 
 Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
 weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
@@ -137,7 +136,7 @@ class StepCopies:
 
 def _can_be_written(spec: Any) -> bool:
     is_own = isinstance(spec, CachedValueSpec) and not spec.is_alias and len(spec.positions) == 1
-    return is_own and (spec.is_cast or spec.is_by_row)
+    return is_own and (spec.is_cast or spec.is_exact)
 
 
 def _targets(

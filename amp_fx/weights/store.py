@@ -300,11 +300,14 @@ class Store:
     ) -> list[Any]:
         """Makes values, in the memory of old ones that nobody reads; casts by one op, last.
 
+        What is compiled is computed by one function for each set of weights.
+
         In a list, one pair whose strides differ would have every pair copied by itself.
         """
         makes_new = self.streams.are_several()
         values: list[Any] = []
         lows, highs = [], []
+        together: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
         for entry, weights, old in zip(entries, sources, olds, strict=True):
             value: Any = None if makes_new else old
             spec: Any = entry.wanted
@@ -312,7 +315,9 @@ class Store:
                 if value is None:
                     value = empty_values(spec, weights)
                     entry.made_bytes = _num_bytes(entry, value, weights)
-                write_values(spec, tuple(map(_read_only, weights)), value)
+                _, specs, own = together.setdefault(tuple(map(id, weights)), (weights, [], []))
+                specs.append(spec)
+                own.append(value)
             elif value is None or not entry.is_cast:
                 value = self._made_anew(entry, weights, value)
             if entry.is_listed:
@@ -321,6 +326,8 @@ class Store:
             elif entry.is_cast:
                 value.copy_(weights[0])
             values.append(value)
+        for weights, specs, own in together.values():
+            write_values(specs, tuple(map(_read_only, weights)), own)
         if lows:
             torch._foreach_copy_(lows, highs)
         return values
