@@ -154,7 +154,7 @@ class Float16LossWarning(UserWarning):
 
 
 class TorchVersionWarning(UserWarning):
-    """This torch is newer than the versions that were tested."""
+    """The installed torch is not one of the versions that were tested."""
 
 
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,15 +14,14 @@ from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name,
 from amp_fx.policies.changes import arg_override, expand_ops, to_policy
 from amp_fx.policies.policy import add_device
 from amp_fx.regions.kernels import prepare_op
-from amp_fx.tables.build import op_text
+from amp_fx.tables.op_names import op_text
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amp_fx.policies.calls import Call
-    from amp_fx.tables.build import Table
-    from amp_fx.tables.cast_policy import CastPolicy
+    from amp_fx.tables.cast_policy import CastPolicy, Table
 
 log = logging.getLogger(__name__)
 
