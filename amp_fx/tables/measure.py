@@ -76,19 +76,24 @@ def _by_policy(table: Table) -> dict[str, list[str]]:
     }
 
 
-def measured_table(device_type: str) -> Table:
-    """Returns the policies of all ops that torch registers on a device's Autocast key, sorted.
+def registered_ops(device_type: str) -> list[str]:
+    """Returns the ops that torch registers on a device's Autocast key, sorted.
 
     Ops of other libraries and those in ``OWN_KERNELS`` are left out.
+    """
+    key = f"Autocast{device_type.upper()}"
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    aten = {op for op in registered if op.startswith("aten::")}
+    return sorted(aten.difference(OWN_KERNELS.get(device_type, ())))
+
+
+def measured_table(device_type: str) -> Table:
+    """Returns the policies of the registered ops, sorted by op.
 
     Raises:
         PolicyError: Autocast treats an op as no cast policy describes.
     """
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(
-        f"Autocast{device_type.upper()}"
-    )
-    aten = {op for op in registered if op.startswith("aten::")}
-    ops = sorted(aten.difference(OWN_KERNELS.get(device_type, ())))
+    ops = registered_ops(device_type)
     if device_type not in LIKE_XPU:
         policies = ((op, measure(op, device_type)) for op in ops)
         return {op: policy for op, policy in policies if policy is not None}
