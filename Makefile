@@ -27,7 +27,7 @@ CHECK := tables policies/test_calls.py policies/test_policy.py regions/test_regi
 	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
 	grad_scaler/test_parity.py grad_scaler/test_clip.py grad_scaler/test_compiled_step.py \
 	exporting/test_parity.py integrations/test_blocks.py explanation/test_table.py \
-	explanation/test_kept_values.py numerics/test_programs.py drawing/test_draw.py regions/test_drift.py \
+	explanation/test_kept_values.py numerics/test_programs.py drawing/test_draw.py \
 	traffic/test_step.py commands/test_explain.py commands/test_policy.py
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(CHECK:%=tests/%) $(ARGS)

@@ -13,7 +13,7 @@ from amp_fx.policies.policy import Policy, preset
 from amp_fx.regions.region import autocast, custom_bwd, custom_fwd
 from amp_fx.regions.registered_ops import register_device, register_op
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.presets import warn_newer_torch
+from amp_fx.tables.presets import warn_unknown_torch
 
 if TYPE_CHECKING:
     from amp_fx.backend.pipeline import register_pass
@@ -111,7 +111,7 @@ _MOVED = {
 }
 """Modules that older pickles name, and where their classes are now."""
 
-warn_newer_torch()
+warn_unknown_torch()
 
 for _old, _new in _MOVED.items():
     sys.modules[_old] = importlib.import_module(_new)

@@ -19,19 +19,15 @@ class AmpFxError(Exception):
 
 
 class OptionError(AmpFxError, ValueError):
-    """An option of the backend is unknown or has a value that is not allowed."""
+    """An option or argument is unknown, or its value is not allowed or not usable."""
+
+
+class ArgumentTypeError(AmpFxError, TypeError):
+    """An argument has the wrong type, such as a number where a module or function is needed."""
 
 
 class PolicyError(AmpFxError, ValueError):
     """A policy, an op table or an entry of one is not usable."""
-
-
-class PolicyWarning(UserWarning):
-    """A part of a policy does nothing: no module of the model fits a pattern."""
-
-
-class DtypeWarning(UserWarning):
-    """Nobody chose the low-precision dtype, or the device has no units for it; names the device."""
 
 
 class BannedOpError(AmpFxError, RuntimeError):
@@ -42,10 +38,6 @@ class StaleWeightError(AmpFxError, RuntimeError):
     """A kept copy of a weight differs from the weight (found by the ``verify`` option)."""
 
 
-class KeepError(AmpFxError, ValueError):
-    """``amp_fx.keep`` got an argument that it cannot keep; the message says which."""
-
-
 class RegionError(AmpFxError, RuntimeError, ValueError):
     """An autocast region cannot be entered, or is left while another region is open inside it.
 
@@ -53,48 +45,12 @@ class RegionError(AmpFxError, RuntimeError, ValueError):
     """
 
 
-class DeviceError(AmpFxError, ValueError):
-    """A device cannot be registered: torch does not know it, or has it built in."""
+class UnsupportedError(AmpFxError, RuntimeError):
+    """The model, the program or this machine does not allow the operation; says why.
 
-
-class CompileTargetError(AmpFxError, TypeError):
-    """The argument is neither a module nor a function."""
-
-
-class ExplainError(AmpFxError, RuntimeError):
-    """A model cannot be explained: it cannot be traced, or its inputs do not fit it."""
-
-
-class ExportError(AmpFxError, RuntimeError):
-    """A program cannot be exported in mixed precision; names the node, and why."""
-
-
-class StoreError(AmpFxError, RuntimeError):
-    """The weights of a model cannot be stored in low precision: it is being trained."""
-
-
-class ShardingError(AmpFxError, RuntimeError):
-    """A policy for FSDP2 cannot be made: torch is too old, or the model is another one."""
-
-
-class ShardingWarning(UserWarning):
-    """A policy for FSDP2 saves nothing."""
-
-
-class AccuracyError(AmpFxError, RuntimeError):
-    """A program's accuracy cannot be examined: it has no float32 numbers."""
-
-
-class SearchError(AmpFxError, RuntimeError):
-    """A search cannot go on: the metric fails or gives no number, or nothing reaches it."""
-
-
-class DrawError(AmpFxError, ValueError):
-    """A picture cannot be drawn or written: the suffix, level, focus or folder is wrong."""
-
-
-class AheadOfTimeError(AmpFxError, RuntimeError):
-    """A graph cannot be compiled ahead of time; the message says what prevents saving it."""
+    A model cannot be traced or exported, weights cannot be stored or gathered in low precision,
+    there are no numbers to compare, or a compiled part cannot be built.
+    """
 
 
 class GraphInvariantError(AmpFxError):
@@ -105,44 +61,25 @@ class PassError(AmpFxError):
     """A pass failed; names the pass and those that ran before it."""
 
 
-class ScalerStateError(AmpFxError, RuntimeError, AssertionError):
-    """A method of the gradient scaler was called out of order.
+class ScalerError(AmpFxError, RuntimeError, ValueError, KeyError, AssertionError):
+    """The gradient scaler was called out of order, or got values that it cannot use.
 
-    torch.amp.GradScaler raises RuntimeError for some of these and AssertionError for others; code
-    that catches either goes on working.
-    """
-
-
-class ScalerValueError(AmpFxError, ValueError, AssertionError):
-    """An argument of the gradient scaler has a value that is not allowed.
-
-    torch.amp.GradScaler raises ValueError for some of these and AssertionError for others.
-    """
-
-
-class ScalerTypeError(AmpFxError, TypeError):
-    """An argument of the gradient scaler has the wrong type, such as a missing optimizer."""
-
-
-class Float16GradientError(AmpFxError, ValueError):
-    """Gradients are float16 where unscaling needs float32 ones; names the parameters."""
-
-
-class ScalerStateDictError(AmpFxError, RuntimeError, KeyError, ValueError):
-    """A state dict cannot be loaded into the gradient scaler; says which entry and why.
-
-    torch.amp.GradScaler raises RuntimeError for an empty one and KeyError for a missing entry.
+    torch.amp.GradScaler raises any of these classes: code that catches them works with both.
     """
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
-class NativeBuildError(AmpFxError, RuntimeError):
-    """A compiled part cannot be built; gives the compiler's command and message."""
-
-
 class ScaleCollapseError(AmpFxError, RuntimeError):
     """Gradients overflow at every scale, and the scaler has ``on_collapse="raise"``."""
+
+
+class PolicyWarning(UserWarning):
+    """A part of a policy has no effect: no module or weight of the model matches it."""
+
+
+class DtypeWarning(UserWarning):
+    """The low-precision dtype was not chosen, or the device has no units for it; names it."""
 
 
 class ScaleCollapseWarning(UserWarning):
@@ -154,7 +91,28 @@ class Float16LossWarning(UserWarning):
 
 
 class TorchVersionWarning(UserWarning):
-    """This torch is newer than the versions that were tested."""
+    """The installed torch is not one of the versions that were tested."""
+
+
+# Older names, for code that catches them.
+CompileTargetError = ArgumentTypeError
+ScalerTypeError = ArgumentTypeError
+DeviceError = OptionError
+DrawError = OptionError
+KeepError = OptionError
+ShardingWarning = PolicyWarning
+Float16GradientError = ScalerError
+ScalerStateDictError = ScalerError
+ScalerStateError = ScalerError
+ScalerValueError = ScalerError
+AccuracyError = UnsupportedError
+AheadOfTimeError = UnsupportedError
+ExplainError = UnsupportedError
+ExportError = UnsupportedError
+NativeBuildError = UnsupportedError
+SearchError = UnsupportedError
+ShardingError = UnsupportedError
+StoreError = UnsupportedError
 
 
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:

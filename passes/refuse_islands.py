@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from amp_fx.errors import ExportError
+from amp_fx.errors import UnsupportedError
 from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import ISLAND, SITE
@@ -42,7 +42,7 @@ class RefuseIslands:
         """Changes nothing."""
         for node in gm.graph.nodes:
             if needs_autocast(node) and not _calls_plain_op(node):
-                raise ExportError(
+                raise UnsupportedError(
                     f"{node.format_node()} cannot be rewritten ({ISLAND.of(node)}), and an "
                     f"exported program cannot leave it to torch.autocast{place_of(node)}. "
                     "Turn autocast off around it (torch.autocast(..., enabled=False)), or give "

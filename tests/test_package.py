@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,15 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = (
-    "pyproject.toml",
-    "setup.py",
-    "README.md",
-    "LICENSE",
-    "amp_fx",
-    "passes",
-    "pytest_amp_fx.py",
-)
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes", "pytest_amp_fx.py")
 
 IMPORT_FROM_TARGET = """
 import importlib.metadata, pathlib, sys
@@ -86,35 +77,6 @@ def test_wheel_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     install = ("-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel)
     _python(*install, cwd=tmp_path)
     _python("-c", IMPORT_FROM_TARGET, target, cwd=tmp_path, pythonpath=target)
-
-
-@pytest.mark.parametrize("address", ["", "https://forge.test/me/amp_fx"])
-def test_links_of_the_readme_are_absolute_once_there_is_an_address(
-    tmp_path: Path, address: str
-) -> None:
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "pytest_amp_fx.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    project = (tmp_path / "pyproject.toml").read_text()
-    project = re.sub(r"(?ms)^packages = \[.*?^\]", "packages = []", project)
-    project = project.replace('dynamic = ["version", ', 'version = "1"\ndynamic = [')
-    project = re.sub(r"(?m)^version = \{.*", "", project)
-    if address:
-        project += f'[project.urls]\nSource = "{address}"\n'
-    (tmp_path / "pyproject.toml").write_text(project)
-    _python("setup.py", "-q", "egg_info", cwd=tmp_path)
-    found = (tmp_path / "amp_fx.egg-info/PKG-INFO").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)]+)\)", readme)
-    assert "docs/guide/numerics.md" in links
-    if not address:
-        assert found.endswith(readme)
-        return
-    assert f"Project-URL: Source, {address}" in found
-    made = re.findall(r"\]\(([^)]+)\)", found)
-    assert len(made) == len(links)
-    assert f"{address}/raw/main/docs/assets/attention.svg" in made
-    assert f"{address}/blob/main/docs/support.md#cuda-without-a-gpu" in made
-    assert [link for link in made if not link.startswith("https://")] == []
 
 
 def test_passes_are_linked_into_the_package() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from amp_fx import csrc
 from amp_fx.csrc.build import FOLDER_VARIABLE, cache_folder, find
-from amp_fx.errors import NativeBuildError
+from amp_fx.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import argparse
@@ -44,7 +44,7 @@ def run(_: argparse.Namespace) -> int:
     try:
         for name, source in csrc.parts().items():
             _build(name, source)
-    except (NativeBuildError, ImportError) as error:
+    except (UnsupportedError, ImportError) as error:
         sys.stderr.write(f"amp_fx build: {error}\n")
         return 1
     return 0
@@ -54,7 +54,7 @@ def _build(name: str, source: Path) -> None:
     """Builds one part unless it is there, and prints where it is.
 
     Raises:
-        NativeBuildError: It cannot be built, or not be kept.
+        UnsupportedError: It cannot be built, or not be kept.
         ImportError: It is built, and cannot be imported.
     """
     begin = time.perf_counter()
@@ -62,6 +62,6 @@ def _build(name: str, source: Path) -> None:
     path = Path(str(csrc.imported(name, source).__file__))
     seconds = time.perf_counter() - begin
     if not path.is_relative_to(cache_folder()):
-        raise NativeBuildError(f"{cache_folder()} cannot be written ({FOLDER_VARIABLE})")
+        raise UnsupportedError(f"{cache_folder()} cannot be written ({FOLDER_VARIABLE})")
     how = "was there" if path == found else f"built in {seconds:.1f} s"
     sys.stdout.write(f"{source.name}: {how}, {path}\n")

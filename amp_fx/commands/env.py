@@ -14,6 +14,7 @@ from rich.table import Table
 
 from amp_fx import __version__, csrc
 from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
 from amp_fx.dtypes import dtype_name
@@ -143,12 +144,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 def drift() -> Iterator[tuple[str, str]]:
     """How many ops differ, by device type."""
-    from amp_fx.regions.drift import COMPARED, find_drift  # slow to import
-
     policy = preset("torch")
-    found = find_drift(policy)
-    compared = [device for device in policy.tables if device in COMPARED]
-    for device in compared:
-        number = sum(difference.device_type == device for difference in found)
-        more = "" if not number else ": python -m amp_fx policy --check"
-        yield f"drift, {device}", f"{number} of {len(policy.tables[device])} ops{more}"
+    for device, lines in differences(policy, policy.tables).items():
+        more = ": python -m amp_fx policy --check" if lines else ""
+        yield f"drift, {device}", f"{len(lines)} of {len(policy.tables[device])} ops{more}"

@@ -13,7 +13,7 @@ import torch
 
 from amp_fx.drawing.draw import FORMATS, LEVELS, check_path, draw
 from amp_fx.dtypes import as_dtype
-from amp_fx.errors import DrawError, ExplainError, OptionError
+from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.entry import explain
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         check_path(path)
     if args.html is not None and not args.html.endswith(".html"):
-        raise DrawError(f"--html {args.html}: the name of the page must end in .html")
+        raise OptionError(f"--html {args.html}: the name of the page must end in .html")
     model, inputs = load_with_inputs(args, is_meta=args.meta)
     explainer = explain(
         model,
@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         explanation = explainer(*inputs)
-    except ExplainError as error:
+    except UnsupportedError as error:
         if _WANTS_INTEGERS.search(str(error)) and not any(":" in t for t in args.input_shape):
-            raise ExplainError(
+            raise UnsupportedError(
                 f"{error} Inputs are float32 unless you say otherwise: for ids of tokens write "
                 f"--input-shape {args.input_shape[0] if args.input_shape else '2,32'}:int64"
             ) from error
@@ -163,7 +163,7 @@ def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any
         inputs = made[1]
         return made[0], inputs if isinstance(inputs, tuple) else (inputs,)
     if not callable(made):
-        raise ExplainError(
+        raise UnsupportedError(
             f"{target} was called without arguments, as a factory, and returned a "
             f"{type(made).__name__}: return a model, or a pair of a model and its inputs"
         )
@@ -174,7 +174,7 @@ def _call_factory(factory: Callable[[], Any], target: str) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise ExplainError(
+        raise UnsupportedError(
             f"{target} was called without arguments, as a factory, and raised "
             f"{type(error).__name__}: {' '.join(str(error).split())}; --traceback shows where"
         ) from error
@@ -183,20 +183,20 @@ def _call_factory(factory: Callable[[], Any], target: str) -> Any:
 def _named(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not colon or not name or not module_name:
-        raise ExplainError(f"{target!r} is not of the form package.module:name")
+        raise UnsupportedError(f"{target!r} is not of the form package.module:name")
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
-        raise ExplainError(f"{module_name!r} cannot be imported: {kind}{error}") from error
+        raise UnsupportedError(f"{module_name!r} cannot be imported: {kind}{error}") from error
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=3)
             meant = f"; similar names: {', '.join(near)}" if near else ""
-            raise ExplainError(f"{module_name!r} has no {name!r}{meant}")
+            raise UnsupportedError(f"{module_name!r} has no {name!r}{meant}")
         found = getattr(found, part)
     if not callable(found):
-        raise ExplainError(f"{target} is a {type(found).__name__}, not a model or a function")
+        raise UnsupportedError(f"{target} is a {type(found).__name__}, not a model or a function")
     return found
 
 
@@ -209,7 +209,7 @@ def _makes_model(found: Any) -> bool:
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
     if needed and isinstance(found, type):
         names = ", ".join(p.name for p in needed)
-        raise ExplainError(
+        raise UnsupportedError(
             f"{found.__name__} cannot be made without arguments ({names}): name a function "
             "that makes it"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.commands.explain import add_target, load_with_inputs
-from amp_fx.errors import CompileTargetError, ExportError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
 from amp_fx.exporting.entry import WEIGHTS, export, for_onnx, package
 from amp_fx.exporting.program import weight_bytes
 from amp_fx.options import OUTPUT_DTYPES
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args)
     model, inputs = load_with_inputs(args)
     if not isinstance(model, torch.nn.Module):
-        raise CompileTargetError(f"{args.target} is not a module: torch.export takes no other")
+        raise ArgumentTypeError(f"{args.target} is not a module: torch.export takes no other")
     model.eval()
     program = export(
         model,
@@ -123,9 +123,11 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
     try:
         made = torch.onnx.export(for_onnx(program), dynamo=True, verbose=False)
     except ImportError as error:
-        raise ExportError(f"ONNX needs more packages ({error}): pip install onnxscript") from error
+        raise UnsupportedError(
+            f"ONNX needs more packages ({error}): pip install onnxscript"
+        ) from error
     except torch.onnx.OnnxExporterError as error:
         cause = error.__cause__ or error
-        raise ExportError(f"ONNX cannot express this program: {cause}") from error
+        raise UnsupportedError(f"ONNX cannot express this program: {cause}") from error
     assert made is not None
     made.save(path)

@@ -12,9 +12,10 @@ from rich.table import Table
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
-from amp_fx.tables.build import find_overloads
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.versions import SINCE, UNTIL
+from amp_fx.tables.op_names import find_overloads
+from amp_fx.tables.presets import VERSIONS, torch_tables
+from amp_fx.tables.reasons import family_of
 
 if TYPE_CHECKING:
     import argparse
@@ -28,7 +29,7 @@ examples:
   python -m amp_fx policy aten::linalg_matrix_norm.str_ord
   python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
   python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
-  python -m amp_fx policy rms_norm --preset torch-2.11
+  python -m amp_fx policy cholesky --preset torch-2.13
   python -m amp_fx policy --check               compare with the installed torch
 """
 
@@ -56,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--device",
         action="append",
-        choices=tuple(DEVICES),
+        choices=DEVICES,
         help="only this device type; may be given more than once",
     )
     parser.add_argument(
@@ -127,7 +128,7 @@ def _alike(policy: Policy, devices: Sequence[str]) -> list[list[str]]:
 
 
 def _show_op(policy: Policy, text: str, devices: Sequence[str], console: Console) -> None:
-    """The rule of every overload of one op, with the device types that share it."""
+    """The rule of every overload of one op, with the device types that share it, and why."""
     listed = {op for table in policy.tables.values() for op in table}
     overloads = find_overloads(text, also=listed)
     table = _table("op", "policy", "device types")
@@ -138,8 +139,15 @@ def _show_op(policy: Policy, text: str, devices: Sequence[str], console: Console
             words.add(word)
     console.print(table)
     _explain(words, console)
-    for note in _notes(policy, overloads, devices):
+    for note in (*_reasons(policy, overloads, devices), *_notes(policy, overloads, devices)):
         console.print(note)
+
+
+def _reasons(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> Iterable[str]:
+    """The reason of each policy that the ops have, once."""
+    rules = {(op, policy.tables[device].get(op)) for op in overloads for device in devices}
+    families = {family_of(op, rule) for op, rule in rules if rule is not None}
+    return sorted(f"{family.policy.value}: {family.reason}" for family in families if family)
 
 
 def _words(policy: Policy, op: str, devices: Iterable[str]) -> dict[str, list[str]]:
@@ -156,33 +164,59 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
     gone = {op for device in devices for op in policy.gone(device)}
     notes = []
     for op in overloads:
-        if op in SINCE:
-            notes.append("{}: in torch's autocast since {}.{}".format(op, *SINCE[op]))
-        if op in UNTIL:
-            notes.append("{}: no more in torch's autocast since {}.{}".format(op, *UNTIL[op]))
+        having = [v for v in VERSIONS if any(op in t for t in torch_tables(v).values())]
+        if having and having != [*VERSIONS]:
+            versions = ", ".join("{}.{}".format(*version) for version in having)
+            notes.append(f"{op}: in the autocast of torch {versions} only")
         if op in gone:
             notes.append(f"{op}: listed, but not in torch {torch.__version__}")
     return notes
 
 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
-    # Slow to import, and needed only here.
-    from amp_fx.regions.drift import MEASURED, find_drift
+    from amp_fx.tables.measure import LIKE_XPU
 
-    drift = find_drift(policy, devices)
-    for difference in drift:
-        console.print(str(difference))
-    measured = [device for device in devices if device in MEASURED]
-    by_name = [device for device in devices if device not in MEASURED]
+    found = differences(policy, devices)
+    for device, lines in found.items():
+        for line in lines:
+            console.print(f"{device}: {line}")
+    number = sum(map(len, found.values()))
     console.print(
-        f"{policy.name!r} and torch {torch.__version__}: {len(drift)} differences in "
+        f"{policy.name!r} and torch {torch.__version__}: {number} differences in "
         + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)
     )
-    if measured:
+    if measured := [device for device in found if device not in LIKE_XPU]:
         console.print(f"Policies measured by calling each op: {', '.join(measured)}")
-    if by_name:
-        console.print(f"Names compared, policies not measured: {', '.join(by_name)}")
-    return 1 if drift else 0
+    if by_name := [device for device in found if device in LIKE_XPU]:
+        console.print(f"Names compared, policies taken from xpu: {', '.join(by_name)}")
+    return 1 if number else 0
+
+
+def differences(policy: Policy, devices: Iterable[str]) -> dict[str, list[str]]:
+    """Compares a policy with the installed torch on the devices that PyTorch has tables for.
+
+    No device is needed. Run no model in another thread meanwhile.
+
+    Returns:
+        By device type, a line for each op that the two treat differently.
+    """
+    from amp_fx.tables.measure import measured_table  # slow to import
+
+    found: dict[str, list[str]] = {}
+    for device in devices:
+        if device in DEVICES:
+            ours, theirs = policy.tables[device], measured_table(device)
+            pairs = ((op, ours.get(op), theirs.get(op)) for op in sorted({*ours, *theirs}))
+            found[device] = [_difference(*pair) for pair in pairs if pair[1] is not pair[2]]
+    return found
+
+
+def _difference(op: str, ours: CastPolicy | None, theirs: CastPolicy | None) -> str:
+    if ours and theirs:
+        return f"{op}: other policy ({ours.value} here, {theirs.value} in torch)"
+    if theirs:
+        return f"{op}: missing here ({theirs.value})"
+    return f"{op}: missing in torch ({ours.value if ours else 'no policy'})"
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

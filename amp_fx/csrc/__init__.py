@@ -116,7 +116,7 @@ def imported(name: str, source: Path) -> ModuleType:
     """Imports a part, and builds it first if it is not on disk.
 
     Raises:
-        NativeBuildError: It cannot be built.
+        UnsupportedError: It cannot be built.
         ImportError: It can be built, and not be imported.
     """
     with _state.lock:

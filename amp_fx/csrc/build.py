@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import filelock  # torch needs it too
 import torch
 
-from amp_fx.errors import NativeBuildError
+from amp_fx.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,7 +94,7 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
     other's way.
 
     Raises:
-        NativeBuildError: No compiler is found.
+        UnsupportedError: No compiler is found.
     """
     job = _job(name, source, rejected)
     future: Future[Path] = Future()
@@ -145,7 +145,7 @@ class _Job:
             check=False,
         )
         if done.returncode != 0:
-            raise NativeBuildError(f"{shlex.join(self.command)}\n{done.stdout}")
+            raise UnsupportedError(f"{shlex.join(self.command)}\n{done.stdout}")
         for path in self._libraries():
             if path == self.rejected or not _is_whole(path):
                 path.unlink(missing_ok=True)
@@ -172,7 +172,7 @@ def _job(name: str, source: Path, rejected: Path | None) -> _Job:
     """Prepares a build, and says in one line what is about to be built.
 
     Raises:
-        NativeBuildError: No compiler is found.
+        UnsupportedError: No compiler is found.
     """
     scratch = _scratch(source)
     folder = Path(scratch.name).parent
@@ -180,7 +180,7 @@ def _job(name: str, source: Path, rejected: Path | None) -> _Job:
         command, output = _command(name, source, scratch.name)
     except Exception as error:
         scratch.cleanup()
-        raise NativeBuildError(str(error)) from error
+        raise UnsupportedError(str(error)) from error
     log.warning(
         "building %s of amp_fx in %s: about 10 seconds, once for this Python and torch"
         " (ahead of time: python -m amp_fx build)",

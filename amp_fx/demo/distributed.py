@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from amp_fx import __version__, weight_cache
-from amp_fx.errors import ShardingError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.entry import explain
 from amp_fx.integrations.fsdp import fsdp_policy
 from amp_fx.replaced import replaced
@@ -96,8 +96,8 @@ def fsdp2(model: Net, place: Place, *, compiles: bool) -> nn.Module:
 
     options: dict[str, Any] = {}
     if compiles:
-        with contextlib.suppress(ShardingError):  # before torch 2.15: gathered in float32
-            explanation = explain(model)(torch.empty(4, 16, device=place.device))
+        explanation = explain(model)(torch.empty(4, 16, device=place.device))
+        with contextlib.suppress(UnsupportedError):  # before torch 2.15: gathered in float32
             options["mp_policy"] = fsdp_policy(model, explanation)
     for part in (model.first, *model.blocks, model.last):
         if compiles:

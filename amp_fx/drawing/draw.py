@@ -24,7 +24,7 @@ from amp_fx.drawing.folding import (
     unknown_focus,
     zoom,
 )
-from amp_fx.errors import DrawError
+from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.network import _chosen
@@ -95,7 +95,7 @@ class Drawing:
         """The picture as SVG.
 
         Raises:
-            DrawError: The ``dot`` program is not installed.
+            OptionError: The ``dot`` program is not installed.
         """
         return self._render("svg").decode("utf-8")
 
@@ -106,7 +106,7 @@ class Drawing:
         formats, the ``.dot`` file is written beside.
 
         Raises:
-            DrawError: There is no such format or folder, the folder cannot be written to, or
+            OptionError: There is no such format or folder, the folder cannot be written to, or
                 the ``dot`` program is missing.
         """
         target = Path(path)
@@ -119,7 +119,7 @@ class Drawing:
             return _write(target, page_of(self).encode("utf-8"))
         if not shutil.which("dot"):
             beside = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
-            raise DrawError(f"{INSTALL_DOT}; wrote {beside} instead")
+            raise OptionError(f"{INSTALL_DOT}; wrote {beside} instead")
         return _write(target, self._render(ending))
 
     def _render(self, form: str) -> bytes:
@@ -129,7 +129,7 @@ class Drawing:
                 dot.attr("graph", dpi=str(self.view.dpi))
             return bytes(dot.pipe(format=form))
         except graphviz.ExecutableNotFound as error:
-            raise DrawError(INSTALL_DOT) from error
+            raise OptionError(INSTALL_DOT) from error
 
     def _repr_mimebundle_(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> Any:  # noqa: ARG002
         if not shutil.which("dot"):
@@ -193,14 +193,14 @@ def draw(
         The picture.
 
     Raises:
-        DrawError: The level, the ending or the focus is unknown (with similar names), ``dpi`` is
+        OptionError: The level, the ending or the focus is unknown (with similar names), ``dpi`` is
             no whole number from 10 to 2400, the folder is missing or cannot be written to, or
             ``dot`` is not installed.
     """
     if level is not None and level not in LEVELS:
-        raise DrawError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
+        raise OptionError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
     if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
-        raise DrawError(f"dpi={dpi!r} is not a whole number from 10 to 2400")
+        raise OptionError(f"dpi={dpi!r} is not a whole number from 10 to 2400")
     if path is not None:
         check_path(path)
     report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
@@ -222,7 +222,7 @@ def _checked_color(color: str | None, report: AccuracyReport | None) -> str:
     allowed = ("dtype",) if report is None else ("dtype", *MEASURES)
     if color not in allowed:
         of = "" if report is not None else " (others are for what amp_fx.accuracy gives)"
-        raise DrawError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{of}")
+        raise OptionError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{of}")
     return color
 
 
@@ -240,7 +240,7 @@ def _as_explanation(given: Any) -> Explanation:
         return _of_record(as_record(fx.GraphModule(owner or {}, given)), "graph")
     if isinstance(given, GraphRecord):
         return _of_record(given, f"graph {given.index}")
-    raise DrawError(
+    raise OptionError(
         f"amp_fx.draw takes the result of amp_fx.explain, one of its graphs, an exported program "
         f"or an FX graph, not {type(given).__name__}; for a model: "
         "amp_fx.draw(amp_fx.explain(model)(*inputs))"
@@ -256,15 +256,17 @@ def check_path(path: str | os.PathLike[str]) -> str:
     """The format that a path's ending names.
 
     Raises:
-        DrawError: There is no such format, or no such folder.
+        OptionError: There is no such format, or no such folder.
     """
     path = Path(path)
     ending = path.suffix.removeprefix(".").lower()
     if ending not in FORMATS:
         allowed = ", ".join(f".{name}" for name in FORMATS)
-        raise DrawError(f"path={str(path)!r}: no format has the ending {path.suffix!r}; {allowed}")
+        raise OptionError(
+            f"path={str(path)!r}: no format has the ending {path.suffix!r}; {allowed}"
+        )
     if not path.parent.is_dir():
-        raise DrawError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}")
+        raise OptionError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}")
     return ending
 
 
@@ -272,7 +274,7 @@ def _write(path: Path, content: bytes) -> Path:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise DrawError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise OptionError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
     return path
 
 
@@ -317,7 +319,7 @@ def _zoomed(
     """The graphs in which the module is."""
     found = [pair for pair in zip(graphs, titles, strict=True) if has_module(pair[0], focus)]
     if not found:
-        raise DrawError(unknown_focus(graphs, focus))
+        raise OptionError(unknown_focus(graphs, focus))
     return [zoom(graph, focus) for graph, _ in found], [title for _, title in found]
 
 

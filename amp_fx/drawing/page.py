@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.drawing.dot import FONT
 from amp_fx.drawing.draw import title_of
 from amp_fx.drawing.folding import first_of_folded
-from amp_fx.errors import DrawError
+from amp_fx.errors import OptionError
 from amp_fx.explanation.table import bare_op, treatment
 from amp_fx.graphs.places import short_path
 from amp_fx.numerics.records import number
@@ -123,7 +123,7 @@ def _add(
             view = dataclasses.replace(view, level="module", most=MOST_OUTER)
         try:
             made = drawing.with_view(view)
-        except DrawError:  # nothing of the module is there
+        except OptionError:  # nothing of the module is there
             continue
         if most is not None and sum(len(graph) for graph in made.boxes.values()) > most:
             continue

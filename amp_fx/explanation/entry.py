@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.inner import is_strict
 from amp_fx.devices.product_costs import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, ExplainError, OptionError, takes_inputs_later
+from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.optimizer_step import explain_step
 from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, region_names
@@ -210,8 +210,8 @@ def explain(
         OptionError: An option is unknown or has a value that is not allowed, or what shall be an
             optimizer is none.
         PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
-        CompileTargetError: The model is neither a module nor a function.
-        ExplainError: When called: the model cannot be traced with these arguments, or the
+        ArgumentTypeError: The model is neither a module nor a function.
+        UnsupportedError: When called: the model cannot be traced with these arguments, or the
             optimizer cannot take a step on fake tensors.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -283,7 +283,9 @@ def _explain(
         capture = capture_call(stand_in, request)
     if not capture.graphs:
         reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
-        raise ExplainError(f"{_name(model)} gave no graph: no tensor op was captured ({reasons})")
+        raise UnsupportedError(
+            f"{_name(model)} gave no graph: no tensor op was captured ({reasons})"
+        )
     explanation = Explanation(
         model=_name(model),
         policy=label(request.policy),
@@ -379,7 +381,7 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
+def _as_explain_error(model: Any, error: BaseException) -> UnsupportedError:
     text = str(error)
     actual = _INNER_ERROR.search(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -388,7 +390,7 @@ def _as_explain_error(model: Any, error: BaseException) -> ExplainError:
     )
     frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
     at = "; at {}:{}".format(*frames[-1]) if frames else ""
-    return ExplainError(
+    return UnsupportedError(
         f"{_name(model)} cannot be traced with these arguments: {head.rstrip('.')}{at}. Does it "
         "run with them uncompiled?"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.errors import ExplainError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.explanation.table import CASTS
 
@@ -42,7 +42,7 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
         graph: Only the graphs of this number; None takes all.
 
     Raises:
-        ExplainError: There is no graph of this number.
+        UnsupportedError: There is no graph of this number.
     """
     graphs = _chosen(explanation, graph)
     network: DiGraph = nx.DiGraph()
@@ -60,7 +60,7 @@ def _chosen(explanation: Explanation | GraphRecord, index: int | None) -> list[G
     found = [graph for graph in explanation.graphs if graph.index == index]
     if not found:
         last = len(explanation.forward) - 1
-        raise ExplainError(f"graph={index}: the explanation has graphs 0 to {last}")
+        raise UnsupportedError(f"graph={index}: the explanation has graphs 0 to {last}")
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from amp_fx.errors import ExplainError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.records import StepRecord
 from amp_fx.explanation.running import fake_copy, leaf_tensors
 from amp_fx.graphs.traffic import TrafficMode, num_bytes, num_elements
@@ -48,7 +48,7 @@ def explain_step(
             _step(own, _StepTraffic())  # which makes the state
             _step(own, counter)
         except Exception as error:
-            raise ExplainError(
+            raise UnsupportedError(
                 f"a step of {type(optimizer).__name__} cannot be counted "
                 f"({type(error).__name__}: {error}); explain the model without it"
             ) from error

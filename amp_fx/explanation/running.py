@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from amp_fx.backend.entry import called_in
 from amp_fx.backend.rewrite import rewrite, start_state
-from amp_fx.errors import ExplainError, OptionError
+from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
 from amp_fx.options import Options
@@ -189,11 +189,11 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
     except Exception as error:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
-            raise ExplainError(
+            raise UnsupportedError(
                 f"{type(model).__name__} is sharded: explain it before fully_shard, on the meta "
                 "device if it is large; the paths of weights stay the same"
             ) from error
-        raise ExplainError(
+        raise UnsupportedError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); explain "
             "runs a copy, so that the model itself does not change: give it a function that "
             "calls the model"

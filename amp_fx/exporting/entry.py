@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from amp_fx.backend.pipeline import run_passes
 from amp_fx.backend.rewrite import graph_devices, start_state_on
-from amp_fx.errors import CompileTargetError, ExportError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
 from amp_fx.exporting.program import clean, copied_graph, with_graph, written_inputs
 from amp_fx.exporting.rewriting import (
     Region,
@@ -83,11 +83,11 @@ def export(
         A program of its own. Weights that stay as they are share their memory with the model's.
 
     Raises:
-        CompileTargetError: The model is neither a module nor an exported program.
+        ArgumentTypeError: The model is neither a module nor an exported program.
         OptionError: An argument has a value that is not allowed.
         PolicyError: The policy is none of these.
         BannedOpError: The model makes an op that autocast bans on its device.
-        ExportError: Part of the model can only run under ``torch.autocast`` itself; names the
+        UnsupportedError: Part of the model can only run under ``torch.autocast`` itself; names the
             node, and why.
         PassError: A pass failed.
     """
@@ -100,7 +100,7 @@ def export(
             )
         return _export_program(model, options, stores_low=weights == "low")
     if not isinstance(model, torch.nn.Module):
-        raise CompileTargetError(
+        raise ArgumentTypeError(
             f"amp_fx.export takes a torch.nn.Module or an exported program, not {model!r}"
         )
     if not isinstance(args, (tuple, list)):
@@ -162,7 +162,7 @@ def _export_module(
         plain = capture(model, args, kwargs, None, **export_options)
         output_dtypes = plain_output_dtypes(plain, region)
         if len(output_dtypes) != len(program.graph_signature.output_specs):
-            raise ExportError(
+            raise UnsupportedError(
                 f"the model returns {len(program.graph_signature.output_specs)} outputs under "
                 f"autocast and {len(output_dtypes)} without it: ask for output_dtype='autocast'"
             )
@@ -195,7 +195,7 @@ def for_onnx(
             kernels for bfloat16 (onnxruntime on CUDA).
 
     Raises:
-        CompileTargetError: It is no exported program.
+        ArgumentTypeError: It is no exported program.
     """
     _check_program("for_onnx", exported)
     with no_autocast():
@@ -208,7 +208,7 @@ def for_onnx(
 
 def _check_program(function: str, given: object) -> None:
     if not isinstance(given, ExportedProgram):
-        raise CompileTargetError(
+        raise ArgumentTypeError(
             f"amp_fx.{function} takes an exported program, not a {type(given).__name__}: "
             "amp_fx.export(model, args) makes one"
         )
@@ -245,9 +245,9 @@ def package(
         The path of the file.
 
     Raises:
-        CompileTargetError: It is no exported program.
+        ArgumentTypeError: It is no exported program.
         OptionError: The name does not end in ``.pt2``, or there is no such folder.
-        ExportError: AOTInductor cannot compile it; says why.
+        UnsupportedError: AOTInductor cannot compile it; says why.
     """
     _check_program("package", exported)
     target = Path(path)
@@ -268,5 +268,5 @@ def package(
     except Exception as error:
         lines = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise ExportError(f"AOTInductor cannot compile this program: {what}") from error
+        raise UnsupportedError(f"AOTInductor cannot compile this program: {what}") from error
     return target

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from amp_fx.backend.pipeline import run_passes, with_added
-from amp_fx.errors import ExportError
+from amp_fx.errors import UnsupportedError
 from amp_fx.exporting.program import (
     WRITES,
     clean,
@@ -52,7 +52,7 @@ def refuse_transforms(program: ExportedProgram) -> None:
     """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program."""
     for graph in graphs_in(program.graph_module):
         if node := next(filter(_is_transform, graph.nodes), None):
-            raise ExportError(
+            raise UnsupportedError(
                 f"{node.format_node()} is part of a torch.func transform{place_of(node)}. "
                 f"{_advice(program)}"
             )
@@ -193,7 +193,7 @@ def rewrite_program(
         observer: Told of each pass.
 
     Raises:
-        ExportError: Part of it cannot be rewritten.
+        UnsupportedError: Part of it cannot be rewritten.
         PassError: A pass failed.
     """
     gm = graph_to_rewrite(program)
@@ -224,7 +224,7 @@ def rewrite_program(
 def _refuse_float8(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if any(d.policy is CastPolicy.FLOAT8 for d in DECISIONS.get(node) or ()):
-            raise ExportError(
+            raise UnsupportedError(
                 f"{node.name} is to run in float8, which exported programs cannot hold: a program "
                 "would quantize its weights in every call; export with another policy"
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from amp_fx.errors import CompileTargetError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import Options, as_output_dtype
 from amp_fx.policies.policy import as_policy
@@ -99,7 +99,7 @@ def compile(  # noqa: A001
         A module for a module, which shares its parameters, else a function.
 
     Raises:
-        CompileTargetError: What is given is neither a module nor a function.
+        ArgumentTypeError: What is given is neither a module nor a function.
         RegionError: The device type cannot autocast.
         OptionError: An option is unknown or has a value that is not allowed.
         PolicyError: The policy is none of these.
@@ -125,9 +125,7 @@ _LOOKUP = threading.Lock()
 def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> Any:
     if isinstance(target, type) or not callable(target):
         what = f"the class {target.__name__}" if isinstance(target, type) else repr(target)
-        raise CompileTargetError(
-            f"amp_fx.compile takes a torch.nn.Module or a function, not {what}"
-        )
+        raise ArgumentTypeError(f"amp_fx.compile takes a torch.nn.Module or a function, not {what}")
     with _LOOKUP:
         compiled = torch.compile(target, **kwargs)
     if not isinstance(target, torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx import dtypes
-from amp_fx.errors import CompileTargetError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.policy_codes import ambient_policy
@@ -146,7 +146,7 @@ NOT_COMPILED = RegionSettings(None, None, None)
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
     """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
     if isinstance(step, type) or not callable(step):
-        raise CompileTargetError(f"{name} takes a module or a function, not {step!r}")
+        raise ArgumentTypeError(f"{name} takes a module or a function, not {step!r}")
     settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
     if settings is not None and not isinstance(step, torch.nn.Module):
         step = step.__wrapped__

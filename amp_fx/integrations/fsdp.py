@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_fx.errors import ShardingError, ShardingWarning
+from amp_fx.errors import PolicyWarning, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,8 +50,8 @@ def fsdp_policy(
             ``cast_forward_inputs`` False, unless given: inputs of blocks would be rounded.
 
     Raises:
-        ShardingError: This torch's FSDP2 cannot tell parameters apart (2.15 can), the explanation
-            is of another model, or the model is sharded already.
+        UnsupportedError: This torch's FSDP2 cannot tell parameters apart (2.15 can), the
+            explanation is of another model, or the model is sharded already.
         TypeError: ``param_dtype`` or ``param_dtype_override_fn`` is among the arguments.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -61,7 +61,7 @@ def fsdp_policy(
         if name in kwargs:
             raise TypeError(f"fsdp_policy sets {name} by itself: omit it")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ShardingError(
+        raise UnsupportedError(
             f"{type(model).__name__} is sharded: ask for the policy before fully_shard"
         )
     dtypes = explanation.low_weights() if hasattr(explanation, "low_weights") else explanation
@@ -71,7 +71,7 @@ def fsdp_policy(
             f"no weight of {type(model).__name__} is read only through one cast to low precision: "
             "FSDP2 gathers all weights as they are (amp_fx.explain lists their readers; graph "
             "breaks hide readers)",
-            ShardingWarning,
+            PolicyWarning,
             stacklevel=2,
         )
     given: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False, **kwargs}
@@ -84,7 +84,7 @@ def fsdp_policy(
 def _check_version(policy: Any) -> None:
     """Relies on the field ``param_dtype_override_fn``, which came with torch 2.15."""
     if "param_dtype_override_fn" not in {field.name for field in dataclasses.fields(policy)}:
-        raise ShardingError(
+        raise UnsupportedError(
             "fsdp_policy needs torch 2.15, whose FSDP2 takes a dtype for each parameter; this is "
             f"{torch.__version__}. Autocast's numbers need no policy: without one fully_shard "
             "gathers in float32"
@@ -99,7 +99,7 @@ def _choose(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     unknown = [path for path in dtypes if path not in named and path not in buffers]
     if unknown:
-        raise ShardingError(
+        raise UnsupportedError(
             f"{type(model).__name__} has no weight {unknown[0]!r}: the explanation belongs to "
             "another model, or to a module around it"
         )

@@ -21,15 +21,15 @@ import torch
 from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.policies.files import find_object
-from amp_fx.tables.build import (
+from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.float8 import PRODUCTS
+from amp_fx.tables.op_names import (
     find_overloads,
     is_functional,
     op_text,
     overloads_by_packet,
     qualified_pattern,
 )
-from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.presets import PRESETS
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from amp_fx.policies.changes import (
     rule_override,
 )
 from amp_fx.policies.decide import Resolver
-from amp_fx.tables.build import all_ops, check_entry
+from amp_fx.tables.cast_policy import check_entry
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
-from amp_fx.tables.presets import PRESETS, torch_version
-from amp_fx.tables.reference import REFERENCE
-from amp_fx.tables.versions import active
+from amp_fx.tables.op_names import all_ops
+from amp_fx.tables.presets import PRESETS, reference_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
         Rule,
         RuleOverride,
     )
-    from amp_fx.tables.build import Table
-    from amp_fx.tables.cast_policy import CastPolicy
+    from amp_fx.tables.cast_policy import CastPolicy, Table
 
 
 _FLOAT8 = Float8()
@@ -318,7 +316,7 @@ class Policy:
         if not device_type or ":" in device_type:
             raise PolicyError(f"{device_type!r} is not a device type; write it like 'cuda'")
         if table is None:
-            table = active(REFERENCE, torch_version())
+            table = reference_table()
         changed = with_changes(_read_only(table), self.ops)
         return dataclasses.replace(self, tables={**self.tables, device_type: changed})
 
@@ -422,7 +420,7 @@ def preset(name: str) -> Policy:
 
     Args:
         name: ``"torch"`` is what ``torch.autocast`` does in the installed version;
-            ``"torch-2.11"`` and its like, what it did in another; ``"ipex"`` takes the CPU
+            ``"torch-2.13"`` and its like, what it does in another; ``"ipex"`` takes the CPU
             lists of Intel Extension for PyTorch, and torch's own for all other devices;
             ``"lean"`` is torch's, with norms that take and give low values and residual sums in the
             low dtype; ``"float8-tensorwise"``, ``"float8-rowwise"`` and ``"float8-rowwise-gw-hp"``

@@ -29,8 +29,8 @@ from amp_fx.policies.policy import preset
 from amp_fx.regions.cache_keys import put_policies_in_keys
 from amp_fx.regions.module_stack import current_stack, is_linear_end
 from amp_fx.regions.policy_codes import ambient_policy
-from amp_fx.tables.build import all_ops
 from amp_fx.tables.kernels import opaque_result
+from amp_fx.tables.op_names import all_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

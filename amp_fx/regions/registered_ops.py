@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.errors import DeviceError, PolicyError
+from amp_fx.errors import OptionError, PolicyError
 from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, takes_policy
 from amp_fx.policies.changes import arg_override, expand_ops, to_policy
 from amp_fx.policies.policy import add_device
 from amp_fx.regions.kernels import prepare_op
-from amp_fx.tables.build import op_text
+from amp_fx.tables.op_names import op_text
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amp_fx.policies.calls import Call
-    from amp_fx.tables.build import Table
-    from amp_fx.tables.cast_policy import CastPolicy
+    from amp_fx.tables.cast_policy import CastPolicy, Table
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ def register_device(
             ``ATen/autocast_mode.h`` offers to new devices.
 
     Raises:
-        DeviceError: torch's PrivateUse1 backend has another name, the dtypes are none to
+        OptionError: torch's PrivateUse1 backend has another name, the dtypes are none to
             autocast to, or neither the caller nor the module names any.
         PolicyError: An entry of the table is not usable.
     """
@@ -133,7 +132,7 @@ def _check_name(device_type: object) -> None:
     name = torch._C._get_privateuse1_backend_name()
     if device_type == name:
         return
-    raise DeviceError(
+    raise OptionError(
         f"{device_type!r} is not the name of torch's PrivateUse1 backend, which is {name!r}: "
         "torch.utils.rename_privateuse1_backend names it; the tables of built-in devices are "
         "replaced by amp_fx.Policy.with_device"
@@ -146,7 +145,7 @@ def _checked_dtypes(
     if dtypes is None:
         ask = getattr(getattr(torch, device_type, None), "get_amp_supported_dtype", None)
         if ask is None:
-            raise DeviceError(
+            raise OptionError(
                 f"torch.{device_type}.get_amp_supported_dtype() does not exist: give dtypes, "
                 "or register a module that has it (torch._register_device_module)"
             )
@@ -155,7 +154,7 @@ def _checked_dtypes(
     found = [dtype for dtype in map(as_dtype, given) if dtype is not None]
     is_usable = len(found) == len(given) and all(d.is_floating_point for d in found)
     if not found or not is_usable:
-        raise DeviceError(
+        raise OptionError(
             f"dtypes={given!r}: give floating-point dtypes to autocast to, "
             "such as [torch.bfloat16, torch.float16]"
         )

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import ExplainError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.entry import NEEDS_NUMBERS, Request, capture_call
 from amp_fx.explanation.recorder import weights_of
 from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
@@ -235,7 +235,7 @@ def reasons_to_stay(call: Call) -> dict[str, str]:
                 raise
         return _reasons(call, _real)
     except (*NEEDS_NUMBERS, _EagerError) as error:
-        raise ExplainError(
+        raise UnsupportedError(
             f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} "
             f"with these arguments: {error}"
         ) from error

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import CompileTargetError, StoreError, takes_inputs_later
+from amp_fx.errors import ArgumentTypeError, UnsupportedError, takes_inputs_later
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
 from amp_fx.front.settings import as_dtype, unwrap
@@ -69,15 +69,15 @@ def store_low(
         ``StorageReport``.
 
     Raises:
-        CompileTargetError: The model is no module.
-        StoreError: It is in training mode, or a parameter has a gradient.
+        ArgumentTypeError: The model is no module.
+        UnsupportedError: It is in training mode, or a parameter has a gradient.
         OptionError: The dtype is none to autocast to.
         PolicyError: The policy is none of these.
-        ExplainError: When called: the model cannot be traced with these arguments. Nothing has
+        UnsupportedError: When called: the model cannot be traced with these arguments. Nothing has
             been changed then.
     """
     if not isinstance(model, nn.Module):
-        raise CompileTargetError(f"amp_fx.store_low takes a torch.nn.Module, not {model!r}")
+        raise ArgumentTypeError(f"amp_fx.store_low takes a torch.nn.Module, not {model!r}")
     target, settings = unwrap(model, "amp_fx.store_low")
     assert isinstance(target, nn.Module)
     given = settings.dtype if dtype is None else as_dtype(dtype)
@@ -99,13 +99,13 @@ def _refuse_training(model: nn.Module) -> None:
     names = [name for name, module in model.named_modules() if module.training]
     if names:
         where = f"its module {names[0]!r}" if names[0] else "it"
-        raise StoreError(
+        raise UnsupportedError(
             f"{type(model).__name__} cannot be stored in low precision: {where} is in training "
             "mode, and updates are too small for low-precision weights. Call model.eval() first"
         )
     graded = [name for name, p in model.named_parameters() if p.grad is not None]
     if graded:
-        raise StoreError(
+        raise UnsupportedError(
             f"{type(model).__name__} cannot be stored in low precision: {graded[0]} has a "
             "gradient, as in training. Call model.zero_grad() first"
         )

@@ -1,8 +1,12 @@
-"""The cast policies of ATen's autocast, as an enum: what may happen to one op."""
+"""The cast policies of ATen's autocast and of amp_fx, and tables of them."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from amp_fx.errors import PolicyError
 
 
 class CastPolicy(enum.Enum):
@@ -62,3 +66,23 @@ _EFFECTS = {
     CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
     CastPolicy.FLOAT8: "a product with a weight runs in float8; others get inputs in {low}",
 }
+
+
+Table: TypeAlias = Mapping[str, CastPolicy]
+"""Policies by qualified overload name: ``"aten::softmax.int"``, ``"aten::linear"``."""
+
+
+def check_entry(name: str, policy: CastPolicy) -> None:
+    """Checks one entry of a table.
+
+    Raises:
+        PolicyError: The name is not qualified, or the policy is not a ``CastPolicy``.
+    """
+    if "::" not in name:
+        raise PolicyError(
+            f"{name!r} is not the qualified name of an op overload; write it like "
+            f"'aten::{name or 'softmax.int'}'"
+        )
+    if not isinstance(policy, CastPolicy):
+        allowed = ", ".join(f"CastPolicy.{p.name}" for p in CastPolicy)
+        raise PolicyError(f"{name} has the policy {policy!r}; allowed are {allowed}")

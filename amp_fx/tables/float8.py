@@ -14,7 +14,7 @@ import torch
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
-    from amp_fx.tables.build import Table
+    from amp_fx.tables.cast_policy import Table
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -18,17 +18,14 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING
 
-from amp_fx.tables.build import ops
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.families import NORMALIZATIONS, ROOT_MEAN_SQUARE
+from amp_fx.tables.op_names import ops
 
 if TYPE_CHECKING:
-    from amp_fx.tables.build import Table
+    from amp_fx.tables.cast_policy import Table
 
-LOWER_PRECISION_IO = NORMALIZATIONS
-SAME_AS_INPUT = (*ROOT_MEAN_SQUARE, *ops("softmax.int softmax.Dimname"))
-
-
+LOWER_PRECISION_IO = ops("group_norm layer_norm native_layer_norm")
+SAME_AS_INPUT = ops("rms_norm softmax.int")
 DEMOTED = ops("add.Tensor")
 
 

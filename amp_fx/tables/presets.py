@@ -4,79 +4,127 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import json
+import re
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from amp_fx.errors import TorchVersionWarning
-from amp_fx.tables import DEVICES
-from amp_fx.tables.build import build_table, is_functional, overloads_by_packet
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import FLOAT8_PRESETS, float8_table
-from amp_fx.tables.ipex import IPEX_ROWS
+from amp_fx.tables.ipex import IPEX_CPU
 from amp_fx.tables.lean import lean
-from amp_fx.tables.versions import NEWEST, OLDEST, VERSIONS, Version, active
+from amp_fx.tables.op_names import is_functional, ops, overloads_by_packet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-    from amp_fx.tables.build import Table
+    from amp_fx.tables.cast_policy import Table
+
+Version: TypeAlias = tuple[int, int]
+"""A torch version without its patch: ``(2, 13)``."""
+
+_FOLDER = Path(__file__).parent / "measured"
 
 
-def torch_version() -> Version:
-    """The installed torch's version, without its patch: ``(2, 13)``."""
-    major, minor = torch.__version__.split(".")[:2]
+def measured_file(version: Version) -> Path:
+    """Returns the path of a torch version's file, which ``amp_fx.tables.measure`` writes."""
+    return _FOLDER / "torch-{}.{}.json".format(*version)
+
+
+def _version(text: str) -> Version:
+    major, minor = re.findall(r"\d+", text)[:2]
     return int(major), int(minor)
 
 
-def warn_newer_torch(version: Version | None = None) -> None:
-    """Warns, once, of a torch that nobody has tried this version of amp_fx on."""
+VERSIONS: tuple[Version, ...] = tuple(sorted(_version(path.name) for path in _FOLDER.iterdir()))
+"""Torch versions that have a file: those that are supported."""
+
+
+def torch_version() -> Version:
+    """Returns the version of the installed torch."""
+    return _version(torch.__version__)
+
+
+def nearest(version: Version) -> Version:
+    """Returns the newest version with a file that is not newer than ``version``."""
+    return max((known for known in VERSIONS if known <= version), default=VERSIONS[0])
+
+
+def warn_unknown_torch(version: Version | None = None) -> None:
+    """Warns if the installed torch has no file of its own."""
     version = torch_version() if version is None else version
-    if version <= NEWEST:
+    if version in VERSIONS:
         return
     warnings.warn(
-        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. The dtypes of ops may "
-        "differ from its autocast: `python -m amp_fx policy --check` compares the lists of "
-        "ops".format(*OLDEST, *NEWEST, *version),
+        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. It uses the op lists of torch "
+        "{}.{}: `python -m amp_fx policy --check` names the differences".format(
+            *VERSIONS[0], *VERSIONS[-1], *version, *nearest(version)
+        ),
         TorchVersionWarning,
         stacklevel=3,
     )
 
 
-def _tables_of(version: Version) -> dict[str, Table]:
-    return {device_type: active(table, version) for device_type, table in DEVICES.items()}
+@functools.cache
+def torch_tables(version: Version) -> Mapping[str, Table]:
+    """Returns the tables of ``torch.autocast`` in a version that has a file."""
+    devices = json.loads(measured_file(version).read_text(encoding="utf-8"))
+    return {
+        device_type: {
+            f"aten::{op}": CastPolicy(policy) for policy, names in groups.items() for op in names
+        }
+        for device_type, groups in devices.items()
+    }
 
 
-def _installed_tables() -> dict[str, Table]:
-    return _tables_of(torch_version())
+def installed_tables() -> Mapping[str, Table]:
+    """Returns the tables of ``torch.autocast`` in the installed torch."""
+    return torch_tables(nearest(torch_version()))
 
 
-def _ipex_tables() -> dict[str, Table]:
+def reference_table() -> Table:
+    """Returns the policies that ``ATen/autocast_mode.h`` offers to backends outside of PyTorch.
+
+    These are the lists ``AT_FORALL_*``. XPU registers the same, and a ban.
+    """
+    xpu = installed_tables()["xpu"]
+    return {op: policy for op, policy in xpu.items() if policy is not CastPolicy.BANNED}
+
+
+def _ipex_tables() -> Mapping[str, Table]:
     packets = overloads_by_packet()
-    cpu = build_table((policy, _expand(names, packets)) for policy, names in IPEX_ROWS)
-    return {**_installed_tables(), "cpu": cpu}
+    cpu = {
+        overload: policy
+        for policy, names in IPEX_CPU.items()
+        for op in ops(names)
+        for packet in fnmatch.filter(packets, op) or [op]
+        for overload in _functional(packet, packets)
+    }
+    return {**installed_tables(), "cpu": cpu}
 
 
-def _lean_tables() -> dict[str, Table]:
-    return {device_type: lean(table) for device_type, table in _installed_tables().items()}
+def _functional(packet: str, packets: Mapping[str, list[str]]) -> list[str]:
+    """Returns a packet's functional overloads; a packet that torch has removed stays as it is."""
+    return [op for op in packets[packet] if is_functional(op)] if packet in packets else [packet]
 
 
-def _float8_tables() -> dict[str, Table]:
-    return {device_type: float8_table(table) for device_type, table in _installed_tables().items()}
+def _lean_tables() -> Mapping[str, Table]:
+    return {device_type: lean(table) for device_type, table in installed_tables().items()}
 
 
-def _expand(names: Iterable[str], packets: Mapping[str, list[str]]) -> list[str]:
-    """Packets as their functional overloads; a packet that is gone stands as it is."""
-    found = [packet for name in names for packet in fnmatch.filter(packets, name) or (name,)]
-    overloads = (op for packet in found for op in packets.get(packet, ()))
-    return [*filter(is_functional, overloads), *(p for p in found if p not in packets)]
+def _float8_tables() -> Mapping[str, Table]:
+    return {device_type: float8_table(table) for device_type, table in installed_tables().items()}
 
 
-PRESETS: Mapping[str, Callable[[], dict[str, Table]]] = {
-    "torch": _installed_tables,
+PRESETS: Mapping[str, Callable[[], Mapping[str, Table]]] = {
+    "torch": installed_tables,
     "ipex": _ipex_tables,
     "lean": _lean_tables,
-    **{"torch-{}.{}".format(*v): functools.partial(_tables_of, v) for v in VERSIONS},
+    **{"torch-{}.{}".format(*v): functools.partial(torch_tables, v) for v in VERSIONS},
     **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
 }
-"""What makes the tables, by name."""
+"""Functions that return the tables of a preset, by name."""

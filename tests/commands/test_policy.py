@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from amp_fx.commands.cli import main
-from amp_fx.commands.policy import EXAMPLES
+from amp_fx.commands.policy import EXAMPLES, differences
+from amp_fx.policies.policy import Policy, preset
 from amp_fx.tables import DEVICES
+from amp_fx.tables.cast_policy import CastPolicy
 
 COMMANDS = [
     shlex.split(line.split("  ")[1].removeprefix("python -m amp_fx "))
@@ -46,6 +48,13 @@ class Run:
         return rows
 
 
+def in_new_process(*args: str) -> tuple[int, str]:
+    """Runs a command where no other test has registered kernels on Autocast keys."""
+    command = [sys.executable, "-m", "amp_fx", "policy", *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
 def test_one_op_on_every_device(run: Run) -> None:
     assert run.rows("softmax.int") == {
         ("aten::softmax.int", "no policy"): "cpu",
@@ -65,10 +74,17 @@ def test_every_overload_has_its_row(run: Run) -> None:
 
 
 def test_a_preset_changes_the_answer(run: Run) -> None:
-    of_preset = ("rms_norm", "--device", "cuda", "--preset")
-    assert run.rows(*of_preset, "torch-2.12") == {("aten::rms_norm", "fp32"): "cuda"}
-    assert run.rows(*of_preset, "torch-2.11") == {("aten::rms_norm", "no policy"): "cuda"}
-    assert "aten::rms_norm: in torch's autocast since 2.12" in run("rms_norm")
+    of_preset = ("cholesky", "--device", "cpu", "--preset")
+    assert run.rows(*of_preset, "torch-2.13") == {("aten::cholesky", "fp32"): "cpu"}
+    assert run.rows(*of_preset, "torch-2.14") == {("aten::cholesky", "no policy"): "cpu"}
+    assert "aten::cholesky: in the autocast of torch 2.13 only" in run("cholesky")
+
+
+def test_an_op_gets_the_reason_of_each_of_its_policies(run: Run) -> None:
+    out = " ".join(run("grid_sampler").split())
+    assert "fp32: The CPU kernels have no low-precision version" in out
+    assert "promote: The inputs must have one dtype" in out
+    assert "promote: " not in run("grid_sampler", "--device", "cpu")
 
 
 def test_cudnns_rnn_is_not_called_uncast(run: Run) -> None:
@@ -113,22 +129,46 @@ def test_an_unknown_device_lists_those_there_are(capsys: pytest.CaptureFixture[s
     assert all(device_type in capsys.readouterr().err for device_type in [*DEVICES][:1])
 
 
-def test_check_finds_no_drift_in_the_installed_torch(run: Run) -> None:
-    assert "0 differences" in run("--check", "--device", "mps", "--device", "maia")
+def test_check_finds_no_drift_in_the_installed_torch() -> None:
+    code, out = in_new_process("--check", "--device", "mps", "--device", "maia")
+    assert code == 0
+    assert "0 differences" in out
 
 
-def test_check_names_drift_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policy", "--check", "--preset", "ipex", "--device", "cpu"]) == 1
-    out = capsys.readouterr().out
+def test_check_names_drift_and_exits_with_1() -> None:
+    code, out = in_new_process("--check", "--preset", "ipex", "--device", "cpu")
+    assert code == 1
     assert "cpu: aten::_convolution.deprecated: missing here (lower_precision_fp)" in out
+    assert "cpu: aten::group_norm: missing in torch (lower_precision_fp)" in out
+
+
+def test_check_looks_at_the_policy_of_every_op() -> None:
+    table = preset("torch").tables["mps"]
+    others = {op: _another(policy) for op, policy in table.items()}
+    found = differences(Policy("all wrong", {"mps": others}), ["mps"])
+    assert found["mps"] == [
+        f"{op}: other policy ({others[op].value} here, {table[op].value} in torch)"
+        for op in sorted(table)
+    ]
+
+
+def _another(policy: CastPolicy) -> CastPolicy:
+    return CastPolicy.PROMOTE if policy is CastPolicy.FP32 else CastPolicy.FP32
+
+
+def test_devices_that_torch_registers_nothing_for_are_left_out() -> None:
+    assert not differences(Policy("empty", {}).with_device("privateuseone"), ["privateuseone"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
 def test_every_example_of_the_help_text_runs(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    if "--check" in command:
+        code, out = in_new_process(*command[1:])
+    else:
+        code, out = main(command), capsys.readouterr().out
+    assert code == 0
     assert out
     assert max(map(len, out.splitlines())) <= 80
 

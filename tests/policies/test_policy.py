@@ -53,7 +53,7 @@ def test_the_default_is_the_installed_torchs() -> None:
     name = "torch-{}.{}".format(*torch_version())
     if name in preset_names():
         assert preset(name) == Policy.default()
-    assert preset("torch-2.11") != preset("torch-2.12")
+    assert preset("torch-2.13") != preset("torch-2.14")
 
 
 def test_an_unknown_preset_lists_those_there_are() -> None:

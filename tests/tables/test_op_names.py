@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.tables.build import all_ops, find_overloads, is_functional, op_text, overloads_by_packet
+from amp_fx.tables.op_names import (
+    all_ops,
+    find_overloads,
+    is_functional,
+    op_text,
+    ops,
+    overloads_by_packet,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,3 +91,7 @@ def test_ops_themselves_are_names_too() -> None:
     for wrong in (torch.softmax, None, 3, " "):
         with pytest.raises(PolicyError, match="is not an op or the name of one"):
             op_text(wrong)
+
+
+def test_names_without_a_namespace_are_atens() -> None:
+    assert ops("exp\n conv2d.padding mylib::f") == ("aten::exp", "aten::conv2d.padding", "mylib::f")

@@ -1,13 +1,30 @@
-"""Measuring what autocast does to an op, with and without a device."""
+"""Measuring what the installed torch's autocast does to an op, with and without a device."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.regions.drift import MEASURED, measure
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.measure import measure, measured_table, registered_ops
+from amp_fx.tables.presets import measured_file, torch_version
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_file_of_the_installed_torch_is_what_is_measured(tmp_path: Path) -> None:
+    """In a process of its own: other tests register kernels on Autocast keys."""
+    command = [sys.executable, "-m", "amp_fx.tables.measure", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    [fresh] = tmp_path.iterdir()
+    committed = measured_file(torch_version())
+    assert fresh.name == committed.name
+    assert fresh.read_text().splitlines() == committed.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -47,22 +64,23 @@ def test_agrees_with_the_dtypes_that_eager_autocast_computes_in() -> None:
     assert measure("aten::softmax.int", "cpu") is None
 
 
-@pytest.mark.parametrize("device_type", MEASURED)
-def test_leaves_the_op_and_the_autocast_state_as_they_were(device_type: str) -> None:
-    was = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu", "mps"])
+def test_leaves_the_op_and_the_autocast_state_unchanged(device_type: str) -> None:
+    was = torch.get_autocast_dtype(device_type)
     torch.set_autocast_dtype(device_type, torch.float16)
     try:
         measure("aten::mm", device_type)
         assert torch.get_autocast_dtype(device_type) is torch.float16
-        assert torch.is_autocast_enabled(device_type) is was[0]
+        assert not torch.is_autocast_enabled(device_type)
+        assert torch.is_autocast_cache_enabled()
     finally:
-        torch.set_autocast_dtype(device_type, was[1])
+        torch.set_autocast_dtype(device_type, was)
     x = torch.eye(2, requires_grad=True)
     [grad] = torch.autograd.grad(torch.mm(x, x).sum(), x)
     assert torch.equal(grad, torch.full((2, 2), 2.0))
 
 
-def test_a_kernel_unlike_every_policy_is_said_to_be_one() -> None:
+def test_a_kernel_unlike_every_policy_is_an_error() -> None:
     with torch.library._scoped_library("amp_fx_test_measure", "DEF") as library:
         library.define("f(Tensor x) -> Tensor")
         off = torch._C._ExcludeDispatchKeyGuard
@@ -78,15 +96,28 @@ def test_a_kernel_unlike_every_policy_is_said_to_be_one() -> None:
         assert measure("amp_fx_test_measure::f", "cuda") is None
 
 
-@pytest.mark.parametrize(
-    ("op", "device_type", "message"),
-    [
-        ("aten::mm", "maia", "cannot be measured on 'maia', only on cpu, cuda, xpu, mps"),
-        ("aten::no_such_op", "cpu", "has no op 'aten::no_such_op'"),
-        ("aten::softmax.no_such_overload", "cpu", "has no op"),
-        ("aten::fft_fftfreq", "cpu", "takes no tensor"),
-    ],
-)
-def test_what_cannot_be_measured(op: str, device_type: str, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        measure(op, device_type)
+def test_kernels_of_cuda_builds_and_of_other_libraries_are_left_out() -> None:
+    """CUDA builds register cuDNN's RNN, with a kernel that no cast policy describes."""
+
+    def own_kernel(*args: object) -> None:
+        raise NotImplementedError(args)
+
+    key = "AutocastCUDA"
+    with (
+        torch.library._scoped_library("aten", "IMPL") as aten,
+        torch.library._scoped_library("amp_fx_test_measure", "DEF") as library,
+    ):
+        if "aten::_cudnn_rnn" not in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+            aten.impl("_cudnn_rnn", own_kernel, key)
+        library.define("f(Tensor x) -> Tensor")
+        library.impl("f", lambda x: x, key)
+        found = registered_ops("cuda")
+    assert "aten::linear" in found
+    assert not {"aten::_cudnn_rnn", "amp_fx_test_measure::f"} & set(found)
+
+
+def test_an_op_of_maia_alone_is_an_error() -> None:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("relu", lambda x: x, "AutocastMAIA")
+        with pytest.raises(PolicyError, match=r"aten::relu on maia cannot be measured"):
+            measured_table("maia")
