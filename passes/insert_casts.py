@@ -122,7 +122,7 @@ class _Rewriter:
     def run(self, operands: list[Any] | None = None) -> Any:
         """Rewrites the graph; returns the values of its outputs."""
         placeholders = self.graph.find_nodes(op="placeholder")
-        values = operands or [captured_value(node) for node in placeholders]
+        values = operands or [_input_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
             set_value(node, value)
         for nodes in in_steps(self.graph):
@@ -282,6 +282,19 @@ class _Rewriter:
         is_grad_enabled = SITE.of(node).is_grad_enabled
         with analysis(self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True):
             set_value(node, evaluate(node))
+
+
+def _input_value(node: fx.Node) -> Any:
+    """Returns the captured value of a placeholder, with fake tensors inside of lists too.
+
+    Dynamo records the list of inputs of a backward under compiled autograd with real tensors; the
+    nodes that read the list have fake ones.
+    """
+    captured = captured_value(node)
+    if not isinstance(captured, list):
+        return captured
+    reads = {user.args[1]: captured_value(user) for user in node.users if is_getitem(user)}
+    return [reads.get(i, value) for i, value in enumerate(captured)]
 
 
 def _may_need_casts(node: fx.Node) -> bool:

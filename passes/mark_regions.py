@@ -9,11 +9,11 @@ After:
     %y     = linear(%x, %w)      # site: cpu float16
     %z     = linear(%y, %w)      # site: as at the start
 
-Grad-mode switches stay in the graph (they act at run time) and are followed. What stands
-between two functorch level changes, higher-order ops and everything else whose effect a
-trace of one node cannot see is marked as an island. A custom ``torch.autograd.Function`` where
-the program has no region on is marked as standing in none: its bodies were captured so, and its
-backward may take no other dtypes. Left alone on purpose: graphs inside higher-order ops, which
+Grad-mode switches stay in the graph (they act at run time) and are followed. The nodes between
+two level changes of functorch or of forward-mode AD, higher-order ops and everything else whose
+effect a trace of one node cannot see are marked as islands. A custom ``torch.autograd.Function``
+where the program has no region on is marked as standing in none: its bodies were captured so, and
+its backward may take no other dtypes. Left alone on purpose: graphs inside higher-order ops, which
 get the site of their call when they are rewritten.
 """
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from amp_fx.graphs.conditions import Condition
     from amp_fx.regions.state import AutocastState
 
-# Level changes of torch.func transforms: between the first and its counterpart, tensors
-# are wrapped, and their fake values say nothing about the wrapped ones.
+# Level changes of torch.func transforms and of forward-mode AD: between the first and its
+# counterpart, tensors are wrapped or dual, and their fake values say nothing about either part.
 _TRANSFORMS = ("vmap", "grad", "jvp", "func")
-_LEVEL_UP = tuple(f"_{name}_increment_nesting" for name in _TRANSFORMS)
-_LEVEL_DOWN = tuple(f"_{name}_decrement_nesting" for name in _TRANSFORMS)
+_LEVEL_UP = (*(f"_{name}_increment_nesting" for name in _TRANSFORMS), "_enter_dual_level")
+_LEVEL_DOWN = (*(f"_{name}_decrement_nesting" for name in _TRANSFORMS), "_exit_dual_level")
 
 # Namespaces whose functions act on hidden state rather than on their arguments.
 _STATEFUL_MODULES = (

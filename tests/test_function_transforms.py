@@ -1,4 +1,4 @@
-"""What examines programs examines those that use ``torch.func`` and higher-order ops, too."""
+"""Programs that use ``torch.func``, forward-mode AD and higher-order ops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as map_rows
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -90,3 +91,50 @@ def test_accuracy_tells_the_error_of_eager_autocast_or_what_it_left_out(name: st
     exact = outputs(net, x, is_low=False)
     error = (outputs(net, x, is_low=True) - exact).norm() / exact.norm()
     assert report.output_error == pytest.approx(float(error), rel=0.02)
+
+
+def tangent_of_product(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, t) @ w  # type: ignore[no-untyped-call]
+        tangent: torch.Tensor = forward_ad.unpack_dual(dual).tangent  # type: ignore[no-untyped-call]
+    return tangent @ w
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_forward_mode_ad_runs_as_eager_autocast_runs_it(compiler: str) -> None:
+    x, t, w = torch.randn(3, 4, 4)
+    compiled = torch.compile(
+        tangent_of_product, backend="amp_fx", options={"compiler": compiler}, fullgraph=True
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = tangent_of_product(x, t, w), compiled(x, t, w)
+    assert expected.dtype == found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@torch.library.custom_op("amp_fx_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.falls_back
+def test_transform_that_cannot_be_analysed_runs_all_the_same() -> None:
+    calls: list[torch.Tensor] = []
+
+    @doubled.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        if len(calls) == 2:  # Dynamo captures the graph in the first call
+            raise RuntimeError("no analysis today")
+        return torch.empty_like(x)
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        tangent: torch.Tensor = torch.func.jvp(lambda y: y @ doubled(w), (x,), (x,))[1]
+        return tangent
+
+    x, w = torch.randn(2, 4, 4)
+    compiled = torch.compile(program, backend="amp_fx", options={"compiler": "eager"})
+    found = compiled(x, w)
+    assert len(calls) > 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(found, program(x, w).float())

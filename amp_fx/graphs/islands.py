@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._functorch import predispatch
 from torch.fx.node import map_arg
 
 from amp_fx.graphs.metadata import ISLAND, SITE
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from amp_fx.regions.module_stack import CompileFrame
 
 TRANSFORM = "torch.func transform"
-"""The reason of islands that stand inside a torch.func transform (``metadata.ISLAND``)."""
+"""``metadata.ISLAND`` of nodes inside a torch.func transform or a level of forward-mode AD."""
 
 
 def is_bare_function(node: fx.Node) -> bool:
@@ -46,7 +47,7 @@ def is_bare_function(node: fx.Node) -> bool:
 
 
 def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes in order, those of one torch.func transform together."""
+    """Yields the nodes in order; those of one transform come together."""
     together: list[fx.Node] = []
     for node in list(graph.nodes):
         if node._erased:
@@ -77,17 +78,26 @@ def evaluate_island(
 def evaluate_together(
     nodes: list[fx.Node], fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
-    """Runs the nodes of one torch.func transform, whose inner values are wrapped.
+    """Runs the nodes of one transform, whose inner values are wrapped or dual.
 
     Only what leaves the transform gets its value; wrapped tensors must not outlive it.
     """
     _lay_down_policy(nodes, frame)
     values: dict[fx.Node, Any] = {}
-    with native_autocast(nodes[0], fake_mode), functorch_levels_restored():
+    with (
+        native_autocast(nodes[0], fake_mode),
+        functorch_levels_restored(),
+        contextlib.ExitStack() as dual_level,
+    ):
         for node in nodes:
             given = node.args, node.kwargs
             args, kwargs = map_arg(given, lambda n: values.get(n, value_of(n)))
             values[node] = call_target(node, args, kwargs)
+            if node.target is predispatch._enter_dual_level:
+                # All threads share this level, so only the one that entered it can exit it.
+                dual_level.callback(predispatch._exit_dual_level, level=values[node])
+            elif node.target is predispatch._exit_dual_level:
+                dual_level.pop_all()
     inside = set(nodes)
     for node in nodes:
         is_result = not set(node.users) <= inside

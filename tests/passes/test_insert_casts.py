@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import BannedOpError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.tables.cast_policy import CastPolicy
-from tests.programs import assert_same_bits, compiled, graph_text, run_program, site
+from tests.programs import assert_same_bits, compiled, graph_text, matrices, run_program, site
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from amp_fx.graphs.decompose import Site
     from amp_fx.policies.policy import Policy
@@ -279,3 +282,22 @@ def test_numbers_of_a_conditional(
 
 def eager_cond(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ w if x.sum() > 0 else (x @ w).sin()
+
+
+def gradient(x: torch.Tensor, w: torch.Tensor, context: AbstractContextManager[Any]) -> Any:
+    w = w.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = (x @ w).float().square().sum()
+        with context:
+            loss.backward()  # type: ignore[no-untyped-call]
+    return w.grad
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_backward_under_compiled_autograd_is_rewritten(compiler: str, rng: torch.Generator) -> None:
+    x, w, _ = matrices(rng, 3)
+    compiler_fn = torch.compile(backend="amp_fx", options={"compiler": compiler}, fullgraph=True)
+    found = gradient(x, w, compiled_autograd._enable(compiler_fn))
+    expected = gradient(x, w, contextlib.nullcontext())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

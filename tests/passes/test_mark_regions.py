@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.conditions import check_graph
@@ -143,6 +144,23 @@ def test_nodes_between_functorch_levels_are_one_island(
         "vmap_decrement_nesting": TRANSFORM,
         "matmul_1": None,
     }
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_nodes_of_a_forward_ad_level_are_one_island(
+    capture: Callable[..., Captured], rng: torch.Generator
+) -> None:
+    def program(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, t) @ w  # type: ignore[no-untyped-call]
+            tangent: torch.Tensor = forward_ad.unpack_dual(dual).tangent  # type: ignore[no-untyped-call]
+        return tangent @ w
+
+    captured = capture(program, *matrices(rng, 3))
+    MarkRegions(site()).call(captured.gm)
+    names = node_names(captured.gm.graph).items()
+    reasons = [node.meta.get("island") for node, name in names if "matmul" in name]
+    assert reasons == [TRANSFORM, None]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
