@@ -17,7 +17,7 @@ from amp_fx.backend.freezing import compile_freezing, weights_to_freeze
 from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
-from amp_fx.backend.transforms import watch_transforms
+from amp_fx.backend.transforms import compile_after_transforms
 from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
@@ -100,7 +100,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     return called_in(one_region, compiled) if parsed.shares_region else compiled
 
 
-watch_transforms(amp_fx)
+compile_after_transforms(amp_fx)
 restore_regions()
 
 
