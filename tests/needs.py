@@ -10,6 +10,7 @@ from amp_fx.weights.engine import engine, is_available
 
 WATCH = pytest.mark.skipif(engine() is None, reason="the part that watches weights is not built")
 HOOK = pytest.mark.skipif(not is_available(), reason="needs torch's hook on storages, new in 2.13")
+CPP_COMPILER = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 FROZEN_GRAPHS = pytest.mark.skipif(
     not has_cpp_compiler() or not is_available(),
     reason="frozen graphs need a C++ compiler and torch's hook on storages, new in 2.13",

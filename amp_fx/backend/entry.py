@@ -17,7 +17,7 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite
-from amp_fx.backend.transforms import watch_transforms
+from amp_fx.backend.transforms import compile_after_transforms
 from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
@@ -92,7 +92,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     return compiled
 
 
-watch_transforms(amp_fx)
+compile_after_transforms(amp_fx)
 restore_regions()
 
 

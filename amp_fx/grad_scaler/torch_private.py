@@ -28,12 +28,21 @@ def check_and_unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
-@functools.cache
 def has_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether `check_and_unscale_` has a kernel for such gradients.
 
     CUDA has none for bfloat16, and no device has one for complex numbers.
     """
+    return _try_check_and_unscale(device, dtype)
+
+
+# As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds. Dynamo
+# ignores caches that it traces, and warns of them.
+has_check_and_unscale._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _try_check_and_unscale(device: torch.device, dtype: torch.dtype) -> bool:
     flag = torch.zeros((), dtype=torch.float32, device=device)
     try:
         check_and_unscale_(
