@@ -141,20 +141,23 @@ class NativeBuildError(AmpFxError, RuntimeError):
     """A compiled part cannot be built; gives the compiler's command and message."""
 
 
-class ScaleCollapseError(AmpFxError, RuntimeError):
-    """Gradients overflow at every scale, and the scaler has ``on_collapse="raise"``."""
-
-
-class ScaleCollapseWarning(UserWarning):
-    """Gradients overflow however small the scale gets; names the parameters that do."""
-
-
-class Float16LossWarning(UserWarning):
-    """The first steps of a gradient scaler all overflow, because its losses are float16."""
-
-
 class TorchVersionWarning(UserWarning):
     """This torch is newer than the versions that were tested."""
+
+
+_INSTEAD = {
+    "ScaleCollapseError": "compare scaler.get_scale() with min_scale",
+    "ScaleCollapseWarning": "compare scaler.get_scale() with min_scale",
+    "Float16LossWarning": "look at scaler.last_step.skipped in the first steps",
+}
+"""Removed classes, and what to do instead."""
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> typing.NoReturn:
+        instead = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,6 @@ from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.gradients import clip_, params_of, with_grads
 from amp_fx.grad_scaler.torch_private import mark_static, mark_stepped, with_own_code
 from amp_fx.grad_scaler.two_pass import (
-    can_take_two_passes,
     count_step,
     flat,
     measure_of,
@@ -73,24 +72,21 @@ class PlainStep:
         Returns:
             What the optimizer's step returns; None after two passes.
         """
-        work = work_of(self._optimizer)
-        if work is not None:
-            _, self.norm = self._run(work)
-            return None
-        self._warn_if_always_eager()
-        self._clip()
-        return self._optimizer.step()
+        work = self._work()
+        if work is None:
+            self._clip()
+            return self._optimizer.step()
+        _, self.norm = self._run(work)
+        return None
 
-    def _clip(self) -> None:
-        if self._max_norm is not None:
-            self.norm = clip_(params_of(self._optimizer), self._max_norm, self._norm_type)
-
-    def _warn_if_always_eager(self) -> None:
-        """Warns once if it is not only the optimizer's state that two passes lack."""
+    def _work(self) -> Work | None:
+        """Returns the tensors of two passes; None for an eager step, with a warning if all are."""
         optimizer = self._optimizer
-        if self._has_warned or can_take_two_passes(optimizer):
-            return
-        if with_grads(params_of(optimizer)):
+        work = work_of(optimizer)
+        if work is not None:
+            is_missing = any(tensor is None for tensor in (*flat(work.states), *work.counts))
+            return None if is_missing else work
+        if with_grads(params_of(optimizer)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"steps of {type(optimizer).__name__} run eagerly: two passes are for torch's own "
@@ -98,6 +94,11 @@ class PlainStep:
                 "one CPU or CUDA device. The numbers are the same.",
                 stacklevel=3,
             )
+        return None
+
+    def _clip(self) -> None:
+        if self._max_norm is not None:
+            self.norm = clip_(params_of(self._optimizer), self._max_norm, self._norm_type)
 
     def _run(
         self, work: Work, inv_scale: Tensor | None = None

@@ -24,10 +24,10 @@ from amp_fx.grad_scaler.gradients import clip_, grad_values, moved, params_of, u
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
-from amp_fx.grad_scaler.two_pass import Work, work_of
 
 if TYPE_CHECKING:
     from amp_fx.grad_scaler.reports import NamedParameters
+    from amp_fx.grad_scaler.two_pass import Work
 
 Outputs = TypeVar("Outputs")
 
@@ -411,8 +411,9 @@ class GradScaler(torch.amp.GradScaler):
         report = StepReport(
             flags.values(), lambda: count_overflows(self._names.of(optimizer), factor)
         )
-        self._per_optimizer_states[id(optimizer)]["report"] = report
         self._reports.append(report)
+        # The state's key, an id, belongs to the optimizer only as long as it lives.
+        self._per_optimizer_states[id(optimizer)].update(report=report, optimizer=optimizer)
 
     def _inv_scale(self) -> Tensor:
         assert self._scale is not None
@@ -448,16 +449,13 @@ class CompiledStep(PlainStep):
             return super().__call__()
         scaler._check_scale_growth_tracker("step")
         state = scaler._per_optimizer_states[id(self._optimizer)]
-        is_ready = state["stage"] is OptState.READY
-        work = self._work_on_device() if is_ready else None
+        work = self._work() if state["stage"] is OptState.READY else None
+        result = None
         if work is not None:
             self._step_in_two_passes(work, state)
-            result = None
         else:
-            if is_ready:
-                self._warn_if_always_eager()
-                if self._max_norm is not None:
-                    scaler.unscale_(self._optimizer)
+            if self._max_norm is not None and state["stage"] is OptState.READY:
+                scaler.unscale_(self._optimizer)
             if state["stage"] is OptState.UNSCALED:
                 self._clip()
             result = scaler.step(self._optimizer)
@@ -467,23 +465,22 @@ class CompiledStep(PlainStep):
         return result
 
     def _step_in_two_passes(self, work: Work, state: dict[str, Any]) -> None:
-        scaler = self._scaler
-        inv_scale = moved(scaler._inv_scale(), work.weights[0].device)
+        scaler, device = self._scaler, work.weights[0].device
+        if any(count.device != device for count in work.counts):
+            work = self._move_counters(work, device)
+        inv_scale = moved(scaler._inv_scale(), device)
         found_inf, self.norm = self._run(work, inv_scale)
         assert found_inf is not None
-        flags = {found_inf.device: found_inf}
+        flags = {device: found_inf}
         state.update(stage=OptState.STEPPED, found_inf_per_device=flags, has_grads=True)
         scaler._report(self._optimizer, flags, None if self._write_grads else inv_scale)
         scaler.last_step = state["report"]
 
-    def _work_on_device(self) -> Work | None:
-        """Returns the tensors of two passes after moving step counters to the weights' device."""
-        work = work_of(self._optimizer)
-        if work is None or all(count.device == work.weights[0].device for count in work.counts):
-            return work
+    def _move_counters(self, work: Work, device: torch.device) -> Work:
+        """Moves step counters to the weights' device, which knows if a step was skipped."""
         for group in self._optimizer.param_groups:
             group["capturable"] = True
-        for weight in work.weights:
-            state = self._optimizer.state[weight]
-            state["step"] = state["step"].to(weight.device)
-        return work_of(self._optimizer)
+        counts = [count.to(device) for count in work.counts]
+        for weight, count in zip(work.weights, counts, strict=True):
+            self._optimizer.state[weight]["step"] = count
+        return work._replace(counts=counts)

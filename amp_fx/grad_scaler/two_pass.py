@@ -174,14 +174,11 @@ class Work(NamedTuple):
     flags: tuple[Flags, ...]
 
 
-def can_take_two_passes(optimizer: Any) -> bool:
-    """Returns True if a step can take two passes as soon as the optimizer has its state."""
-    weights = with_grads(params_of(optimizer))
-    return rule_of(optimizer) is not None and _are_alike([*weights, *_grads(weights)])
-
-
 def work_of(optimizer: Any) -> Work | None:
-    """Returns the tensors of a step in two passes; None if the step cannot take them now."""
+    """Returns the tensors of a step; None if no step of the optimizer can take two passes.
+
+    States and counters are None before the first step, which creates them.
+    """
     rule = rule_of(optimizer)
     if rule is None:
         return None
@@ -191,22 +188,15 @@ def work_of(optimizer: Any) -> Work | None:
     ]
     flags = sum([(own,) * size for own, size in zip(group_flags, sizes, strict=True)], ())
     weights = with_grads(params_of(optimizer))
+    grads = [weight.grad for weight in weights if weight.grad is not None]
     all_states = [optimizer.state.get(weight, {}) for weight in weights]
     states = [
         [state.get(name) for name, flag in rule.states.items() if not flag or flag in own]
         for state, own in zip(all_states, flags, strict=True)
     ]
     counts = [state.get("step") for state in all_states] if rule.counts else []
-    if not all(isinstance(tensor, Tensor) for tensor in (*flat(states), *counts)):
-        return None
-    grads = _grads(weights)
-    if not _are_alike([*weights, *grads, *flat(states)]):
-        return None
-    return Work(rule, weights, grads, states, counts, sizes, flags)
-
-
-def _grads(weights: list[Tensor]) -> list[Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]
+    tensors = [tensor for tensor in (*weights, *grads, *flat(states)) if tensor is not None]
+    return Work(rule, weights, grads, states, counts, sizes, flags) if _are_alike(tensors) else None
 
 
 def _are_alike(tensors: list[Tensor]) -> bool:
