@@ -104,8 +104,10 @@ _SUBMODULES = ("errors", "integrations")
 
 _MOVED = {
     "amp_fx.front.compiled": "amp_fx.front.settings",
-    "amp_fx.grad_scaler.agreement": "amp_fx.grad_scaler.processes",
-    "amp_fx.grad_scaler.limits": "amp_fx.grad_scaler.loss_scale",
+    "amp_fx.grad_scaler.agreement": "amp_fx.grad_scaler.old_pickles",
+    "amp_fx.grad_scaler.limits": "amp_fx.grad_scaler.old_pickles",
+    "amp_fx.grad_scaler.loss_scale": "amp_fx.grad_scaler.old_pickles",
+    "amp_fx.grad_scaler.processes": "amp_fx.grad_scaler.old_pickles",
     "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
     "amp_fx.policies.overrides": "amp_fx.policies.changes",
 }

@@ -70,24 +70,12 @@ class ScalerError(AmpFxError, RuntimeError, ValueError, KeyError, AssertionError
     __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
-class ScaleCollapseError(AmpFxError, RuntimeError):
-    """Gradients overflow at every scale, and the scaler has ``on_collapse="raise"``."""
-
-
 class PolicyWarning(UserWarning):
     """A part of a policy has no effect: no module or weight of the model matches it."""
 
 
 class DtypeWarning(UserWarning):
     """The low-precision dtype was not chosen, or the device has no units for it; names it."""
-
-
-class ScaleCollapseWarning(UserWarning):
-    """Gradients overflow however small the scale gets; names the parameters that do."""
-
-
-class Float16LossWarning(UserWarning):
-    """The first steps of a gradient scaler all overflow, because its losses are float16."""
 
 
 class TorchVersionWarning(UserWarning):
@@ -113,6 +101,21 @@ NativeBuildError = UnsupportedError
 SearchError = UnsupportedError
 ShardingError = UnsupportedError
 StoreError = UnsupportedError
+
+
+_INSTEAD = {
+    "ScaleCollapseError": "compare scaler.get_scale() with min_scale",
+    "ScaleCollapseWarning": "compare scaler.get_scale() with min_scale",
+    "Float16LossWarning": "look at scaler.last_step.skipped in the first steps",
+}
+"""Removed classes, and what to do instead."""
+
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> typing.NoReturn:
+        instead = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:

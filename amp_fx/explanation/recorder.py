@@ -30,12 +30,7 @@ from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import (
-    detect_fake_mode,
-    recorded_value,
-    remember_captured,
-    tensors_in,
-)
+from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured, tensors_in
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState

@@ -1,34 +1,31 @@
-"""Gradient scaling for float16 training.
+"""Gradient scaling for float16 training, and compiled optimizer steps.
 
-In the order in which a training step meets them:
-
-* ``scaler``: ``GradScaler``, from top to bottom; the rest serves it.
-* ``arguments``: checks of what users pass in.
-* ``loss_scale``: the scale's update, its limits, and what the host knows of it without waiting.
-* ``gradients``: an optimizer's gradients: named, grouped, unscaled, checked and clipped.
-* ``processes``: several processes skip steps together.
-* ``eager_step``: steps that run the optimizer's own code.
-* ``compiled_step``: unscale, check, clip and step as one compiled call.
-* ``two_pass``: the same in two passes over memory, with a scaler or without, and what Adam, AdamW
-  and SGD do to one weight.
-* ``reports``: what happened to each optimizer since the last update, which steps were skipped, and
-  because of which parameters.
+* ``scaler``: ``GradScaler``, a subclass of torch's, and its compiled steps.
+* ``scale_update``: the scale's update, a pure function; ``scale_bound``: what the host knows of the
+  scale without waiting.
+* ``gradients``: an optimizer's gradients, grouped, unscaled, checked and clipped.
+* ``reports``: which steps were skipped, and because of which parameters.
+* ``compiled_step``: compiled steps without a scaler; ``two_pass``: the two passes over memory that
+  they take.
+* ``arguments``: checks of arguments; ``old_pickles``: pickles of earlier versions.
 * ``torch_private``: the functions of torch that are not public, one wrapper each.
 """
 
 from __future__ import annotations
 
-from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.reports import Overflow, StepReport, UpdateRecord
-from amp_fx.grad_scaler.scaler import GradScaler
-from amp_fx.grad_scaler.two_pass import PlainStep, compile_step
+from typing import TYPE_CHECKING, NoReturn
 
-__all__ = [
-    "CompiledStep",
-    "GradScaler",
-    "Overflow",
-    "PlainStep",
-    "StepReport",
-    "UpdateRecord",
-    "compile_step",
-]
+from amp_fx.grad_scaler.compiled_step import PlainStep, compile_step
+from amp_fx.grad_scaler.reports import Overflow, StepReport
+from amp_fx.grad_scaler.scaler import CompiledStep, GradScaler
+
+__all__ = ["CompiledStep", "GradScaler", "Overflow", "PlainStep", "StepReport", "compile_step"]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        instead = "; it was removed: append scaler.last_step to a list after each step"
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{instead * (name == 'UpdateRecord')}"
+        )

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.grad_scaler import two_pass
+from amp_fx.grad_scaler import compiled_step, two_pass
 from amp_fx.weights import step_copies
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class StepFault:
 
     Attributes:
         about: What is wrong then, in words.
-        owner: A module or class.
+        owner: The module or class that calls the function.
         name: Of its function.
         edits: Pieces of the source, and what stands there instead.
     """
@@ -43,7 +43,7 @@ class StepFault:
 
 
 def _update(about: str, edits: dict[str, str]) -> StepFault:
-    return StepFault(about, two_pass.TwoPassStep, "_update", edits)
+    return StepFault(about, compiled_step, "update_of", edits)
 
 
 CHECK = "new = _unless(found_inf, weight, new)"
@@ -73,8 +73,8 @@ STEP_FAULTS = {
     ),
     "skipped step counted": StepFault(
         "Adam corrects for one step more",
-        two_pass,
-        "_count",
+        compiled_step,
+        "count_step",
         {"(1 - found_inf)": "(0 * found_inf + 1)"},
     ),
     "overflow unseen": StepFault(

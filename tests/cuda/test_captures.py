@@ -76,19 +76,19 @@ def test_more_elements_pin_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_scale_is_seen() -> None:
-    """It falls with each step, and is read again and again once it is small."""
+    """The host's bound of it falls with each step, until a copy of the scale has arrived."""
     weight = nn.Parameter(torch.ones(4, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler = amp_fx.GradScaler("cuda", init_scale=512.0, growth_interval=100)
 
     def step() -> None:
-        weight.grad = torch.full_like(weight, torch.inf)
+        weight.grad = torch.ones_like(weight)
         scaler.step(optimizer)
         scaler.update()
 
     scaler.scale(torch.ones((), device="cuda"))
     step()
     with capture_elsewhere():
-        for _ in range(4):
+        for _ in range(20):
             step()
-        assert scaler._host_scale.seen == 32.0
+        assert scaler._bound.value >= 128.0

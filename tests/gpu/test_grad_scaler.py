@@ -21,8 +21,6 @@ pytestmark = [*MARKS, ON_CUDA]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "sgd-fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "adamw-capturable": lambda params: torch.optim.AdamW(params, lr=0.1, capturable=True),
-    "nadam-capturable": lambda params: torch.optim.NAdam(params, lr=0.1, capturable=True),
 }
 BAD = (None, None, math.inf, None, math.nan, None, None)
 
@@ -62,6 +60,7 @@ def test_nothing_waits(optimizer_name: str, max_norm: float | None) -> None:
     twins = make_params()
     twin_optimizer = OPTIMIZERS[optimizer_name](twins)
     twin_scaler = torch.amp.GradScaler(growth_interval=2)
+    reports = []
     for seed, bad in enumerate(BAD):
         set_grads(scaler, params, bad, seed)
         with no_waits() if seed else contextlib.nullcontext():
@@ -69,6 +68,7 @@ def test_nothing_waits(optimizer_name: str, max_norm: float | None) -> None:
                 scaler.unscale_and_clip_(optimizer, max_norm)
             scaler.step(optimizer)
             scaler.update()
+        reports.append(scaler.last_step)
         set_grads(twin_scaler, twins, bad, seed)
         if max_norm is not None:
             twin_scaler.unscale_(twin_optimizer)
@@ -81,10 +81,10 @@ def test_nothing_waits(optimizer_name: str, max_norm: float | None) -> None:
         torch.testing.assert_close(
             snapshot(scaler, params, optimizer), snapshot(twin_scaler, twins, twin_optimizer)
         )
-    assert [record.skipped for record in scaler.history()] == [bad is not None for bad in BAD]
+    assert [report and report.skipped for report in reports] == [bad is not None for bad in BAD]
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_compiled_steps_do_not_wait(name: str) -> None:
     results = []
     for is_compiled in (True, False):
@@ -161,7 +161,7 @@ def test_the_scale_is_seen_without_waiting_before_it_is_too_small() -> None:
             scaler.update()
         torch.cuda.synchronize()
     assert scaler.get_scale() == 64.0
-    assert not scaler._may_amplify()
+    assert scaler._bound.value >= 1.0
 
 
 def test_reports_on_a_device() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import unittest.mock
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench.settings import versions
 from amp_fx.errors import AmpFxError, OptionError
-from amp_fx.grad_scaler.compiled_step import CompiledStep
-from amp_fx.grad_scaler.eager_step import written_tensors
-from amp_fx.grad_scaler.gradients import params_with_grads
-from amp_fx.grad_scaler.two_pass import TwoPassStep, gathered, rule_of, stacked
+from amp_fx.grad_scaler import two_pass
+from amp_fx.grad_scaler.two_pass import measure_of, numbers_of, stacked, update_of, work_of
 from tests.traffic.counting import Counter
 from tests.traffic.pretend import can_pretend, pretend_cuda
 
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE = 1024
-REFRESH = 6
-"""Bytes per parameter of a cast of a float32 weight."""
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda params: torch.optim.AdamW(
@@ -104,9 +101,7 @@ def count(name: str, device: str, num_weights: int) -> dict[str, tuple[float, in
         optimizer = OPTIMIZERS[name](weights)
         optimizer.step()  # which makes its state
     counted = _Counted(mode, optimizer, weights)
-    whole, kernels = counted.in_one_call()
     return {
-        "in one call that writes gradients, and casts afterwards": (whole + REFRESH, kernels),
         "in two passes": counted.in_two_passes(num_copies=0),
         "in two passes, with a copy of each weight": counted.in_two_passes(num_copies=1),
         "in two passes, with a copy, without a scaler": counted.in_two_passes(1, has_scaler=False),
@@ -134,34 +129,17 @@ class _Counted:
         with self._mode:
             return torch.empty((), device=self._device)
 
-    def in_one_call(self) -> tuple[float, int]:
-        """As ``CompiledStep`` does for all other optimizers."""
-        given: dict[str, Any] = {"update_scale": True, "write_grads": True, "compile_options": {}}
-        scaler: Any = None
-        step = CompiledStep(scaler, self._optimizer, max_norm=1.0, norm_type=2.0, **given)
-        params = params_with_grads(self._optimizer)
-        written = written_tensors(self._optimizer, params)
-        grads = [param.grad for param in params]
-        with self._mode, step._learning_rates_as_tensors():
-            _, num_bytes, num_kernels = self._of(
-                step._function(), params, written, grads, self._scalar()
-            )
-        return num_bytes, num_kernels
-
     def in_two_passes(self, num_copies: int, *, has_scaler: bool = True) -> tuple[float, int]:
-        """As ``TwoPassStep`` does."""
-        given: dict[str, Any] = {"writes_grads": False, "compile_options": {}}
-        step = TwoPassStep(self._optimizer, max_norm=1.0, norm_type=2.0, **given)
-        rule = rule_of(self._optimizer)
-        assert rule is not None
-        work = gathered(self._optimizer, rule)
+        """As ``PlainStep`` does, or with a scaler."""
+        with unittest.mock.patch.object(two_pass, "_are_alike", return_value=True):  # fake, too
+            work = work_of(self._optimizer)
         assert work is not None
         inv_scale = self._scalar() if has_scaler else None
         with self._mode:
-            numbers = step._numbers_of(rule, work)
+            numbers = numbers_of(self._optimizer, work)
             counts = stacked(work.counts, numbers)
             lows = [[torch.empty_like(w, dtype=torch.bfloat16)] * num_copies for w in self._weights]
-        measure, update = step._measure(rule, work), step._update(rule, work.flags)
+        measure, update = measure_of(work, 1.0, 2.0), update_of(work, write_grads=False)
         found, first, kernels = self._of(measure, work.grads, inv_scale, counts, numbers)
         found_inf, _, factor, scalars = found
         read = work.grads, scalars, inv_scale, factor, found_inf

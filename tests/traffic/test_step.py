@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from amp_fx.backend.inner import has_cpp_compiler
-from tests.traffic.step import REFRESH, count
+from tests.traffic.step import count
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 
@@ -19,5 +19,3 @@ def test_bytes_of_a_step_are_those_by_hand() -> None:
     assert found["in two passes, with a copy of each weight"] == pytest.approx(
         norm + update + copy, abs=0.01
     )
-    one_call = found["in one call that writes gradients, and casts afterwards"]
-    assert one_call >= norm + grad + update + REFRESH
