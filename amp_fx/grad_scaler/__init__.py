@@ -13,19 +13,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
-
 from amp_fx.grad_scaler.compiled_step import PlainStep, compile_step
 from amp_fx.grad_scaler.reports import Overflow, StepReport
 from amp_fx.grad_scaler.scaler import CompiledStep, GradScaler
 
 __all__ = ["CompiledStep", "GradScaler", "Overflow", "PlainStep", "StepReport", "compile_step"]
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> NoReturn:
-        instead = "; it was removed: append scaler.last_step to a list after each step"
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}{instead * (name == 'UpdateRecord')}"
-        )

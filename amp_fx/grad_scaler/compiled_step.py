@@ -11,7 +11,7 @@ import torch
 
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler import arguments
-from amp_fx.grad_scaler.gradients import clip_, params_of, with_grads
+from amp_fx.grad_scaler.gradients import clip_, grads_of, params_of
 from amp_fx.grad_scaler.torch_private import mark_static, mark_stepped, with_own_code
 from amp_fx.grad_scaler.two_pass import (
     count_step,
@@ -86,7 +86,7 @@ class PlainStep:
         if work is not None:
             is_missing = any(tensor is None for tensor in (*flat(work.states), *work.counts))
             return None if is_missing else work
-        if with_grads(params_of(optimizer)) and not self._has_warned:
+        if grads_of(params_of(optimizer)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"steps of {type(optimizer).__name__} run eagerly: two passes are for torch's own "

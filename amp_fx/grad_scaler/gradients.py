@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from amp_fx.grad_scaler.torch_private import group_by_device_and_dtype, local, u
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+_IS_SPARSE = operator.attrgetter("is_sparse")
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -32,53 +34,50 @@ def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def with_grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """Lists the parameters that have gradients."""
-    return [param for param in params if param.grad is not None]
+def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Lists the gradients of those parameters that have one."""
+    return [grad for param in params if (grad := param.grad) is not None]
 
 
-def grad_values(param: Tensor, *, coalesce: bool = False) -> Tensor:
-    """Returns a gradient's values in its own memory; a sparse gradient may be coalesced before.
-
-    A sparse float16 gradient is always coalesced: the sums of its duplicates can overflow.
-    """
-    grad = param.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    if coalesce or grad.dtype is torch.float16:
-        grad = param.grad = grad.coalesce()
-    return grad._values()
+def dense(grad: Tensor) -> Tensor:
+    """Returns the values of a sparse gradient, in its own memory, and others unchanged."""
+    return grad._values() if grad.is_sparse else grad
 
 
-def grouped(grads: list[Tensor]) -> list[list[Tensor]]:
+def grouped_grads(params: list[Tensor], *, coalesce: bool = False) -> list[list[Tensor]]:
     """Groups gradients by device and dtype, and DTensors by mesh and placements, too.
 
-    Plain tensors come before DTensors: the flag that is reduced over a mesh then contains their
-    overflows.
+    Of sparse gradients it lists the values. Those in float16 are coalesced first: the sums of
+    duplicates can overflow. Plain tensors come before DTensors: the flag that is reduced over a
+    mesh then contains their overflows.
     """
-    groups = group_by_device_and_dtype(grads)
+    grads = grads_of(params)
+    if any(map(_IS_SPARSE, grads)):
+        for param in params:
+            grad = param.grad
+            if grad is not None and grad.is_sparse and (coalesce or grad.dtype is torch.float16):
+                param.grad = grad.coalesce()
+        grads = [dense(grad) for grad in grads_of(params)]
     if {*map(type, grads)} <= {Tensor, torch.nn.Parameter}:
-        return groups
-    by_layout: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for group in groups:
-        for grad in group:
-            layout = getattr(grad, "device_mesh", None), getattr(grad, "placements", ())
-            by_layout[(grad.device, grad.dtype, *layout)].append(grad)
-    return [by_layout[key] for key in sorted(by_layout, key=lambda key: key[2] is not None)]
+        return group_by_device_and_dtype(grads)
+    groups: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for grad in sorted(grads, key=lambda grad: hasattr(grad, "placements")):
+        layout = getattr(grad, "device_mesh", None), getattr(grad, "placements", None)
+        groups[(grad.device, grad.dtype, *layout)].append(grad)
+    return [*groups.values()]
 
 
 @torch.no_grad()
 def unscale_(
-    grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, full_inv_scale: Tensor | None
+    groups: list[list[Tensor]], inv_scale: Tensor, found_inf: Tensor, full_inv_scale: Tensor | None
 ) -> dict[torch.device, Tensor]:
-    """Multiplies gradients by ``inv_scale`` and returns a flag per device, 1 after an overflow.
+    """Multiplies gradients by ``inv_scale``; returns a flag per device, 1 after an overflow.
 
     torch's kernel looks at gradients before it multiplies them. ``full_inv_scale`` is given if it
     may be above 1: gradients that overflow when multiplied by it are found, too.
     """
     flags = {found_inf.device: found_inf}
-    for group in grouped(grads):
+    for group in groups:
         device = group[0].device
         flag = flags.setdefault(device, moved(found_inf, device))
         values = [torch.view_as_real(g) for g in group] if group[0].is_complex() else group
@@ -97,15 +96,14 @@ def _check_product_(grads: list[Tensor], factor: Tensor, flag: Tensor) -> None:
 
 
 @torch.no_grad()
-def clip_(params: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
+def clip_(params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clips unscaled gradients to a norm; returns their norm before, 0-dim, at least float32.
 
     Unlike ``torch.nn.utils.clip_grad_norm_`` it takes sparse gradients, and DTensors together with
     plain tensors. On an accelerator, gradients that are not all finite are not clipped, so that
     infinities and NaNs can still be counted.
     """
-    grads = [grad_values(param, coalesce=True) for param in with_grads(params)]
-    groups = grouped([grad for grad in grads if grad.numel()])
+    groups = grouped_grads(params, coalesce=True)
     norms = [_group_norm(group, norm_type) for group in groups]
     norm = norms[0] if norms else torch.tensor(0.0)
     if len(norms) > 1:
@@ -118,7 +116,9 @@ def clip_(params: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor
 
 
 def _group_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norm: Any = torch.nn.utils.get_total_norm([upcast(grad) for grad in grads], norm_type)
+    norm: Any = torch.nn.utils.get_total_norm(
+        [upcast(grad) for grad in grads if grad.numel()], norm_type
+    )
     return cast("Tensor", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 

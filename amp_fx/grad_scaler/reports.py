@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.errors import ScalerTypeError
-from amp_fx.grad_scaler.gradients import grad_values
+from amp_fx.grad_scaler.gradients import dense
 from amp_fx.grad_scaler.torch_private import local
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Tensor]]
 
-_NUM_SHOWN = 5
+_MOST_CHARACTERS = 400
 
 
 class ParameterNames:
@@ -30,8 +31,7 @@ class ParameterNames:
 
     def add(self, named_parameters: NamedParameters) -> None:
         """Adds pairs of name and parameter; adds nothing if one of them is something else."""
-        is_iterable = isinstance(named_parameters, Iterable)
-        pairs = list(named_parameters) if is_iterable else [named_parameters]
+        pairs = list(named_parameters)
         for pair in pairs:
             match pair:
                 case (str(), Tensor()):
@@ -55,10 +55,8 @@ class ParameterNames:
 
 
 def listing(names: list[str]) -> str:
-    """Joins the first few names and adds the number of those left out."""
-    shown = ", ".join(names[:_NUM_SHOWN])
-    more = len(names) - _NUM_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    """Joins names; of many only the first are shown."""
+    return textwrap.shorten(", ".join(names), _MOST_CHARACTERS, placeholder=" and more")
 
 
 @dataclass(frozen=True)
@@ -140,13 +138,9 @@ def count_overflows(
     counts = []
     for name, param in named_params:
         if param.grad is not None:
-            values = local(grad_values(param, coalesce=True))
+            values = local(dense(param.grad))
             values = values if factor is None else values * factor.to(values.device)
             counted = torch.stack([values.isinf().sum(), values.isnan().sum()])
             counts.append((name, counted, values.numel()))
     read = [(name, *counted.tolist(), numel) for name, counted, numel in counts]
-    return tuple(
-        Overflow(name, num_inf, num_nan, numel)
-        for name, num_inf, num_nan, numel in read
-        if num_inf or num_nan
-    )
+    return tuple(Overflow(*each) for each in read if each[1] or each[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ class ScaleState(NamedTuple):
 
     scale: Tensor  # float32
     growth_tracker: Tensor  # int32: updates without overflow since the scale changed
-    num_overflows: Tensor  # int32: updates with an overflow in a row, up to the latest
+    num_overflows: Tensor  # int32: updates with an overflow in a row, with hysteresis only
 
 
 def updated(
@@ -49,8 +50,12 @@ def updated(
     torch._amp_update_scale_(
         scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
-    num_overflows = torch.where(found_inf != 0, state.num_overflows + 1, 0)
-    # Without an overflow the first bound is the old scale, which the new one is never below.
-    lowest = torch.where(num_overflows < hysteresis, old, old.clamp(max=min_scale))
-    highest = old.clamp(min=max_scale)
-    return ScaleState(scale.clamp(lowest, highest), growth_tracker, num_overflows)
+    num_overflows = state.num_overflows
+    lowest = old.clamp(max=min_scale)
+    if hysteresis > 1:
+        num_overflows = torch.where(found_inf != 0, num_overflows + 1, 0)
+        lowest = torch.where(num_overflows < hysteresis, old, lowest)
+    scale = scale.maximum(lowest)
+    if max_scale < math.inf:
+        scale = scale.minimum(old.clamp(min=max_scale))
+    return ScaleState(scale, growth_tracker, num_overflows)

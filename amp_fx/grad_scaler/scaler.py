@@ -20,7 +20,7 @@ from amp_fx.errors import (
 )
 from amp_fx.grad_scaler import arguments, old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep
-from amp_fx.grad_scaler.gradients import clip_, grad_values, moved, params_of, unscale_, with_grads
+from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of, unscale_
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
@@ -217,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         result = super().step(optimizer, *args, **kwargs)
-        self.last_step = self._per_optimizer_states[id(optimizer)].get("report", StepReport())
+        self.last_step = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
         return result
 
     def compile_step(
@@ -304,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
             old = ScaleState(scale, growth_tracker, self._num_overflows)
             new = updated(
                 old,
-                torch.stack(flags).sum(),
+                sum(flags[1:], flags[0]),
                 growth_factor=self._growth_factor,
                 backoff_factor=self._backoff_factor,
                 growth_interval=self._growth_interval,
@@ -313,7 +313,8 @@ class GradScaler(torch.amp.GradScaler):
                 hysteresis=self._hysteresis,
             )
             for tensor, value in zip(old, new, strict=True):
-                tensor.copy_(value)  # CUDA graphs read the scale at its address
+                if tensor is not value:
+                    tensor.copy_(value)  # CUDA graphs read the scale at its address
             self._bound.follow(scale, self._backoff_factor, self._min_scale)
         self._per_optimizer_states.clear()
         self._is_updated_by_step = False
@@ -374,14 +375,14 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Multiplies gradients by ``inv_scale``, which is 1 to only check them, and reports."""
-        grads = [grad_values(param) for param in with_grads(params_of(optimizer))]
+        groups = grouped_grads(params_of(optimizer))
         is_float16_allowed = allow_fp16 or self._allow_fp16
-        if not is_float16_allowed and any(grad.dtype is torch.float16 for grad in grads):
+        if not is_float16_allowed and any(grads[0].dtype is torch.float16 for grads in groups):
             raise self._float16_error(optimizer)
         full_inv_scale = self._inv_scale() if self._bound.value < 1.0 else None
-        flags = unscale_(grads, inv_scale, found_inf, full_inv_scale)
+        flags = unscale_(groups, inv_scale, found_inf, full_inv_scale)
         remaining = None if full_inv_scale is None else full_inv_scale / inv_scale
-        self._per_optimizer_states[id(optimizer)]["has_grads"] = bool(grads)
+        self._per_optimizer_states[id(optimizer)]["has_grads"] = bool(groups)
         self._report(optimizer, flags, remaining)
         return flags
 

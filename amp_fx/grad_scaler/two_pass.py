@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_fx.grad_scaler.gradients import clip_factor, params_of, upcast, with_grads
+from amp_fx.grad_scaler.gradients import clip_factor, grads_of, params_of, upcast
 from amp_fx.grad_scaler.torch_private import runs_only_own_code
 
 if TYPE_CHECKING:
@@ -181,13 +181,13 @@ def work_of(optimizer: Any) -> Work | None:
     rule = rule_of(optimizer)
     if rule is None:
         return None
-    sizes = tuple([len(with_grads(group["params"])) for group in optimizer.param_groups])
+    sizes = tuple([len(grads_of(group["params"])) for group in optimizer.param_groups])
     group_flags = [
         tuple([name for name in rule.flags if group.get(name)]) for group in optimizer.param_groups
     ]
     flags = sum([(own,) * size for own, size in zip(group_flags, sizes, strict=True)], ())
-    weights = with_grads(params_of(optimizer))
-    grads = [weight.grad for weight in weights if weight.grad is not None]
+    weights = [param for param in params_of(optimizer) if param.grad is not None]
+    grads = grads_of(weights)
     all_states = [optimizer.state.get(weight, {}) for weight in weights]
     states = [
         [state.get(name) for name, flag in rule.states.items() if not flag or flag in own]

@@ -102,7 +102,7 @@ def test_bad_norms_leave_gradients_scaled(max_norm: float, norm_type: float) -> 
         case.scaler.compile_step(case.optimizer, max_norm=max_norm, norm_type=norm_type)
 
 
-@pytest.mark.parametrize("names", [["weight"], [("weight", 3)], [(1, torch.ones(2))], 5])
+@pytest.mark.parametrize("names", ["weight", ["weight"], [("weight", 3)], [(1, torch.ones(2))]])
 def test_names(names: Any) -> None:
     with pytest.raises(errors.ScalerTypeError, match="pairs of name and parameter"):
         amp_fx.GradScaler("cpu", named_parameters=names)
