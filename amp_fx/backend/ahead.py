@@ -1,8 +1,8 @@
 """Graphs that Dynamo compiles ahead of time: what can be saved, and loaded in another process.
 
 ``torch.compile(model, backend="amp_fx", fullgraph=True).forward.aot_compile(...)`` wants a
-compiled graph that can be written to a file. Inductor's can; this file adds the state that calls run
-in. Weights are cast in every call, because cached values cannot be written.
+compiled graph that can be written to a file. Inductor's can; this file adds the state that calls
+run in. Weights are cast in every call, because cached values cannot be written.
 """
 
 from __future__ import annotations

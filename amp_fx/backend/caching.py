@@ -296,8 +296,8 @@ class Caching:
 def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
     """Keeps what follows a product out of oneDNN's kernels, which round at the end only.
 
-    Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the passes
-    of its freezing not being.
+    Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the
+    passes of its freezing not being.
     """
     from torch._inductor import config
 
@@ -423,7 +423,7 @@ def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:
 
 
 def _device_type_of(tensors: Sequence[torch.Tensor]) -> str | None:
-    """Returns the type of the only device of a graph, numbers on the CPU aside; None for several."""
+    """Returns the type of a graph's only device, numbers on the CPU aside; None for several."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         devices = {t.device for t in tensors if t.device.type != "cpu" or t.dim() > 0}

@@ -272,7 +272,9 @@ def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueReco
         for output, value in zip(spec.outputs, results, strict=True):
             if viewed_by(output).op != "placeholder":  # a view of a weight takes nothing
                 yield KeptValueRecord(
-                    weights=tuple(input_path(placeholders[i], reader.frame) for i in spec.positions),
+                    weights=tuple(
+                        input_path(placeholders[i], reader.frame) for i in spec.positions
+                    ),
                     ops=spec.ops,
                     dtype=dtype_name(value.dtype),
                     shape=tuple(value.shape),
@@ -416,9 +418,7 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=tuple(
-            cast_record(n, n.all_input_nodes[0], reader, "", "inserted") for n in found
-        ),
+        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "", "inserted") for n in found),
         islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )

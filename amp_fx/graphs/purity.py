@@ -19,7 +19,7 @@ from amp_fx.errors import PolicyError
 from amp_fx.graphs.values import recorded_value, tensors_in
 from amp_fx.policies.calls import qualified_name
 from amp_fx.policies.changes import expand_ops
-from amp_fx.tables.build import op_text
+from amp_fx.tables.op_names import op_text
 
 if TYPE_CHECKING:
     from torch import fx

@@ -89,9 +89,9 @@ def _storage_of(example: torch.Tensor) -> int:
 def _is_weight(node: fx.Node, example: Any) -> bool:
     """Returns True for parameters and buffers of modules.
 
-    Subclasses other than DTensor (quantized weights) are left out, as their storage is not plain; so
-    are weights that a library shards (``amp_fx.weights.spread``). A tensor on ``meta`` stands for
-    one on a device that is not here.
+    Subclasses other than DTensor (quantized weights) are left out, as their storage is not plain.
+    So are weights that a library shards (``amp_fx.weights.spread``). A tensor on ``meta``
+    represents one on a device that is not here.
     """
     if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
         return False
@@ -140,7 +140,7 @@ _VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
 
 
 def owner_of(gm: fx.GraphModule, root: str | None) -> str:
-    """Returns the class of the outermost module, or the function, that owns a graph, and its file."""
+    """Returns the class of the outermost module (or the function) of a graph, and its file."""
     for node in gm.graph.nodes:
         for line in lines_of(node):
             return f"{root or line.function} ({Path(line.file).name})"

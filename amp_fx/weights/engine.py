@@ -8,7 +8,7 @@ from amp_fx import csrc
 
 
 def engine() -> Any:
-    """Returns the module with ``Kept``, ``Look`` and functions on tensors; None if there is none."""
+    """Returns the module of ``watch.cpp``; None if it cannot be built or torch is too old."""
     return csrc.load()
 
 

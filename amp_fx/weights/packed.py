@@ -1,8 +1,8 @@
 """Compiles graphs without gradients for the CPU, with cached values as constants of their code.
 
-The graph is split (``split``), the values become constants, inductor's freezing passes pack them for
-its kernels, and what the passes add is split off again. Compiled code finds its constants among the
-globals of its module: after a write it gets new ones (``PackedGraph.bind``). Inductor's own
+The graph is split (``split``), the values become constants, inductor's freezing passes pack them
+for its kernels, and what the passes add is split off again. Compiled code finds its constants among
+the globals of its module: after a write it gets new ones (``PackedGraph.bind``). Inductor's own
 ``freeze`` takes every parameter and buffer for constant and forgets how constants were computed.
 
 Batch norms are folded into convolutions only on request, because that changes roundings.

@@ -467,7 +467,8 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
     """
     outputs = pytree.tree_leaves(gm.graph.output_node().args, is_leaf=_is_node)
     found: set[fx.Node] = set()
-    for node in outputs[:num_returned]:
+    for output in outputs[:num_returned]:
+        node = output
         while isinstance(node, fx.Node) and node not in found:
             found.add(node)
             node = node.all_input_nodes[0] if is_view(node) else None

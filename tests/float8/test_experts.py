@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from amp_fx.weights.kept_float8 import Float8Slot
 from torch import Tensor, nn
 
 import amp_fx
 from amp_fx import Policy
 from amp_fx.policies.policy import preset
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.kept_float8 import Float8Slot
 from tests.float8.experts import kernel_for_cpu, quantize_without_triton, torchaos
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 
 import amp_fx
 from amp_fx import Policy, weight_cache
 from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights import kept_call
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 from amp_fx.weights.store import same_bits
 from tests.weights import nets, writes
 from tests.weights.nets import assert_same, compile_amp_fx, make_net

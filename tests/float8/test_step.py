@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from amp_fx.weights.kept_float8 import Float8Slot
 
 import amp_fx
 from amp_fx import Policy
 from amp_fx.weights import step_copies
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.kept_float8 import Float8Slot
 from amp_fx.weights.store import STORE, making_values
 from tests.weights import writes
 from tests.weights.nets import assert_same

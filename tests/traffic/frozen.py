@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.weights.recipes import steps
+
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.replaced import replaced
-from amp_fx.weights.recipes import steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
+    from amp_fx.weights.freeze import FrozenGraph
     from torch import fx
 
-    from amp_fx.weights.freeze import FrozenGraph
     from tests.traffic.counting import Counter
 
     Made = tuple[int, int, int, bool]

@@ -16,12 +16,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.dtypes import as_dtype
 from amp_fx.replaced import replaced
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES
-from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 from tests.float8.torchao_oracle import converted
 from tests.traffic.counting import Counter
 from tests.traffic.cubins import cubin_failures
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from amp_fx.weights.kept_cast import Slot
     from amp_fx.weights.kept_inputs import KeptInputs
+
     from tests.traffic.counting import Graph
     from tests.traffic.models import Case
 
