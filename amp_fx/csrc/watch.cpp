@@ -1093,6 +1093,31 @@ Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
   return found;
 }
 
+#if HAS_HOOK
+
+// A lazy clone puts the hook of copy-on-write where ours is, and torch refuses a second one. So ours
+// is taken off first, which looks like a write. Until either tensor is written, nothing made of the
+// weight is fresh.
+void lazy_clone_kernel(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Stack* stack) {
+  const at::Tensor source = stack->back().toTensor();
+  stack->pop_back();
+  StorageImpl* storage = source.storage().unsafeGetStorageImpl();
+  disarm(storage);
+  auto cloned = c10::impl::cow::lazy_clone_storage(*storage);
+  if (cloned == nullptr) { // an alias of ours, or memory that torch did not allocate
+    stack->emplace_back(source.clone());
+    return;
+  }
+  at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(cloned)), source.key_set(), source.dtype());
+  auto* impl = result.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(source.sizes(), source.strides());
+  impl->set_storage_offset(source.storage_offset());
+  stack->emplace_back(std::move(result));
+}
+
+#endif
+
 // Puts a kernel in front of each op that writes lists of tensors, and of each collective.
 void watch_list_ops(PyObject*, PyObject*) {
   static auto* kernels = new std::vector<c10::RegistrationHandleRAII>();
@@ -1118,6 +1143,17 @@ void watch_list_ops(PyObject*, PyObject*) {
         nullptr,
         "amp_fx"));
   }
+#if HAS_HOOK
+  for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::XPU}) {
+    kernels->push_back(c10::Dispatcher::singleton().registerImpl(
+        {"aten::_lazy_clone", ""},
+        key,
+        c10::KernelFunction::makeFromBoxedFunction<&lazy_clone_kernel>(),
+        std::nullopt,
+        nullptr,
+        "amp_fx"));
+  }
+#endif
 }
 
 PyObject* watched_list_ops(PyObject*, PyObject*) {

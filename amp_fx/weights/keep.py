@@ -272,6 +272,8 @@ def _why_remade(weights: Weights) -> str:
             return "a weight was written where PyTorch cannot see it"
         if not is_watchable(weight):
             return "a library shards a weight and frees its memory"
+        if torch._C._is_cow_tensor(weight):  # type: ignore[attr-defined]
+            return "a weight and its lazy clone share memory until one of them is written"
         if not watch(weight.detach()):
             return "a weight lies in memory that PyTorch did not allocate: shared, mapped, NumPy's"
     return ""
