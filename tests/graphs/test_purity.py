@@ -229,7 +229,7 @@ def test_what_custom_op_returns() -> None:
         ("amp_fx_purity::missing", "no op"),
         (torch.neg, "not an op"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", str(value)),
 )
 def test_what_cannot_be_pure_is_refused(op: Any, reason: str) -> None:
     with pytest.raises(PolicyError, match=reason):
