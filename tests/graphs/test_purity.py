@@ -68,6 +68,11 @@ def node_of(target: Any, *args: Any, op: str = "call_function", value: Any = Non
     return node
 
 
+def name_of(value: Any) -> str:
+    """The name of a case, without the address that Python prints for functions."""
+    return str(value) if isinstance(value, str) else getattr(value, "__name__", str(value))
+
+
 PURE = (
     aten.mm.default,
     aten.view.default,
@@ -116,7 +121,7 @@ IMPURE = (
 )
 
 
-@pytest.mark.parametrize("target", IMPURE, ids=str)
+@pytest.mark.parametrize("target", IMPURE, ids=name_of)
 def test_impure(target: Any) -> None:
     assert not is_pure(node_of(target, w, value=w))
 
@@ -229,7 +234,7 @@ def test_what_custom_op_returns() -> None:
         ("amp_fx_purity::missing", "no op"),
         (torch.neg, "not an op"),
     ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", str(value)),
+    ids=name_of,
 )
 def test_what_cannot_be_pure_is_refused(op: Any, reason: str) -> None:
     with pytest.raises(PolicyError, match=reason):
