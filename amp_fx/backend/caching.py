@@ -317,6 +317,10 @@ class Partitioner(CustomPartitionerFn):
         """Returns the forward graph and the backward graph."""
         return self._cache.partition(gm, joint_inputs, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        """Returns itself: inductor copies its settings for logs, and weights must not be copied."""
+        return self
+
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches."""
         return get_hash_for_files((__file__,))

@@ -21,10 +21,11 @@ from amp_fx.graphs.traffic import num_bytes, tensor_bytes
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.regions.state import no_autocast
 from amp_fx.replaced import replaced
+from amp_fx.weights.split import viewed_by
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from amp_fx.backend.caching import Caching
     from amp_fx.options import Options
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 GENERATED, EXTERN = "generated", "extern"
 CAST, LAYOUT = "cast", "layout"
+CACHED_SUFFIX = "_cached"
+"""How ``amp_fx.weights.split.split`` ends the names of cached values among the inputs."""
 
 
 class _ScheduledError(Exception):
@@ -166,8 +169,14 @@ def lowered_graphs(
         found.append(LoweredGraph(own, bool(kwargs.get("is_backward")), sent, kernels))
         return _Uncalled()
 
+    cache = dataclasses.replace(cache, is_packable=False)  # weights may have no data
     try:
-        with at_once(), no_autocast(), torch.set_grad_enabled(is_grad_enabled):
+        with (
+            at_once(),
+            no_autocast(),
+            torch.set_grad_enabled(is_grad_enabled),
+            cache.partitioning(),
+        ):
             through_inductor(gm, inputs, options, cache.wrap(keep))
     except Exception as error:  # it is explained without
         log.warning("inductor rejects the graph, so what it saves is unknown: %s", error)
@@ -217,9 +226,9 @@ def _sent(gm: fx.GraphModule, *, narrows: bool) -> tuple[CollectiveRecord, ...]:
 def saved_for_backward(
     lowered: Iterable[LoweredGraph], frame: CompileFrame
 ) -> tuple[SavedRecord, ...]:
-    """What the forward saves for the backward, but for inputs of the graph.
+    """Returns what the forward saves for the backward, without inputs and cached values.
 
-    Relies on AOTAutograd naming the inputs of a backward as the forward does what it saves, and
+    Relies on AOTAutograd naming the inputs of a backward as the forward names what it saves, and
     inputs of the program ``primals`` and gradients ``tangents``.
     """
     graphs = {graph.is_backward: graph.gm.graph for graph in lowered}
@@ -227,8 +236,20 @@ def saved_for_backward(
         return ()
     made = {node.name: node for node in graphs[False].nodes}
     placeholders = graphs[True].find_nodes(op="placeholder")
-    saved = [n for n in placeholders if not n.name.startswith(("primals", "tangents"))]
+    saved = [
+        node
+        for node in placeholders
+        if not node.name.startswith(("primals", "tangents")) and not _is_cached(node.name, made)
+    ]
     return tuple(_saved(n, made.get(n.name, n), frame) for n in saved if _is_tensor(n))
+
+
+def _is_cached(name: str, made: Mapping[str, fx.Node]) -> bool:
+    """Returns True for a cached value, which ``split`` makes an input, and for a view of one."""
+    if name not in made:
+        return f"{name}{CACHED_SUFFIX}" in made
+    source = viewed_by(made[name])
+    return source.op == "placeholder" and source.name.endswith(CACHED_SUFFIX)
 
 
 def _is_tensor(node: fx.Node) -> bool:

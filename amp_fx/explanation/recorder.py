@@ -30,10 +30,17 @@ from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured, tensors_in
+from amp_fx.graphs.values import (
+    detect_fake_mode,
+    recorded_value,
+    remember_captured,
+    storage_id,
+    tensors_in,
+    value_of,
+)
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
-from amp_fx.regions.state import AutocastState
+from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.weights.split import viewed_by
 
 if TYPE_CHECKING:
@@ -75,8 +82,9 @@ class SeenGraph:
         counts: What the passes counted.
         fallback: Why it was not rewritten.
         backward: The graph that AOTAutograd derives from it, if asked for.
-        kept_values: What is cached across calls.
+        kept_values: What is cached across calls; empty until ``find_cached_values`` is called.
         passes: What each pass did to the bytes of casts.
+        find_cached_values: Fills ``kept_values`` and marks cached casts; None if nothing is cached.
         lower: Gives the graphs that inductor would get, if they were asked for or send anything.
     """
 
@@ -90,6 +98,7 @@ class SeenGraph:
     backward: fx.GraphModule | None = None
     kept_values: tuple[CachedValue, ...] = ()
     passes: list[PassRecord] = dataclasses.field(default_factory=list)
+    find_cached_values: Callable[[], None] | None = None
     lower: Callable[[], tuple[LoweredGraph, ...]] | None = None
 
 
@@ -142,9 +151,9 @@ class GraphRecorder:
         """
         gm = found.gm
         self.seen.rewritten, self.seen.state, self.seen.frame = gm, found.state, found.frame
-        cache = caching(self.seen.captured, found, example_inputs, self.options)
+        cache = self._cache(found, example_inputs)
         if self.wants_backward:
-            self.seen.backward = derive_backward(gm, list(example_inputs))
+            self.seen.backward = derive_backward(gm, list(example_inputs), cache)
         if self.wants_backward or self.wants_kernels or has_collectives(gm):
             self.seen.lower = functools.partial(
                 lowered_graphs,
@@ -155,8 +164,13 @@ class GraphRecorder:
                 is_grad_enabled=torch.is_grad_enabled(),
                 wants_kernels=self.wants_kernels,
             )
-        if not self.is_imagined and cache.is_on():
-            self._note_cached_values(gm, cache, example_inputs)
+        if cache.is_on():
+            self.seen.find_cached_values = functools.partial(
+                self._find_cached_values,
+                cache,
+                tuple(example_inputs),
+                is_grad_enabled=torch.is_grad_enabled(),
+            )
 
         def run(*args: Any) -> Any:
             with warnings.catch_warnings():
@@ -166,28 +180,51 @@ class GraphRecorder:
 
         return run
 
-    def _note_cached_values(
-        self, gm: fx.GraphModule, cache: Caching, inputs: Sequence[Any]
+    def _cache(self, found: Rewritten, inputs: Sequence[Any]) -> Caching:
+        """Returns what the backend would decide to cache.
+
+        Where the CPU stands for an accelerator, the accelerator's rules hold.
+        """
+        options = self.options
+        if self.is_imagined:
+            level = options.weight_cache and "training"
+            options = dataclasses.replace(options, weight_cache=level, freezing=False)
+        return caching(self.seen.captured, found, inputs, options)
+
+    def _find_cached_values(
+        self, cache: Caching, inputs: Sequence[Any], *, is_grad_enabled: bool
     ) -> None:
-        """Finds out what is cached, as the backend does when it compiles, and marks the casts."""
+        """Finds the values that the backend would cache, and marks their casts.
+
+        To be called when Dynamo has ended (see ``lowered_graphs``).
+        """
         seen = self.seen
+        assert seen.rewritten is not None
         try:
-            seen.kept_values = cache.values(copy_graph_module(gm), inputs)
+            with no_autocast(), torch.set_grad_enabled(is_grad_enabled):
+                seen.kept_values = cache.values(copy_graph_module(seen.rewritten), inputs)
         except Exception:  # such a graph caches nothing
             log.debug("nothing cached", exc_info=True)
             return
-        cached = {pair for value in seen.kept_values for pair in value.spec.casts()}
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        positions = {node: i for i, node in enumerate(placeholders)}
+        placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
+        cached = {
+            (storage_id(value_of(placeholders[position])), dtype)
+            for value in seen.kept_values
+            for position, dtype in value.spec.casts()
+        }
         before = sum(map(_bytes_per_call, seen.casts))
+        num_cached = 0
         for node, each in seen.casts.items():
-            source = None if node._erased else positions.get(viewed_by(node.all_input_nodes[0]))
-            if (source, each.cast.dtype) in cached:
+            if node._erased or each.removed_by == "hoist_casts":
+                continue
+            source = value_of(node.all_input_nodes[0])
+            if (storage_id(source), each.cast.dtype) in cached:
                 IS_CACHED.put(node, True)
-                seen.counts["weight_casts_kept"] += 1
+                num_cached += 1
         after = sum(map(_bytes_per_call, seen.casts))
-        counts = (("weight_casts_kept", seen.counts["weight_casts_kept"]),)
-        seen.passes.append(PassRecord("split", counts, after - before, after))
+        counts = {"weight_casts_kept": num_cached} if num_cached else {}
+        seen.counts.update(counts)
+        seen.passes.append(PassRecord("split", tuple(counts.items()), after - before, after))
 
 
 def _bytes_per_call(cast: fx.Node) -> int:
@@ -198,11 +235,12 @@ def _bytes_per_call(cast: fx.Node) -> int:
     return sum(map(num_bytes, values))
 
 
-def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """The backward that AOTAutograd derives from a rewritten graph; None if there is none."""
+def derive_backward(
+    gm: fx.GraphModule, inputs: Sequence[Any], cache: Caching
+) -> fx.GraphModule | None:
+    """Returns the backward that AOTAutograd derives from a rewritten graph, or None."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     found: list[fx.GraphModule] = []
 
@@ -213,7 +251,7 @@ def derive_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule
     compiler = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         bw_compiler=backward,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=cache.partition,
     )
     with at_once():
         compiler(copy_graph_module(gm), list(inputs))
@@ -224,6 +262,8 @@ def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRec
     """All graphs, forwards each followed by its backward."""
     found: list[GraphRecord] = []
     for index, graph in enumerate(seen):
+        if graph.find_cached_values is not None:
+            graph.find_cached_values()
         lowered = graph.lower() if graph.lower is not None else ()
         found.append(_read_forward(index, graph, lowered, device))
         if graph.backward is not None:
@@ -268,13 +308,12 @@ def _read_forward(
 def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueRecord]:
     assert seen.rewritten is not None
     placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
+    paths = [input_path(node, reader.frame) for node in placeholders]
     for spec, results in seen.kept_values:
         for output, value in zip(spec.outputs, results, strict=True):
             if viewed_by(output).op != "placeholder":  # a view of a weight takes nothing
                 yield KeptValueRecord(
-                    weights=tuple(
-                        input_path(placeholders[i], reader.frame) for i in spec.positions
-                    ),
+                    weights=tuple(paths[i] for i in spec.positions),
                     ops=spec.ops,
                     dtype=dtype_name(value.dtype),
                     shape=tuple(value.shape),
@@ -418,7 +457,7 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "", "inserted") for n in found),
+        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "") for n in found),
         islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )

@@ -56,8 +56,8 @@ class CastRecord:
         from_dtype: Dtype of the source.
         to_dtype: Dtype of the result.
         wanted_by: The op that it was put in for; ``"output"``; or why dtypes were restored.
-        state: ``"inserted"`` (in the graph, made on every call), ``"kept"`` (made once per
-            update of the weight) or ``"removed"``.
+        state: ``"inserted"`` (computed in every call), ``"kept"`` (computed once per update of
+            the weight) or ``"removed"``.
         removed_by: Why it was removed, else ``""``.
         weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
         consumers: Names of the nodes that took it when it was put in.
@@ -90,8 +90,8 @@ class NodeRecord:
     Attributes:
         name: Unique in its graph; nodes of a body of a higher-order op begin with the
             body's name and a dot.
-        kind: ``"input"``, ``"weight"``, ``"op"``,
-            ``"cast"``, ``"kept_cast"``, ``"island"`` or ``"output"``.
+        kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"kept_cast"`` (a cast that is
+            computed once per update of the weight), ``"island"`` or ``"output"``.
         op: What it calls: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs their
             path in the model.
         module: Path of the module that it stands in: ``"layers.0.attn"``; ``""`` is the root.
@@ -162,7 +162,8 @@ class PassRecord:
         name: The pass.
         counts: What it counted.
         bytes_changed: By how much it changed the bytes that casts read and write on every call:
-            above 0 where casts were put in, below where they were taken out or are kept.
+            above 0 where casts were put in, below 0 where they were taken out or are cached
+            (``"split"``, which runs after AOTAutograd).
         bytes_cast: What they read and write after it.
     """
 
@@ -268,11 +269,11 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class KeptValueRecord:
-    """A value computed from weights alone that a graph without gradients keeps across calls.
+    """A value computed from weights alone that is cached across calls.
 
     Attributes:
-        weights: Paths of the weights that it is made of.
-        ops: The ops that make it, in order.
+        weights: Paths of the weights that it is computed from.
+        ops: The ops that compute it, in order.
         dtype: ``"bfloat16"``.
         shape: Its sizes.
         num_bytes: Bytes that it takes besides the weights; those of padding are not counted.
@@ -326,11 +327,10 @@ class GraphRecord:
         fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
         break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
         break_at: Source line of that place, or ``""``.
-        kept_values: What is kept besides casts where inductor freezes the graph; the casts
-            kept are part of them.
+        kept_values: The values that are cached across calls, the casts kept among them.
         passes: What each pass did, in order; empty for a backward.
         saved: Of a backward: what inductor's partition of the graph saves in the forward for it,
-            inputs of the graph (weights, their kept copies, arguments) not counted.
+            inputs of the graph (weights, cached values, arguments) not counted.
         collectives: What the graph that inductor gets sends over the wire.
         kernels: What inductor would launch, as its scheduler fuses the graph; empty if that was not
             asked for (``fused``).

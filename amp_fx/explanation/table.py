@@ -146,13 +146,12 @@ def _of_step(step: StepRecord) -> Text:
 def _kept(totals: Totals) -> list[str]:
     lines = []
     if totals.casts_kept:
-        memory = "" if totals.values_kept else f", take {human(totals.copy_bytes)}"
         lines.append(
-            f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call{memory}"
+            f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call"
         )
     if totals.values_kept:
         values = _count(totals.values_kept, "value")
-        lines.append(f"  frozen {values} made of weights alone take {human(totals.value_bytes)}")
+        lines.append(f"  cached {values} computed from weights take {human(totals.value_bytes)}")
     return lines
 
 

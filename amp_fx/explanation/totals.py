@@ -25,15 +25,14 @@ class Totals:
         ops_by_dtype: How many of them run in which dtype.
         casts_put_in: Casts that passes put in, whatever became of them.
         casts_removed: Those that were taken out again: shared, or round trips.
-        casts_kept: Those that are made once per update of a weight.
-        casts_left: Those that are made on every call.
+        casts_kept: Those that are computed once per update of a weight.
+        casts_left: Those that are computed in every call.
         bytes_cast: Bytes that the casts left read and write.
         bytes_removed: The same of the casts removed.
-        bytes_kept: Bytes that keeping casts of weights saves on every call.
-        copy_bytes: Memory that the kept copies take, where nothing else is kept.
-        values_kept: Values computed from weights alone that are kept where inductor freezes
-            the graph, casts among them.
-        value_bytes: Memory that they take, in place of the kept copies.
+        bytes_kept: Bytes that caching casts of weights saves in every call.
+        copy_bytes: Bytes of the results of the casts kept.
+        values_kept: Number of cached values (``GraphRecord.kept_values``), casts among them.
+        value_bytes: Memory that cached values take.
         weight_casts: Casts of weights among those put in and not removed.
         bytes_read: Bytes that ops and the casts left read, each run by itself as in eager code
             (``NodeRecord.bytes_read``).
@@ -103,7 +102,7 @@ def sum_up(graphs: Iterable[GraphRecord], *, num_breaks: int) -> Totals:
             flops[node.dtype] += node.flops
     moving = [n for graph in graphs for n in graph.nodes if n.kind in MOVING]
     sent = [each for graph in graphs for each in graph.collectives]
-    copies = {(cast.weight, cast.to_dtype): cast.bytes_written for cast in kept}
+    copies = {(c.weight or c.source, c.to_dtype): c.bytes_written for c in kept}
     values = [value for graph in graphs for value in graph.kept_values]
     all_flops = sum(flops.values())
     return Totals(

@@ -58,8 +58,15 @@ class _Unhashed:
 
 @functools.cache
 def _writer(_: Hashable, given: _Unhashed) -> Callable[..., None]:
-    """Returns the compiled function; Dynamo compiles few variants of one code object."""
-    functions = [spec.function for spec in given.specs]
+    return torch.compile(writing(given.specs), dynamic=False)
+
+
+def writing(specs: Sequence[CachedValueSpec]) -> Callable[..., None]:
+    """Returns a function that computes values into given tensors.
+
+    It has its own code object, of which Dynamo compiles few variants.
+    """
+    functions = [spec.function for spec in specs]
 
     def write(weights: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]]) -> None:
         for function, own in zip(functions, targets, strict=True):
@@ -67,7 +74,7 @@ def _writer(_: Hashable, given: _Unhashed) -> Callable[..., None]:
                 target.copy_(source)
 
     write.__code__ = write.__code__.replace()
-    return torch.compile(write, dynamic=False)
+    return write
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from amp_fx.commands.cli import main
 from amp_fx.commands.explain import load, parse_input
 from amp_fx.errors import ExplainError, OptionError
+from tests import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +23,14 @@ TARGETS = "tests.models.explained"
 
 def test_a_factory_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{TARGETS}:mlp", "--input-shape", "8,16"]) == 0
-    assert "2 kept" in capsys.readouterr().out
+    assert "6 in every call" in capsys.readouterr().out
+
+
+@needs.HOOK
+def test_a_gpu_keeps_casts_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--input-shape", "8,16", "--device", "cuda"]
+    assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 0
+    assert "4 kept" in capsys.readouterr().out
 
 
 def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,8 +40,9 @@ def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     assert (found["device_type"], found["dtype"], found["schema"]) == ("cuda", "bfloat16", 1)
 
 
+@needs.HOOK
 def test_bytes_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--input-shape", "8,16", "--optimizer", "adamw:fused"]
+    arguments = ["--input-shape", "8,16", "--optimizer", "adamw:fused", "--device", "cuda"]
     assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "step: AdamW, fused" in shown

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
-from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, batch, compiled, make_net, train
+from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, batch, compiled, make_net, train
 from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, cast_inputs, converted
 
 PRESET = "float8-rowwise"
@@ -32,7 +32,7 @@ def sharded(gathers: str, *, is_compiled: bool) -> nn.Module:
     model = make_net()
     for block in model.blocks:
         if is_compiled:
-            block.compile(backend="amp_fx", options={"compiler": "aot_eager", "policy": PRESET})
+            block.compile(backend="amp_fx", options={**OPTIONS, "policy": PRESET})
         fully_shard(block, mp_policy=GATHERS[gathers])
     fully_shard(model, mp_policy=GATHERS[gathers])
     return model

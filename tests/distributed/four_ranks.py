@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.distributed.nets import as_it_is, compare, make_net
+from tests.distributed.nets import OPTIONS, as_it_is, compare, make_net
 from tests.distributed.spawn import run_cases
 
 
@@ -21,7 +21,7 @@ def sharded(compile_: Any, *, tensor_parallel: bool) -> Any:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["inner"], plan)
         if compile_ is not as_it_is:
-            block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+            block.compile(backend="amp_fx", options=OPTIONS)
         fully_shard(block, mesh=mesh["outer"] if tensor_parallel else mesh)
     return model
 

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import amp_fx
 from amp_fx import stats
-from tests.distributed.nets import as_it_is, compare, compiled, make_net
+from tests.distributed.nets import OPTIONS, as_it_is, compare, compiled, make_net
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ def shard(compile_: Any, *, policy: Any, by_block: bool, **options: Any) -> Any:
     parts = [*model.blocks, model.first, model.last] if by_block else [model]
     for part in parts:
         if compile_ is not as_it_is:
-            part.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+            part.compile(backend="amp_fx", options=OPTIONS)
         fully_shard(part, **options)
     return fully_shard(model, **options) if by_block else model
 

@@ -56,8 +56,12 @@ def make_net(width: int = 32) -> Net:
     return Net(width)
 
 
+OPTIONS = {"compiler": "aot_eager", "weight_cache": "training"}
+
+
 def compiled(model: Any, compiler: str = "aot_eager", **options: Any) -> Any:
-    return torch.compile(model, backend="amp_fx", options={"compiler": compiler, **options})
+    given = {**OPTIONS, "compiler": compiler, **options}
+    return torch.compile(model, backend="amp_fx", options=given)
 
 
 def as_it_is(model: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import amp_fx
 from amp_fx.weights.engine import engine
 from tests.distributed import scaler_cases
-from tests.distributed.nets import Net, as_it_is, compare, compiled, make_net, train
+from tests.distributed.nets import OPTIONS, Net, as_it_is, compare, compiled, make_net, train
 
 
 def by_block(compile_: Any, shard: Any) -> Any:
@@ -22,7 +22,7 @@ def by_block(compile_: Any, shard: Any) -> Any:
     model = make_net()
     for block in model.blocks:
         if compile_ is not as_it_is:
-            block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+            block.compile(backend="amp_fx", options=OPTIONS)
         shard(block)
     shard(model)
     return model
@@ -52,7 +52,7 @@ def watched_first(rank: int) -> Any:
         model = make_net()
         for block in model.blocks:
             if name == "ours":
-                block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+                block.compile(backend="amp_fx", options=OPTIONS)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.ones(4, 16)).sum().backward()
@@ -85,7 +85,7 @@ def shared_code(rank: int) -> Any:
         for net in (model.plain, model.sharded):
             for block in net.blocks:
                 if compile_ is not as_it_is:
-                    block.compile(backend="amp_fx", options={"compiler": "aot_eager"})
+                    block.compile(backend="amp_fx", options=OPTIONS)
         fully_shard(model.sharded)
         return model
 

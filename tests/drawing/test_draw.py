@@ -13,6 +13,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx.errors import DrawError
+from tests import needs
 from tests.models.explained import CASES, gpt
 
 if TYPE_CHECKING:
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
     from amp_fx.drawing.draw import Drawing
     from amp_fx.explanation.explanation import Explanation
 
+CACHED = {"weight_cache": "training"}
+"""Casts of weights are cached in graphs with gradients too."""
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs the dot program")
 
 
 @pytest.fixture(scope="module")
 def explained() -> dict[str, Explanation]:
-    return {name: amp_fx.explain(make())(*args) for name, (make, args) in CASES.items()}
+    return {
+        name: amp_fx.explain(make(), options=CACHED)(*args) for name, (make, args) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def deep() -> Explanation:
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    return amp_fx.explain(gpt(4))(tokens, tokens)
+    return amp_fx.explain(gpt(4), options=CACHED)(tokens, tokens)
 
 
 def boxes(drawing: Drawing) -> list[Any]:
@@ -154,6 +159,7 @@ def test_every_cast_is_drawn_at_the_level_of_ops(explained: dict[str, Explanatio
         assert len(ops) == len(set(ops))
 
 
+@needs.HOOK
 def test_layers_fold_into_one_and_a_focus_unfolds_them(deep: Explanation) -> None:
     folded = amp_fx.draw(deep)
     assert "blocks.0-3<B>  x4</B>" in folded.source
@@ -206,6 +212,7 @@ def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
     assert "hexagon: cast" not in amp_fx.draw(explained["attention"], legend=False).source
 
 
+@needs.HOOK
 def test_the_legend_says_what_kept_means(explained: dict[str, Explanation]) -> None:
     of_ops, of_modules = (
         amp_fx.draw(explained["unet"], level=level).source for level in ("op", "module")

@@ -63,7 +63,8 @@ def test_clicks_unfold_a_model_down_to_ops(
     config = transformers.GPT2Config(**sizes, vocab_size=32, bos_token_id=0, eos_token_id=0)
     model: Any = transformers.GPT2LMHeadModel(config)
     model.eval()
-    explanation = amp_fx.explain(model)(torch.arange(8)[None])
+    options = {"weight_cache": "training"}
+    explanation = amp_fx.explain(model, options=options)(torch.arange(8)[None])
     with monkeypatch.context() as patched:
         if not has_dot:
             patched.setenv("PATH", str(tmp_path))  # no dot there

@@ -72,7 +72,8 @@ MODELS = {
 @pytest.fixture(scope="module", params=MODELS)
 def explained(request: pytest.FixtureRequest) -> Explanation:
     model, x = MODELS[request.param]()
-    return amp_fx.explain(model, device_type="cpu", dtype=torch.bfloat16)(x)
+    options = {"weight_cache": "training"}
+    return amp_fx.explain(model, device_type="cpu", dtype=torch.bfloat16, options=options)(x)
 
 
 def closed(drawing: Drawing) -> list[Box]:

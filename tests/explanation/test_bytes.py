@@ -16,6 +16,8 @@ import amp_fx
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.errors import ExplainError, OptionError
 from amp_fx.explanation.table import bare_op
+from amp_fx.weights.store import STORE
+from tests import needs
 from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
 
 VIEWS = ("t", "transpose", "view", "_unsafe_view", "permute", "expand", "slice", "select", "split")
+CACHED = {"weight_cache": "training"}
+"""Casts of weights are cached in graphs with gradients too."""
 FREE = (*VIEWS, "unsqueeze", "squeeze", "detach", "alias", "empty", "_reshape_alias", "unbind")
 
 
@@ -78,13 +82,14 @@ def moved(explanation: Explanation, *kinds: str) -> int:
     return sum(node.bytes_moved for node in explanation.nodes if node.kind in kinds)
 
 
+@needs.HOOK
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_eager_autocast(name: str) -> None:
-    """Those of ops; of casts, those that were put in, before passes share and keep them."""
+    """Those of ops; of casts, those that were put in, before they are shared and cached."""
     make, args = CASES[name]
     model = make()
     with torch.set_grad_enabled(name in ("mlp", "unet")):
-        explanation = amp_fx.explain(model, dtype=torch.bfloat16)(*args)
+        explanation = amp_fx.explain(model, dtype=torch.bfloat16, options=CACHED)(*args)
         ledger = eager(model, args)
     totals = explanation.totals
     assert totals.num_uncounted == 0
@@ -92,7 +97,7 @@ def test_bytes_are_those_of_eager_autocast(name: str) -> None:
     assert totals.bytes_moved == ledger.ops + totals.bytes_cast
     passes = {each.name: each.bytes_changed for each in explanation.graphs[0].passes}
     assert passes["insert_casts"] == ledger.casts
-    assert passes["keep_weight_casts"] == -totals.bytes_kept
+    assert passes["split"] == -totals.bytes_kept < 0
     assert sum(passes.values()) == totals.bytes_cast == moved(explanation, "cast")
 
 
@@ -138,27 +143,52 @@ def test_checkpoints_count_their_bodies() -> None:
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
-def test_what_is_saved_is_what_the_compiled_forward_saves() -> None:
-    """AOTAutograd hands it to the hooks of saved tensors, inputs of the graph among it."""
+@pytest.mark.parametrize("weight_cache", [False, pytest.param("training", marks=needs.HOOK)])
+def test_what_is_saved_is_what_the_compiled_forward_saves(weight_cache: bool | str) -> None:
+    """AOTAutograd hands it to the hooks of saved tensors, inputs and cached values among it."""
     model, x = mlp(), torch.randn(8, 16)
-    options: dict[str, Any] = {"weight_cache": False, "dtype": torch.bfloat16}
-    inputs = {t.untyped_storage()._cdata for t in (x, *model.parameters())}
-    saved: dict[int, int] = {}
+    options: dict[str, Any] = {"weight_cache": weight_cache}
+    settings = {**options, "dtype": torch.bfloat16}
+    saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in inputs:
-            saved[id(tensor)] = tensor.numel() * tensor.element_size()
+        saved.append(tensor)
         return tensor
 
-    explained = amp_fx.explain(
-        model, dtype=torch.bfloat16, backward=True, options={"weight_cache": False}
-    )(x)
-    compiled = torch.compile(model, backend="amp_fx", options=options)
+    explained = amp_fx.explain(model, dtype=torch.bfloat16, backward=True, options=options)(x)
+    compiled = torch.compile(model, backend="amp_fx", options=settings)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = compiled(x)
     out.sum().backward()
-    assert explained.backward_totals.saved_bytes == sum(saved.values())
+    cached = [each.value for each in STORE.entries.values() if each.owner.startswith("Sequential")]
+    given = {_storage(tensor) for tensor in (x, *model.parameters(), *cached)}
+    own = {id(tensor): tensor for tensor in saved if _storage(tensor) not in given}
+    assert bool(cached) == bool(weight_cache)
+    assert explained.backward_totals.saved_bytes == sum(map(size, own.values()))
     assert {record.dtype for record in explained.backward[0].saved} >= {"bfloat16"}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Looking(nn.Linear):
+    """Looks at numbers, so that it is run on real tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum().item() > 0 else -x)
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+def test_kernels_of_real_tensors_are_those_of_fake_ones() -> None:
+    options, x = {"products": "low"}, torch.ones(32, 64)
+    with torch.no_grad():
+        fake, real = (
+            amp_fx.explain(kind(64, 64), dtype=torch.bfloat16, fused=True, options=options)(x)
+            for kind in (nn.Linear, Looking)
+        )
+    assert fake.graphs[-1].kernels
+    assert real.graphs[-1].kernels == fake.graphs[-1].kernels
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
@@ -186,13 +216,15 @@ BY_HAND = {"AdamW fused": 28, "SGD with momentum": 32, "SGD fused": 20}
 scaled, the gradient added, and both are read to write the parameter."""
 
 
+@needs.HOOK
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bytes_of_a_step(name: str) -> None:
     kind, options = OPTIMIZERS[name]
     model, x = nn.Linear(64, 64), torch.randn(4, 64)
     optimizer = kind(model.parameters(), lr=0.1, **options)
     before = copy.deepcopy(model.state_dict())
-    step = amp_fx.explain(model, dtype=torch.bfloat16, optimizer=optimizer)(x).step
+    explain = amp_fx.explain(model, dtype=torch.bfloat16, optimizer=optimizer, options=CACHED)
+    step = explain(x).step
     assert step is not None
     assert not optimizer.state
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -214,6 +246,20 @@ def _stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Any, di
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     return dict(optimizer.state)
+
+
+@needs.HOOK
+def test_a_step_refreshes_what_is_cached_in_training() -> None:
+    """By default nothing on the CPU, and the casts of all weights on an accelerator."""
+    model, x = nn.Linear(64, 64), torch.randn(4, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    refreshed = {}
+    for device in ("cpu", "cuda"):
+        explain = amp_fx.explain(model, device_type=device, optimizer=optimizer)
+        step = explain(x).step
+        assert step is not None
+        refreshed[device] = step.refresh_bytes
+    assert refreshed == {"cpu": 0, "cuda": 6 * (64 * 64 + 64)}
 
 
 def test_lists_are_taken_where_the_device_would() -> None:

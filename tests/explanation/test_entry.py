@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import CastPolicy, stats
+from amp_fx import CastPolicy, stats, weight_cache
 from amp_fx.backend import entry as backend
+from amp_fx.backend import inner
 from amp_fx.commands.policy import MEANING
 from amp_fx.errors import BannedOpError, CompileTargetError, ExplainError, OptionError, PolicyError
 from amp_fx.passes.insert_casts import InsertCasts
+from tests import needs
 from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
@@ -42,30 +44,30 @@ class Checkpointed(nn.Module):
 COUNTED = {**CASES, "checkpoint": (Checkpointed, (torch.randn(2, 16, requires_grad=True),))}
 
 
+CACHED = {"weight_cache": "training"}
+"""Casts of weights are cached in graphs with gradients too."""
+
+
 def compiled_casts(
     model: nn.Module, args: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
-    """Casts and kept copies in the graph that the inner compiler gets."""
-    graphs: list[fx.GraphModule] = []
+    """Casts in the graph that the inner compiler gets, and values that a call caches."""
+    casts: list[fx.Node] = []
 
-    def compile_inner(gm: fx.GraphModule, *_: Any) -> Callable[..., Any]:
-        graphs.append(gm)
-        return gm.forward
+    def compile_inner(gm: fx.GraphModule, *more: Any) -> Callable[..., Any]:
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        casts.extend(n for graph in graphs for n in graph.nodes if n.target is _TO_COPY)
+        return inner.compile_inner(gm, *more)
 
+    weight_cache.clear()
     with monkeypatch.context() as patch:
         patch.setattr(backend, "compile_inner", compile_inner)
-        # The variant that takes all that is kept.
-        patch.setattr(backend, "trained_weights", lambda *_: frozenset())
-        torch.compile(model, backend="amp_fx", options={"compiler": "aot_eager"})(*args)
-    modules = [m for gm in graphs for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    nodes = [node for module in modules for node in module.graph.nodes]
-    slots = [
-        n.meta["kept_input"] for gm in graphs for n in gm.graph.nodes if "kept_input" in n.meta
-    ]
-    kept = [slot for slot in slots if not slot.is_alias]
-    return sum(node.target is _TO_COPY for node in nodes), len(kept)
+        options: dict[str, Any] = {"compiler": "aot_eager", **CACHED}
+        torch.compile(model, backend="amp_fx", options=options)(*args)
+    return len(casts), len(weight_cache.stats().values)
 
 
+@needs.HOOK
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("is_training", [True, False])
 def test_counts_are_those_of_the_compiled_graph(
@@ -74,11 +76,31 @@ def test_counts_are_those_of_the_compiled_graph(
     make, args = COUNTED[name]
     model = make().train(is_training)
     with torch.set_grad_enabled(is_training):
-        totals = amp_fx.explain(model)(*args).totals
+        totals = amp_fx.explain(model, options=CACHED)(*args).totals
         casts, kept = compiled_casts(model, args, monkeypatch)
-    assert (totals.casts_left, totals.casts_kept) == (casts, kept)
-    assert casts
-    assert kept
+    assert (totals.casts_left + totals.casts_kept, totals.casts_kept) == (casts, kept)
+    assert 0 < kept < casts
+
+
+@needs.HOOK
+@pytest.mark.parametrize("is_training", [True, False])
+def test_casts_of_views_of_weights_are_kept(is_training: bool) -> None:
+    """A view of a weight changes when the weight does."""
+    weight = nn.Parameter(torch.randn(16, 8))
+
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()[:, 2:10]
+
+    with torch.set_grad_enabled(is_training):
+        explanation = amp_fx.explain(Viewing(), options=CACHED)(torch.randn(4, 8))
+    states = {cast.source: cast.state for cast in explanation.casts}
+    assert states == {"getitem": "kept", "l_x_": "inserted", "matmul": "inserted"}
+    assert explanation.totals.copy_bytes == 8 * 8 * 2
 
 
 def test_casts_that_went_are_told_with_the_reason() -> None:
@@ -94,14 +116,16 @@ def test_casts_that_went_are_told_with_the_reason() -> None:
     assert explanation.totals.casts_put_in == explanation.totals.casts_left + 1
 
 
+@needs.HOOK
 def test_bytes_of_a_linear_layer() -> None:
-    explanation = amp_fx.explain(nn.Linear(4, 8))(torch.randn(2, 4))
+    explanation = amp_fx.explain(nn.Linear(4, 8), options=CACHED)(torch.randn(2, 4))
     moved = {(c.weight or c.source): (c.bytes_read, c.bytes_written) for c in explanation.casts}
     assert moved["weight"] == (4 * 8 * 4, 4 * 8 * 2)
     assert moved["bias"] == (8 * 4, 8 * 2)
     assert sorted(moved.values())[1:3] == [(2 * 4 * 4, 2 * 4 * 2), (2 * 8 * 2, 2 * 8 * 4)]
-    assert explanation.totals.copy_bytes == 4 * 8 * 2 + 8 * 2
-    assert explanation.totals.bytes_kept == 4 * 8 * 6 + 8 * 6
+    totals = explanation.totals
+    assert totals.copy_bytes == totals.value_bytes == 4 * 8 * 2 + 8 * 2
+    assert totals.bytes_kept == 4 * 8 * 6 + 8 * 6
 
 
 class Mixed(nn.Module):
@@ -205,11 +229,12 @@ class Stateful(nn.Module):
         return nn.functional.dropout(self.linear(self.norm(x)), 0.5)
 
 
-def test_nothing_of_the_model_or_the_process_changes() -> None:
+@pytest.mark.parametrize("options", [{}, CACHED])
+def test_nothing_of_the_model_or_the_process_changes(options: dict[str, str]) -> None:
     model = Stateful()
     before = copy.deepcopy(model.state_dict())
     random, graphs = torch.get_rng_state(), stats.snapshot()
-    amp_fx.explain(model, backward=True)(torch.randn(4, 8))
+    amp_fx.explain(model, backward=True, options=options)(torch.randn(4, 8))
     random_after_inputs = torch.get_rng_state()
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
     assert (model.calls, model.seen.item(), hasattr(model, "last")) == (0, 0, False)

@@ -1,7 +1,8 @@
-"""What an explanation says is kept besides casts is what a compiled model then keeps."""
+"""The values that an explanation says are cached are those that a compiled model then caches."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,20 +91,57 @@ def test_what_is_kept_is_explained(name: str) -> None:
     assert explanation.totals.value_bytes == sum(num_bytes for _, _, num_bytes in kept)
 
 
-@pytest.mark.parametrize("options", [{"freezing": False}, {"weight_cache": False}])
-def test_nothing_is_kept_where_freezing_is_off(options: Mapping[str, Any]) -> None:
-    with torch.no_grad():
-        assert not explained(mlp(), torch.randn(4, 16), options).graphs[0].kept_values
+@needs.HOOK
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if not PROGRAMS[name][2]])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradients: bool) -> None:
+    make, x, _ = PROGRAMS[name]
+    options: dict[str, Any] = {"freezing": False, "weight_cache": "training"}
+    torch.manual_seed(0)
+    model = make().eval()
+    settings: dict[str, Any] = {**LOW, **options, "dtype": BFLOAT16}
+    compiled = torch.compile(model, backend="amp_fx", options=settings)
+    weight_cache.clear()
+    with torch.set_grad_enabled(has_gradients):
+        explanation = explained(model, x, options)
+        compiled(x)
+    kept = {(value.weights, value.ops): value.bytes for value in weight_cache.stats().values}
+    told: Counter[Any] = Counter()  # tensors that are computed together are told one by one
+    for value in explanation.graphs[0].kept_values:
+        told[value.weights, value.ops] += value.num_bytes
+    assert kept
+    assert told == kept
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_nothing_is_kept_without_a_cache(has_gradients: bool) -> None:
+    with torch.set_grad_enabled(has_gradients):
+        explanation = explained(mlp(), torch.randn(4, 16), {"weight_cache": False})
+    assert not explanation.graphs[0].kept_values
+    assert explanation.totals.casts_kept == 0
 
 
 def test_nothing_is_kept_where_gradients_flow() -> None:
     assert not explained(mlp(), torch.randn(4, 16), {}).graphs[0].kept_values
 
 
-def test_nothing_is_kept_of_a_device_that_is_not_frozen() -> None:
-    with torch.no_grad():
-        explain = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type="cuda")
-        assert not explain(torch.randn(4, 16)).graphs[0].kept_values
+CASTS_OF_MLP = {("0.weight", 1024), ("0.bias", 64), ("2.weight", 1024), ("2.bias", 32)}
+"""Weights whose casts are cached, and the bytes of the results."""
+
+
+@needs.HOOK
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("options", [{}, {"freezing": True}])
+def test_casts_are_kept_of_an_accelerator_that_is_not_there(
+    has_gradients: bool, options: Mapping[str, Any]
+) -> None:
+    with torch.set_grad_enabled(has_gradients):
+        explain = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type="cuda", options=options)
+        explanation = explain(torch.randn(4, 16))
+    values = explanation.graphs[0].kept_values
+    assert {(*value.weights, value.num_bytes) for value in values} == CASTS_OF_MLP
+    assert all(len(value.ops) == 1 for value in values)
+    assert explanation.totals.casts_kept == len(CASTS_OF_MLP)
 
 
 @needs.FROZEN_GRAPHS
@@ -123,8 +161,8 @@ def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
 
 
 @needs.FROZEN_GRAPHS
-def test_the_table_says_what_is_kept_in_place_of_copies() -> None:
+def test_the_table_says_what_is_kept() -> None:
     with torch.no_grad():
         text = str(explained(nn.Linear(16, 32), torch.randn(4, 16), {}))
-    assert "frozen 2 values made of weights alone take 1.1 kB" in text
-    assert ", take" not in text
+    assert "kept   casts of weights save 3.3 kB of traffic per call" in text
+    assert "cached 2 values computed from weights take 1.1 kB" in text

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from amp_fx.weights.kept_float8 import Float8Slot
 from torch import Tensor, nn
 
 import amp_fx
@@ -16,6 +15,7 @@ from amp_fx import Policy
 from amp_fx.policies.policy import preset
 from amp_fx.weights.engine import is_available
 from tests.float8.experts import kernel_for_cpu, quantize_without_triton, torchaos
+from tests.float8.test_keep import count_float8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,7 +79,9 @@ class Batched(Experts):
         return product
 
 
-def called(model: Callable[..., Tensor], how: str, policy: Any = POLICY) -> Callable[..., Tensor]:
+def called(
+    model: Callable[..., Tensor], how: str, policy: Any = POLICY, *, cache: Any = "training"
+) -> Callable[..., Tensor]:
     """A model by one of the ways to use a policy."""
     torch._dynamo.reset()
     if how == "region":
@@ -91,7 +93,7 @@ def called(model: Callable[..., Tensor], how: str, policy: Any = POLICY) -> Call
 
         return call
     options: dict[str, Any] = {"policy": policy, "compiler": how, "fallback": False}
-    options |= {"output_dtype": "autocast"}
+    options |= {"output_dtype": "autocast", "weight_cache": cache}
     compiled: Callable[..., Tensor] = torch.compile(model, backend="amp_fx", options=options)
     return compiled
 
@@ -176,17 +178,11 @@ def test_experts_are_quantized_once_per_update(
     has_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Counter[Any] = Counter()
-    make = Float8Slot.make
-
-    def counting(slot: Float8Slot, weights: Any) -> Any:
-        if not isinstance(weights[0], torch._subclasses.FakeTensor):
-            made[slot.name, slot.is_back] += 1
-        return make(slot, weights)
-
-    monkeypatch.setattr(Float8Slot, "make", counting)
+    count_float8(made, monkeypatch)
     model, ends = Batched("bmm"), torch.empty(0)
-    call, optimizer = called(model, "aot_eager"), torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step: Any = amp_fx.compile_step(optimizer, backend="eager") if has_step else optimizer.step
+    call = called(model, "aot_eager", cache=True if has_step else "training")
     for _ in range(5):
         for _ in range(4):
             y = call(torch.randn(NUM_EXPERTS, 24, SIZE), ends)

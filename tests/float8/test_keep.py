@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 
 import amp_fx
 from amp_fx import Policy, weight_cache
 from amp_fx.tables.float8 import RECIPES
-from amp_fx.weights import kept_call
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.store import same_bits
+from amp_fx.weights.split import CachedValueSpec
+from amp_fx.weights.store import STORE
 from tests.weights import nets, writes
 from tests.weights.nets import assert_same, compile_amp_fx, make_net
 
@@ -28,6 +27,7 @@ pytestmark = [
 
 POLICY = Policy.default().with_ops({"linear": "float8"}).with_float8("rowwise")
 SIZE = 16
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 TURNED = {"transpose_in_place", "data_transposed", "data_transposed_and_written"}
 
 
@@ -36,34 +36,43 @@ def _sizes_that_fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (nets, writes):
         monkeypatch.setattr(module, "SIZE", SIZE)
     monkeypatch.setattr(writes, "COUNT", SIZE * SIZE)
-    monkeypatch.setattr(kept_call, "MOST_UNUSED", 10**6)
     with torch._dynamo.config.patch(recompile_limit=10**3):
         yield
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
-    """How often each weight was quantized, by layout."""
+    """Counts how often each float8 tensor was computed, by its weight and its node."""
     counts: Counter[Any] = Counter()
-    make = Float8Slot.make
-
-    def counting(slot: Float8Slot, weights: Any) -> Any:
-        if not isinstance(weights[0], torch._subclasses.FakeTensor):
-            counts[slot.name, slot.is_back] += 1
-        return make(slot, weights)
-
-    monkeypatch.setattr(Float8Slot, "make", counting)
+    count_float8(counts, monkeypatch)
     return counts
+
+
+def count_float8(counts: Counter[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = CachedValueSpec.evaluate
+
+    def counting(spec: CachedValueSpec, weights: Any) -> Any:
+        values = evaluate(spec, weights)
+        for node, value in zip(spec.outputs, values, strict=True):
+            if value.dtype in FLOAT8:
+                counts[spec.names, node.name] += 1
+        return values
+
+    monkeypatch.setattr(CachedValueSpec, "evaluate", counting)
 
 
 def _backward(y: torch.Tensor) -> None:
     y.sum().backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_one_quantization_per_weight_layout_and_update(made: Counter[Any], compiler: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_one_quantization_per_weight_layout_and_update(
+    made: Counter[Any], compiler: str, recipe: str
+) -> None:
+    weight_cache.clear()
     net = make_net()
-    compiled = compile_amp_fx(net, policy=POLICY, compiler=compiler)
+    compiled = compile_amp_fx(net, policy=POLICY.with_float8(recipe), compiler=compiler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     for _ in range(5):
         for _ in range(4):
@@ -71,28 +80,63 @@ def test_one_quantization_per_weight_layout_and_update(made: Counter[Any], compi
         optimizer.step()
         optimizer.zero_grad()
     # The input of the first layer needs no gradient.
-    assert len({name for name, _ in made}) == 2
-    assert sorted(made.values()) == [5, 5, 5]
-    assert sum(is_back for _, is_back in made) == 1
+    assert sorted(made.items()) == sorted(
+        (key, 5) for key in made if key[0] in {("a.weight",), ("b.weight",)}
+    )
+    assert Counter(name for name, _ in made) == {("a.weight",): 1, ("b.weight",): 2}
+    # Nothing else reads the weights: neither graph quantizes them.
+    assert {v.dtype for e in STORE.of_weight(net.b.weight) for v in e.value} <= {
+        *FLOAT8,
+        torch.float32,
+    }
+    assert not any(e.wanted.is_alias for w in net.parameters() for e in STORE.of_weight(w))
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 @pytest.mark.parametrize("has_rows_of_outputs", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_both_layouts_at_once_have_the_bits_of_each(
-    recipe: str, has_rows_of_outputs: bool, fill: float
+def test_both_layouts_have_the_bits_of_eager_code(
+    made: Counter[Any], recipe: str, has_rows_of_outputs: bool, fill: float
 ) -> None:
-    """As GPUs make them; ``tests/cuda/test_float8.py`` executes their code."""
+    """On the CPU; ``tests/cuda/test_float8.py`` executes the code of GPUs."""
     torch.manual_seed(0)
-    weight = torch.randn(48, 32)
-    weight[3], weight[5, 7] = 0, fill
-    slots = [Float8Slot(0, recipe, has_rows_of_outputs, is_back) for is_back in (True, False)]
-    values = [slot.empty(weight) for slot in slots]
-    write_forms([(weight, s.how, v) for s, v in zip(slots, values, strict=True)])
-    for slot, value in zip(slots, values, strict=True):
-        for found, expected in zip(value, slot.make((weight,)), strict=True):
-            assert found.stride() == expected.stride()
-            assert same_bits(found, expected)
+    weight = torch.nn.Parameter(torch.randn(48, 32))
+    with torch.no_grad():
+        weight[3], weight[5, 7] = 0, fill
+    product = torch.nn.functional.linear if has_rows_of_outputs else torch.mm
+    name = "linear" if has_rows_of_outputs else "mm"
+    model = Product(weight, product)
+    policy = Policy.default().with_ops({name: "float8"}).with_float8(recipe)
+    compiled = compile_amp_fx(model, policy=policy)
+    x = torch.randn(16, 32 if has_rows_of_outputs else 48)
+    found, expected = [], []
+    for _ in range(2):  # the second call reads what is cached
+        found += with_gradient(compiled, x)
+        expected += with_gradient(amp_fx.autocast("cpu", policy=policy)(model), x)
+    assert_same(found, expected)
+    assert made == dict.fromkeys(made, 1)
+    assert len(made) == 2
+
+
+def with_gradient(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    assert x.grad is not None
+    return [y.detach().float(), x.grad]
+
+
+class Product(torch.nn.Module):
+    """A product with one weight."""
+
+    def __init__(self, weight: torch.nn.Parameter, product: Any) -> None:
+        super().__init__()
+        self.weight = weight
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.product(x, self.weight)
+        return y
 
 
 def test_inference_shares_what_training_keeps(made: Counter[Any]) -> None:
@@ -115,7 +159,7 @@ def test_bytes_are_counted() -> None:
     assert weight_cache.stats().bytes >= 2 * (SIZE * SIZE + 4 * SIZE)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("is_trained", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("write", sorted({**writes.WRITES, **writes.HARD_WRITES}))
 def test_every_write_is_seen(write: str, compiler: str, is_trained: bool) -> None:

@@ -1,4 +1,4 @@
-"""``compile_step`` writes weights quantized by row; calls quantize those with one scale."""
+"""``compile_step`` writes weights quantized to float8 along with the weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from amp_fx.weights.kept_float8 import Float8Slot
 
 import amp_fx
 from amp_fx import Policy
+from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights import step_copies
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE, making_values
+from tests.float8.test_keep import count_float8
 from tests.weights import writes
 from tests.weights.nets import assert_same
 from tests.weights.test_random_sequences import PLAIN
@@ -27,14 +28,11 @@ pytestmark = [
 ]
 
 UPDATES, BATCHES = 5, 4
-WRITTEN_BY_CALLS = {
-    # Before the first update, and after it: that one runs eagerly, to make the optimizer's state.
-    "rowwise": {False: 2, True: 2},
-    # The weight for the gradient of the input has one scale.
-    "rowwise-gw-hp": {False: 2, True: UPDATES},
-    "tensorwise": {False: UPDATES, True: UPDATES},
-}
-"""How often calls quantize a weight, by whether it is for the gradient of the input."""
+WRITTEN_BY_CALLS = 2
+"""How often calls quantize a weight: before the first update, and after it.
+
+The first update runs eagerly, to make the optimizer's state.
+"""
 
 
 def three() -> nn.Sequential:
@@ -67,23 +65,15 @@ def trained(recipe: str, backend: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("recipe", WRITTEN_BY_CALLS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_quantize_only_what_steps_do_not_write(
     recipe: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Counter[Any] = Counter()
-    make = Float8Slot.make
-
-    def counting(slot: Float8Slot, weights: Any) -> Any:
-        if not isinstance(weights[0], torch._subclasses.FakeTensor):
-            made[slot.name, slot.is_back] += 1
-        return make(slot, weights)
-
-    monkeypatch.setattr(Float8Slot, "make", counting)
+    count_float8(made, monkeypatch)
     found = trained(recipe, backend)
-    expected = WRITTEN_BY_CALLS[recipe]
     # The input of the first layer needs no gradient.
-    assert sorted(made.values()) == sorted([expected[False]] * 3 + [expected[True]] * 2)
+    assert sorted(made.values()) == [WRITTEN_BY_CALLS] * 5
 
     monkeypatch.setattr(step_copies, "is_available", lambda: False)  # the next call makes all anew
     made.clear()
@@ -91,9 +81,10 @@ def test_calls_quantize_only_what_steps_do_not_write(
     assert set(made.values()) == {UPDATES}
 
 
-def test_both_layouts_are_written_with_the_bits_of_a_call() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_both_layouts_are_written_with_the_bits_of_a_call(recipe: str) -> None:
     model = three()
-    options: dict[str, Any] = {"policy": policy("rowwise"), "compiler": "aot_eager"}
+    options: dict[str, Any] = {"policy": policy(recipe), "compiler": "aot_eager"}
     compiled: Any = torch.compile(model, backend="amp_fx", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = amp_fx.compile_step(optimizer)
@@ -103,12 +94,15 @@ def test_both_layouts_are_written_with_the_bits_of_a_call() -> None:
     found = 0
     for weight in model.parameters():
         for entry in STORE.of_weight(weight):
-            if isinstance(entry.wanted, Float8Slot):
-                assert entry.is_fresh()
-                with making_values():
-                    assert_same(entry.value, entry.wanted.make((weight.detach(),)))
-                found += 1
-    assert found == 5
+            assert entry.is_fresh()
+            with making_values():
+                assert_same(entry.value, entry.wanted.make((weight.detach(),)))
+            found += not entry.wanted.is_cast
+    assert found == NUM_VALUES[recipe]
+
+
+NUM_VALUES = {"tensorwise": 3, "rowwise": 5, "rowwise-gw-hp": 5}
+"""Two layouts of three weights, but for the first; one scale serves both."""
 
 
 @pytest.mark.parametrize("write", PLAIN)

@@ -92,6 +92,7 @@ def check(
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler}
     # By default, attention's backward is computed in float32 on CPUs without units for bfloat16.
     options |= {"output_dtype": "autocast", "fallback": False, "products": "low"}
+    options["weight_cache"] = "training"
     ours = copy.deepcopy(model)
     compiled = torch.compile(ours, backend="amp_fx", options=options)
     # Dynamo takes another branch of Llama's attention than eager code does.
@@ -162,7 +163,7 @@ def test_weights_and_inputs_of_zeros_and_nans(recipe: str, compiler: str, fill: 
         x[5] = fill
     oracle = converted(model, recipe)
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler}
-    options["output_dtype"] = "autocast"
+    options |= {"output_dtype": "autocast", "weight_cache": "training"}
     y = torch.compile(model, backend="amp_fx", options=options)(x)
     with torch.autocast("cpu", torch.bfloat16):
         expected = oracle(x)

@@ -212,7 +212,8 @@ def _row(answers: Sequence[Mapping[str, Any]], jobs: Sequence[dict[str, Any]]) -
         if "error" in answer:
             failures[name] = answer["error"]
             continue
-        found[name] = totals(answer["first"], answer["refreshed"], device)
+        graphs = [*answer["first"], *answer["computed"]]
+        found[name] = totals(graphs, answer["refreshed"], device)
         if name == AMP_FX:
             found["amp_fx, further"] = totals(answer["further"], [], device)
         if name == FROZEN:

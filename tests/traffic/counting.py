@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from amp_fx.backend.caching import _num_returned
 from amp_fx.explanation.lowered import kernel_of
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
+from amp_fx.weights.split import viewed_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from amp_fx.explanation.records import KernelRecord
 
@@ -26,7 +28,8 @@ class Graph:
     """One graph that inductor got.
 
     Attributes:
-        saved_bytes: Of a backward: of what the forward saves for it and is no input of the program.
+        saved_bytes: Of a forward: what it saves for its backward, but for its inputs, weights and
+            cached values among them.
         wire_bytes: What one rank sends to others.
         kernels: Its kernels, in order.
         sources: Of its generated kernels, by name.
@@ -57,10 +60,9 @@ class Counter:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
-        is_backward = bool(kwargs.get("is_backward"))
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
         sent = sum(each.wire_bytes for each in collectives_in(gm.graph))
-        self.graphs.append(Graph(_saved_bytes(gm) if is_backward else 0, sent))
+        self.graphs.append(Graph(_saved_bytes(gm, kwargs), sent))
         compiled = _real_compile()(gm, example_inputs, **kwargs)
 
         def run(inputs: list[Any]) -> Any:
@@ -141,11 +143,11 @@ class _Unbuilt:
         """Nothing calls it."""
 
 
-def _saved_bytes(gm: fx.GraphModule) -> int:
-    """What a backward gets, but for the gradients and the inputs of the program."""
-    return sum(
-        num_bytes(value)
-        for node in gm.graph.find_nodes(op="placeholder")
-        for value in tensors_in(node.meta.get("val"))
-        if not node.name.startswith(("primals", "tangents"))
-    )
+def _saved_bytes(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:
+    """Returns the bytes that a forward saves for its backward, but for its inputs."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    num_returned = len(outputs) if kwargs.get("is_backward") else _num_returned(gm, kwargs)
+    saved = dict.fromkeys(n for n in outputs[num_returned:] if isinstance(n, fx.Node))
+    made = [node for node in saved if viewed_by(node).op != "placeholder"]
+    return sum(num_bytes(value) for node in made for value in tensors_in(node.meta.get("val")))

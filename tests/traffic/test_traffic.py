@@ -33,15 +33,15 @@ def _unpatched() -> Any:
     """What counting replaces is back afterwards."""
     from torch._inductor import compile_fx, scheduler
 
-    from amp_fx.weights import kept_call, kept_inputs, variants
+    from amp_fx.backend import caching
+    from amp_fx.weights.call import CachedCall
 
     places: list[tuple[Any, str]] = [
         (compile_fx, "compile_fx_inner"),
         (scheduler.Scheduler, "codegen"),
-        (kept_call.KeptCall, "wrap"),
-        (variants.TwoVariants, "__call__"),
-        (variants, "own_tracing"),
-        (kept_inputs, "_is_weight"),
+        (CachedCall, "__call__"),
+        (caching, "compile_packed"),
+        (caching, "constants_for"),
     ]
     before = [getattr(place, name) for place, name in places]
     yield

@@ -12,28 +12,22 @@ import json
 import logging
 import sys
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from amp_fx.weights.kept_float8 import Float8Slot, write_forms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.dtypes import as_dtype
-from amp_fx.replaced import replaced
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES
 from tests.float8.torchao_oracle import converted
+from tests.traffic.cached import FakeCache
 from tests.traffic.counting import Counter
 from tests.traffic.cubins import cubin_failures
-from tests.traffic.frozen import freezing
 from tests.traffic.models import CASES, TINY
 from tests.traffic.pretend import pretend_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from amp_fx.weights.kept_cast import Slot
-    from amp_fx.weights.kept_inputs import KeptInputs
 
     from tests.traffic.counting import Graph
     from tests.traffic.models import Case
@@ -67,13 +61,13 @@ def count(
         trains: Whether there is a backward.
 
     Returns:
-        The graphs of the ``"first"`` call and of ``"further"`` ones, the casts of weights that were
-        ``"refreshed"`` before the first, or what else makes values that are kept, and the graphs
-        by which weights were ``"quantized"`` before the first.
+        The graphs of the ``"first"`` call and of ``"further"`` ones; the casts of weights that were
+        ``"refreshed"`` before the first, with what else is computed op by op; and the graphs that
+        ``"computed"`` the other cached values.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
-    counter, kept = Counter(mode), _Kept()
+    counter, cache = Counter(mode), FakeCache(device)
     steps: list[list[Graph]] = []
     stored = dtype if contender == LIMIT else torch.float32
     with torch.device("meta"):
@@ -87,8 +81,7 @@ def count(
         _ranks(case.num_ranks),
         mode,
         counter.listening(),
-        kept.casting(),
-        _freezing(counter, contender) as made,
+        cache.replacing(),
         torch.set_grad_enabled(trains),
         torch.autograd.set_multithreading_enabled(False),
     ):
@@ -96,6 +89,8 @@ def count(
         if contender in POLICIES:
             given = {"policy": POLICIES[contender], "fallback": False, "products": "low"}
             given["freezing"] = contender == FROZEN
+            # By default, training on the CPU caches nothing, which moves what native moves.
+            given["weight_cache"] = "training"
             options = {"backend": "amp_fx", "options": given}
         compiled = torch.compile(model, **options)
         for _ in range(2):
@@ -105,20 +100,16 @@ def count(
                 out.backward(torch.empty_like(out))
             steps.append(counter.take())
     first, further = steps
-    if contender == FROZEN:
-        if not made:
-            raise RuntimeError("it was not frozen")
-        kept.refreshed = made
     with mode, counter.listening(), torch.no_grad():
-        for quantized in kept.quantized.values():
-            torch._dynamo.reset()
-            compiled = torch.compile(write_forms, backend=counter.inductor, dynamic=False)
-            compiled([*quantized.values()])
+        computed = cache.compiled(counter)
+        refreshed = cache.casts()
+    if contender == FROZEN and not cache.is_packed:
+        raise RuntimeError("no value is a constant of the code")
     return {
-        "quantized": [dataclasses.asdict(graph) for graph in counter.take()],
+        "computed": [dataclasses.asdict(graph) for graph in computed],
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
-        "refreshed": kept.refreshed[0] if kept.refreshed else [],
+        "refreshed": refreshed,
     }
 
 
@@ -141,12 +132,6 @@ def _ranks(num_ranks: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _freezing(
-    counter: Counter, contender: str
-) -> contextlib.AbstractContextManager[list[list[tuple[int, int, int, bool]]]]:
-    return freezing(counter) if contender == FROZEN else contextlib.nullcontext([])
-
-
 def _fake_weights_(model: torch.nn.Module) -> None:
     """Puts fake tensors on the default device in the place of those on ``meta``."""
     for module in model.modules():
@@ -166,69 +151,6 @@ def _inputs(case: Case, dtype: torch.dtype, trains: bool) -> list[torch.Tensor]:
     return [x, torch.empty(case.shape[:-1], dtype=torch.long)]
 
 
-@dataclasses.dataclass
-class _Kept:
-    """Fills kept casts without a cache: fake weights have no storage to watch.
-
-    Attributes:
-        refreshed: For each call, of each weight that was cast before it: the number of elements,
-            the bytes of one before and after, and whether the copy lies as the weight does.
-        quantized: By weight, what ``write_forms`` takes for all its forms in float8.
-    """
-
-    refreshed: list[list[tuple[int, int, int, bool]]] = dataclasses.field(default_factory=list)
-    quantized: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def casting(self) -> Iterator[None]:
-        """Has kept casts made on every call, and takes fake parameters for weights."""
-        from amp_fx.weights import kept_call, kept_inputs, variants
-
-        is_weight = kept_inputs._is_weight
-        cast_once: weakref.WeakSet[Any] = weakref.WeakSet()
-
-        def wrap_casting(this: Any, compiled: Any) -> Any:
-            return lambda *args: compiled(*self._cast(this, args))
-
-        def call_one_of_two(this: Any, *args: Any) -> Any:
-            if this.is_keeping or this in cast_once:
-                return this.keeping.get(args)(*args)
-            cast_once.add(this)
-            casting = this.casting.get(args)
-            return casting.compiled(*self._cast(casting.inputs, args))
-
-        def is_fake_weight(node: Any, example: Any) -> bool:
-            return isinstance(example, torch.nn.Parameter) or is_weight(node, example)
-
-        with replaced(
-            (kept_call.KeptCall, "wrap", wrap_casting),
-            (variants.TwoVariants, "__call__", call_one_of_two),
-            # What is compiled later is compiled for fake tensors, too, which have a mode already.
-            (variants, "own_tracing", contextlib.nullcontext),
-            (kept_inputs, "_is_weight", is_fake_weight),
-        ):
-            yield
-
-    def _cast(self, kept: KeptInputs, args: tuple[Any, ...]) -> list[Any]:
-        """The inputs of a graph, with each of its kept inputs made anew."""
-        lows = [_low(slot, args[slot.source_index].detach()) for slot in kept.slots]
-        made = []
-        for slot, low in zip(kept.slots, lows, strict=True):
-            weight = args[slot.source_index]
-            if isinstance(slot, Float8Slot):
-                self.quantized.setdefault(id(weight), {})[slot.how] = weight.detach(), slot.how, low
-            elif not slot.is_alias:
-                sizes = weight.element_size(), low.element_size()
-                made.append((low.numel(), *sizes, low.stride() == weight.stride()))
-        self.refreshed.append(made)
-        return [*(args[i] for i in kept.passed), *lows]
-
-
-def _low(slot: Slot, weight: torch.Tensor) -> torch.Tensor:
-    """A kept input, in the dtype and the layout that the cache gives it."""
-    return weight if slot.is_alias else slot.make((weight,))
-
-
 def run(given: dict[str, Any]) -> dict[str, Any]:
     """Counts what one job asks for.
 
@@ -243,7 +165,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         case, given["contender"], device=given["device"], dtype=dtype, trains=given["trains"]
     )
     sources: dict[str, str] = {}
-    for graph in [*counted["first"], *counted["further"], *counted["quantized"]]:
+    for graph in [*counted["first"], *counted["further"], *counted["computed"]]:
         sources |= graph.pop("sources", {})
     capabilities = given.get("capabilities", ())
     counted["num_kernels"] = len(sources)

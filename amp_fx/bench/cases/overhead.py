@@ -17,15 +17,18 @@ from amp_fx.bench.compare import Figure, compare
 from amp_fx.bench.contenders import AMP_FX, BY_NAME, LIMIT, UNFROZEN, Workload, compiled
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import MLP
-from amp_fx.weights.engine import engine
-from amp_fx.weights.kept_call import KeptCall
-from amp_fx.weights.kept_cast import Slot
+from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.weights.call import CachedCall
+from amp_fx.weights.engine import is_available
+from amp_fx.weights.split import Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from amp_fx.bench.compare import Comparison, Watch
     from amp_fx.bench.settings import Settings
+    from amp_fx.weights.split import CachedValueSpec
 
 WEIGHTS_PER_LAYER = 2
 """A linear layer's weight and bias."""
@@ -38,7 +41,7 @@ STALE, FRESH, COPYING = "stale", "fresh", "copying"
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     """Times the cache's quick way alone, then whole calls, then a refresh."""
     depth = settings.pick(tiny=2, cpu=150)
-    if engine() is not None:
+    if is_available():
         yield _look(settings, WEIGHTS_PER_LAYER * depth, watch)
     x = torch.randn(1, WIDTH, device=settings.device)
     build = functools.partial(MLP, WIDTH, depth)
@@ -60,10 +63,15 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     name = f"looking at {num_weights} weights that did not change"
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
-    slots = [Slot(index, settings.dtype) for index in range(num_weights)]
-    look = KeptCall(slots, (), owner="bench", verify="sample").wrap(lambda *_: None)
+    call = CachedCall(
+        _casts_of(weights, settings.dtype),
+        (),
+        owner="bench",
+        verify="sample",
+        compiled=lambda _: None,
+    )
     timings = time_in_turns(
-        {"look": lambda: look(*weights)},
+        {"look": lambda: call([*weights])},
         repeats=settings.repeats,
         steps=settings.steps,
         device=settings.device,
@@ -71,12 +79,23 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
     return Figure(name, 1e6 * timings["look"].median, "µs")
 
 
+def _casts_of(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[CachedValueSpec]:
+    """Describes a cast of each weight, as a graph that reads nothing else would."""
+    prepare = Prepare({position: f"weight {position}" for position in range(len(weights))})
+    casts = []
+    for position, weight in enumerate(weights):
+        cast = prepare.graph.call_function(CONVERT, (prepare.weight(position, weight), dtype))
+        VALUE.put(cast, weight.detach().to(dtype))
+        casts.append(cast)
+    return prepare.specs(casts)
+
+
 def _refresh(
     build: Callable[[], nn.Module], x: torch.Tensor, settings: Settings, watch: Watch
 ) -> Figure:
     """What the first call after a step takes beside a call that finds all fresh and the copying.
 
-    With kept casts alone, as training has them; frozen graphs make their values again op by op.
+    The graph takes casts as inputs, as in training; packed values are computed op by op.
     """
     with settings.device:
         model = build().eval()

@@ -1,0 +1,152 @@
+"""Computes cached values of fake weights, which have no storage that could be watched."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.values import tensors_in
+from amp_fx.replaced import replaced
+from amp_fx.weights.call import CachedCall, flattened
+from amp_fx.weights.compiled_prepare import writing
+from amp_fx.weights.split import is_view, run_node
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import fx
+
+    from amp_fx.weights.split import CachedValueSpec
+    from tests.traffic.counting import Counter, Graph
+
+    Weights = tuple[torch.Tensor, ...]
+    Made = tuple[int, int, int, bool]
+
+
+class FakeCache:
+    """Values that graphs are called with, and what computing them moves.
+
+    Each value of the same weights counts once, whichever graphs are called with it.
+
+    Args:
+        device: ``"cpu"``, where values are computed op by op, or ``"cuda"``, where one compiled
+            function computes all values of a weight that are no casts.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._values: dict[Any, tuple[CachedValueSpec, Weights]] = {}
+        self._packed: dict[int, Any] = {}
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a graph has values as constants of its code."""
+        return bool(self._packed)
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Takes fake tensors for weights, and calls graphs with values that are computed anew."""
+        from torch._inductor import config, graph
+
+        from amp_fx.backend import caching
+
+        compile_packed = caching.compile_packed
+
+        def compile_fake(
+            gm: Any, inputs: Any, weights: Any, names: Any, compile_graph: Any, **kwargs: Any
+        ) -> Any:
+            runs = []
+
+            def compile_counted(*args: Any, **given: Any) -> Any:
+                runs.append(compile_graph(*args, **given))
+                return runs[-1].compiled
+
+            found = compile_packed(gm, inputs, weights, names, compile_counted, **kwargs)
+            self._packed[id(found[0])] = found[0], runs[-1]
+            return found
+
+        def call(this: CachedCall, given: list[Any]) -> Any:
+            return self._call(this, given)
+
+        with (
+            # On CPUs without oneDNN's packed weights, whose ops take no fake tensors.
+            config.patch({"cpp.weight_prepack": False}),
+            replaced(
+                (caching, "FakeTensor", _NoTensor),
+                (caching, "constants_for", _fake_constants),
+                (caching, "compile_packed", compile_fake),
+                (CachedCall, "__call__", call),
+                # Fake tensors have no addresses, by which inductor would tell that two are one.
+                (graph, "is_same_tensor", lambda left, right: left is right),
+            ),
+        ):
+            yield
+
+    def _call(self, call: CachedCall, given: list[Any]) -> Any:
+        args = tuple(given)
+        given.clear()
+        inputs = [args[i] for i in call.passed]
+        values = []
+        for spec in call.specs:
+            weights = tuple(args[i].detach() for i in spec.positions)
+            values.append(weights[0] if spec.is_alias else spec.make(weights))
+            if not spec.is_alias:
+                key = tuple(id(args[i]) for i in spec.positions), spec.key(weights)
+                self._values[key] = spec, weights
+        if call._bind is not None:
+            _, run = self._packed[id(call._bind.__self__)]
+            return run(inputs)
+        assert call._compiled is not None
+        return call._compiled([*inputs, *flattened(values)])
+
+    def casts(self) -> list[Made]:
+        """Lists what is computed op by op, each a launch, as ``totals.totals`` takes it."""
+        found: list[Made] = []
+        for spec, weights in self._values.values():
+            if spec.is_cast:
+                (weight,), low = weights, spec.make(weights)
+                sizes = weight.element_size(), low.element_size()
+                found.append((low.numel(), *sizes, low.stride() == weight.stride()))
+            elif self._device == "cpu":
+                found += _ops_of(spec, weights)
+        return found
+
+    def compiled(self, counter: Counter) -> list[Graph]:
+        """Counts the functions that compute the other values."""
+        by_weights: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
+        for (identities, _), (spec, weights) in self._values.items():
+            if not spec.is_cast and self._device != "cpu":
+                _, specs, values = by_weights.setdefault(identities, (weights, [], []))
+                specs.append(spec)
+                values.append(spec.make(weights))
+        for weights, specs, values in by_weights.values():
+            torch._dynamo.reset()
+            targets = [value if isinstance(value, tuple) else (value,) for value in values]
+            write = torch.compile(writing(specs), backend=counter.inductor, dynamic=False)
+            write(weights, targets)
+        return counter.take()
+
+
+def _ops_of(spec: CachedValueSpec, weights: Weights) -> list[Made]:
+    """Lists what each op that computes a value reads and writes; views do neither."""
+    found = []
+    fakes = iter(weights)
+    values: dict[fx.Node, Any] = {}
+    for node in spec.nodes:
+        values[node] = next(fakes) if node.op == "placeholder" else run_node(node, values)
+        if node.op == "call_function" and not is_view(node):
+            inputs = [t for n in node.all_input_nodes for t in tensors_in(values[n])]
+            made = sum(map(num_bytes, tensors_in(values[node])))
+            found.append((1, sum(map(num_bytes, inputs)), made, False))
+    return found
+
+
+class _NoTensor:
+    """A class of which nothing is an instance."""
+
+
+def _fake_constants(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {i: weight.detach() for i, weight in weights.items()}
