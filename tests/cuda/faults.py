@@ -166,9 +166,9 @@ def _backward(change: Callable[[torch.Tensor], Any]) -> Plant:
 def _never_refresh(patch: pytest.MonkeyPatch) -> None:
     original = store.Store.refresh
 
-    def refresh(self: Any, entries: Any, *args: Any) -> bool:
-        is_made = all(entry.value is not None for entry in entries)
-        return True if is_made else original(self, entries, *args)
+    def refresh(self: Any, entries: Any, *args: Any) -> None:
+        if any(entry.value is None for entry in entries):
+            original(self, entries, *args)
 
     patch.setattr(store.Store, "refresh", refresh)
     _never_stale(patch)

@@ -24,7 +24,7 @@ generated.start()
 
 import amp_fx  # noqa: E402
 from amp_fx import weight_cache  # noqa: E402
-from amp_fx.weights import kept_float8, store  # noqa: E402
+from amp_fx.weights import compiled_prepare, store  # noqa: E402
 from tests.float8 import experts  # noqa: E402
 from tests.float8.test_experts import Experts, Torchaos, called  # noqa: E402
 from tests.float8.torchao_oracle import RECIPES, converted  # noqa: E402
@@ -101,13 +101,15 @@ def differing(left: list[Tensor], right: list[Tensor]) -> list[int]:
 def test_bits_of_compiled_torchao(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def counting(quantized: Any) -> None:
-        compiled.append(len(quantized))
-        kept_float8.write_compiled(quantized)
+    write_values = compiled_prepare.write_values
 
-    monkeypatch.setattr(store, "write_compiled", counting)
+    def counting(spec: Any, *args: Any) -> None:
+        compiled.append(len(spec.outputs))
+        write_values(spec, *args)
+
+    monkeypatch.setattr(store, "write_values", counting)
     found = ours(recipe, lambda optimizer: optimizer.step)
-    assert compiled == [4] * UPDATES  # two weights, in two layouts
+    assert sum(compiled) == 8 * UPDATES  # data and factors of two weights, in two layouts
     others = differing(found, torchaos(recipe))
     if recipe == "tensorwise":
         # It saves an input in float8, from the float32 of the kernel in front; torchao's backward

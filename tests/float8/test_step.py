@@ -97,7 +97,7 @@ def test_both_layouts_are_written_with_the_bits_of_a_call(recipe: str) -> None:
             assert entry.is_fresh()
             with making_values():
                 assert_same(entry.value, entry.wanted.make((weight.detach(),)))
-            found += not entry.wanted.is_cast
+            found += not getattr(entry.wanted, "is_cast", False)
     assert found == NUM_VALUES[recipe]
 
 

@@ -12,14 +12,13 @@ from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.call import CachedCall, flattened
 from amp_fx.weights.compiled_prepare import writing
-from amp_fx.weights.split import is_view, run_node
+from amp_fx.weights.split import CachedValueSpec, is_view, run_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import fx
 
-    from amp_fx.weights.split import CachedValueSpec
     from tests.traffic.counting import Counter, Graph
 
     Weights = tuple[torch.Tensor, ...]
@@ -53,7 +52,7 @@ class FakeCache:
 
         from amp_fx.backend import caching
 
-        compile_packed = caching.compile_packed
+        compile_packed: Any = vars(caching)["compile_packed"]
 
         def compile_fake(
             gm: Any, inputs: Any, weights: Any, names: Any, compile_graph: Any, **kwargs: Any
@@ -91,13 +90,15 @@ class FakeCache:
         inputs = [args[i] for i in call.passed]
         values = []
         for spec in call.specs:
+            assert isinstance(spec, CachedValueSpec)
             weights = tuple(args[i].detach() for i in spec.positions)
             values.append(weights[0] if spec.is_alias else spec.make(weights))
             if not spec.is_alias:
                 key = tuple(id(args[i]) for i in spec.positions), spec.key(weights)
                 self._values[key] = spec, weights
-        if call._bind is not None:
-            _, run = self._packed[id(call._bind.__self__)]
+        bind: Any = call._bind
+        if bind is not None:
+            _, run = self._packed[id(bind.__self__)]
             return run(inputs)
         assert call._compiled is not None
         return call._compiled([*inputs, *flattened(values)])

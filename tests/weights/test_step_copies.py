@@ -14,7 +14,6 @@ from torch import nn
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights import step_copies
-from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
 from amp_fx.weights.store import STORE, making_values
 from tests import needs
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+    from amp_fx.weights.split import CachedValueSpec
 
 
 class Step:
