@@ -13,7 +13,7 @@ from amp_fx.passes import fold_casts, insert_casts, restore_outputs
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.policy import preset
 from amp_fx.regions import state
-from amp_fx.weights import kept_call, kept_cast, store
+from amp_fx.weights import call, split, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,16 +153,6 @@ def _policy(ops: dict[str, str]) -> Plant:
 # ------------------------------------------------------------------------------------- kept weights
 
 
-def _backward(change: Callable[[torch.Tensor], Any]) -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, None]:
-            return change(grads[0].to(ctx.weight_dtype)), None
-
-        patch.setattr(kept_cast._KeptCast, "backward", staticmethod(backward))
-
-    return plant
-
-
 def _never_refresh(patch: pytest.MonkeyPatch) -> None:
     original = store.Store.refresh
 
@@ -176,7 +166,7 @@ def _never_refresh(patch: pytest.MonkeyPatch) -> None:
 
 def _never_stale(patch: pytest.MonkeyPatch) -> None:
     """Calls after the first get what the first got."""
-    original = kept_call.KeptCall.prepare
+    original = call.CachedCall.prepare
     made: dict[int, Any] = {}
 
     def enter(self: Any, args: Any) -> Any:
@@ -191,8 +181,8 @@ def _never_stale(patch: pytest.MonkeyPatch) -> None:
         made[id(self)] = run, inputs[len(self.passed) :]
         return run, inputs
 
-    patch.setattr(kept_call.KeptCall, "enter", enter)
-    patch.setattr(kept_call.KeptCall, "prepare", prepare)
+    patch.setattr(call.CachedCall, "enter", enter)
+    patch.setattr(call.CachedCall, "prepare", prepare)
 
 
 def _made(change: Callable[[list[Any], Any], None]) -> Plant:
@@ -237,8 +227,8 @@ def _transpose(values: list[Any], _: Any) -> None:
             value.copy_(value.t().clone())
 
 
-def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_cast.Slot, "key", lambda self, _: (self.is_alias, self.memory_format))
+def _key_without_ops(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(split.CachedValueSpec, "key", lambda self, _: (self.is_alias, len(self.outputs)))
 
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
@@ -292,13 +282,6 @@ FAULTS = {
     "norm low": Fault("layer norm is low", _policy({"layer_norm": "lower_precision_fp"})),
     "cat low": Fault("cat narrows instead of widening", _policy({"cat": "lower_precision_fp"})),
     "pow low": Fault("pow keeps low inputs", _policy({"pow": "lower_precision_fp"})),
-    "backward rounded": Fault(
-        "gradients of weights are rounded once more",
-        _backward(lambda grad: torch.round(grad * 64) / 64),
-        _REGION,
-    ),
-    "backward doubled": Fault("they are doubled", _backward(lambda grad: 2 * grad), _REGION),
-    "backward dropped": Fault("they are zero", _backward(torch.zeros_like), _REGION),
     "never refreshed": Fault("copies stay what they were first", _never_refresh),
     "never stale": Fault("no call looks whether a weight was written", _never_stale),
     "truncated copies": Fault("copies are cut off, not rounded", _made(_truncate)),
@@ -306,5 +289,5 @@ FAULTS = {
     "copy forgotten": Fault("the last copy is zeros", _made(_leave_last)),
     "copies transposed": Fault("square copies lie the other way", _made(_transpose)),
     "only one refreshed": Fault("the first of several stale copies", _only_first_refresh),
-    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_dtype),
+    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_ops),
 }
