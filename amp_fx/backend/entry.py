@@ -8,7 +8,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
-from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
@@ -18,7 +17,7 @@ from amp_fx.backend.inner import compile_inner, inductor_config, uses_inductor
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite, trained_weights
 from amp_fx.backend.transforms import compile_after_transforms
-from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs
+from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.values import plain_inputs, value_of
 from amp_fx.options import Options
@@ -93,7 +92,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
             compiled = _compile_kept(found, example_inputs, parsed)
     if attributes:
         compiled = _called_with(attributes, compiled)
-    if found.cast.graph.find_nodes(op="call_function", target=_enter_autocast):
+    if enters_regions(found.cast):
         compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
@@ -107,7 +106,7 @@ restore_regions()
 def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:
     """Compiles a rewritten graph so that it can be saved, with casts of weights kept."""
     gm = found.variant(found.weights)
-    has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
+    has_regions = enters_regions(gm)
     options = dataclasses.replace(options, fallback=False)
     with no_autocast(), in_cache_keys(found.passes):
         kept, inputs = kept_inputs(gm, example_inputs, verify=options.verify, root=found.root)

@@ -49,6 +49,7 @@ from amp_fx.policies import float8 as policies_float8
 from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
+from amp_fx.regions.state import left_on_error
 from amp_fx.stats import record
 from amp_fx.tables import float8 as tables_float8
 from amp_fx.weights.kept_cast import taken_outside
@@ -316,10 +317,12 @@ def through_inductor(
 
     settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(left_on_error())  # tracing runs the graph
         # Inductor's own freezing would take kept copies for constant, and weights.
         stack.enter_context(config.patch(freezing=False))
-        for manager in (_region_markers_cacheable(gm), repaired(), _in_keys(options)):
-            stack.enter_context(manager)
+        stack.enter_context(_region_markers_cacheable(gm))
+        stack.enter_context(repaired())
+        stack.enter_context(_in_keys(options))
         stack.enter_context(settled(settings))
         return compile_fx(  # type: ignore[return-value]
             gm,
@@ -434,10 +437,9 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
-    if not is_distributed():
-        return aot_eager(gm, list(example_inputs))
-    compiler = _narrowing(boxed_nop, options)
-    return aot_eager(gm, list(example_inputs), fw_compiler=compiler, bw_compiler=compiler)
+    compiler = _narrowing(boxed_nop, options) if is_distributed() else boxed_nop
+    with left_on_error():  # tracing runs the graph
+        return aot_eager(gm, list(example_inputs), fw_compiler=compiler, bw_compiler=compiler)
 
 
 def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:
