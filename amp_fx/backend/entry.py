@@ -8,7 +8,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
-from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
@@ -18,7 +17,7 @@ from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.backend.transforms import compile_after_transforms
-from amp_fx.graphs.bodies import copy_graph_module, with_attributes_as_inputs
+from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
 from amp_fx.progress import working
@@ -85,7 +84,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
         compiled = _compile(gm, found, example_inputs, parsed)
     if attributes:
         compiled = _called_with(attributes, compiled)
-    if _has_regions(found):
+    if enters_regions(found.gm):
         compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the casts are in the graph already
@@ -96,17 +95,14 @@ compile_after_transforms(amp_fx)
 restore_regions()
 
 
-def _has_regions(found: Rewritten) -> bool:
-    return bool(found.gm.graph.find_nodes(op="call_function", target=_enter_autocast))
-
-
 def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:
     """Compiles a rewritten graph so that it can be saved; it casts weights in every call."""
+    has_regions = enters_regions(found.gm)
     options = dataclasses.replace(options, fallback=False)
     with no_autocast(), in_cache_keys(found.passes):
         compiled = compile_inner(found.gm, example_inputs, options)
     is_off = bool(AutocastState.ambient().enabled)
-    return as_saved(compiled, is_off=is_off, has_regions=_has_regions(found))
+    return as_saved(compiled, is_off=is_off, has_regions=has_regions)
 
 
 def _compile(

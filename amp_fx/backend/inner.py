@@ -49,6 +49,7 @@ from amp_fx.policies import float8 as policies_float8
 from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
+from amp_fx.regions.state import left_on_error
 from amp_fx.stats import record
 from amp_fx.tables import float8 as tables_float8
 from amp_fx.weights.spread import is_distributed
@@ -317,6 +318,7 @@ def through_inductor(
 
     settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(left_on_error())  # tracing runs the graph
         # Inductor's own freezing would take kept copies for constant, and weights.
         stack.enter_context(config.patch(freezing=False))
         for manager in (_region_markers_cacheable(gm), repaired(), _in_keys(options)):
@@ -451,7 +453,8 @@ def _aot_eager(
         partition_fn=min_cut_rematerialization_partition if cache is None else cache.partition,
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, list(example_inputs))
+    with left_on_error():  # tracing runs the graph
+        return compiler(gm, list(example_inputs))
 
 
 def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
     """A graph and the graphs of bodies inside it."""
     return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+
+
+def enters_regions(gm: fx.GraphModule) -> bool:
+    """Returns True if a graph, or a body inside it, enters an autocast region when it runs."""
+    return any(g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs_in(gm))
 
 
 _hop = torch.ops.higher_order

@@ -190,12 +190,11 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def _enter(region: object, parts: list[torch.autocast]) -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    for part in parts:
-        stack.enter_context(part)
-    _active.regions.append((region, stack))
-    return stack
+def _enter(region: object, parts: list[torch.autocast]) -> None:
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part)
+        _active.regions.append((region, stack.pop_all()))
 
 
 def _leave(region: object) -> None:

@@ -172,13 +172,15 @@ class AutocastState:
 
         Unlike ``torch.autocast`` this works for a device that the machine lacks, so that
         fake tensors of any device can be run under it. It keeps the cast cache off:
-        casts of fake tensors must not end up in it.
+        casts of fake tensors must not end up in it. It leaves the regions that an exception
+        inside it has kept code from leaving.
         """
-        before = AutocastState.ambient()
+        before, depth = AutocastState.ambient(), _nesting()
         try:
             _set_flags(dataclasses.replace(self, cache_enabled=False))
             yield
         finally:
+            _leave_down_to(depth)
             _set_flags(before)
 
 
@@ -206,17 +208,25 @@ def left_on_error() -> Iterator[None]:
     """Leaves the regions that an exception has kept the markers of a graph from leaving.
 
     Else the thread stays inside of a region, and casts of weights in autocast's cache for good.
+    Graphs are run when they are called, and also when they are traced.
     """
     before, depth = AutocastState.ambient(), _nesting()
     try:
         yield
     except BaseException:
-        while _nesting() > depth:
-            torch.autocast_decrement_nesting()
-        if not depth:
-            torch.clear_autocast_cache()
+        _leave_down_to(depth)
         _set_flags(before)
         raise
+
+
+def _leave_down_to(depth: int) -> None:
+    """Leaves the innermost regions of the thread until ``depth`` are left."""
+    if _nesting() <= depth:
+        return
+    while _nesting() > depth:
+        torch.autocast_decrement_nesting()
+    if not depth:
+        torch.clear_autocast_cache()
 
 
 def nesting() -> int:
