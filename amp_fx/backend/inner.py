@@ -321,8 +321,9 @@ def through_inductor(
         stack.enter_context(left_on_error())  # tracing runs the graph
         # Inductor's own freezing would take kept copies for constant, and weights.
         stack.enter_context(config.patch(freezing=False))
-        for manager in (_region_markers_cacheable(gm), repaired(), _in_keys(options)):
-            stack.enter_context(manager)
+        stack.enter_context(_region_markers_cacheable(gm))
+        stack.enter_context(repaired())
+        stack.enter_context(_in_keys(options))
         stack.enter_context(settled(settings))
         return compile_fx(  # type: ignore[return-value]
             gm,
