@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.regions.state import AutocastState, in_disabled_region, nesting
-from amp_fx.weights import variants
 from tests.needs import CPP_COMPILER
 from tests.programs import Run, assert_same_bits, compiled, run_program
 
@@ -65,7 +64,6 @@ def thread_state() -> dict[str, Any]:
             TracingContext.try_get(),
             torch.compiler.is_compiling(),
             torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
-            list(variants._tracing_threads),
             hooks_are_tracing,
         ),
         "configs": [config.get_config_copy() for config in configs],

@@ -7,7 +7,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
@@ -116,8 +116,8 @@ def _compile(
         ours = copy_graph_module(found.gm)  # inner compilers edit the graph they get
         try:
             return compile_inner(found.gm, example_inputs, options, cache)
-        except (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback):
-            raise  # Dynamo tries again, or breaks the graph at the op
+        except (RestartAnalysis, SkipFrame):
+            raise  # Dynamo's own way of asking for another try
         except Exception as error:
             log.debug("falling back", exc_info=True)
             warn_eager(error, options.compiler, ours.graph)
