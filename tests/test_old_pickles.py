@@ -56,6 +56,20 @@ SCALER = (
     "cSApUnEhWA0AAABfaGlzdG9yeV9zaXplcSJLZFgTAAAAX2lzX3VwZGF0ZWRfYnlfc3RlcHEjiXViLg=="
 )
 """Of scale 8, hysteresis 3 and ceiling 16, that grows at each update, after two overflows."""
+LATER_SCALER = (
+    "gAJjYW1wX2Z4LmdyYWRfc2NhbGVyLnNjYWxlcgpHcmFkU2NhbGVyCnEAKYFxAX1xAihYBwAAAF9kZXZpY2VxA1gDAAAA"
+    "Y3B1cQRYCAAAAF9lbmFibGVkcQWIWAsAAABfaW5pdF9zY2FsZXEGR0AgAAAAAAAAWAYAAABfc2NhbGVxB05YDgAAAF9n"
+    "cm93dGhfZmFjdG9ycQhHQAAAAAAAAABYDwAAAF9iYWNrb2ZmX2ZhY3RvcnEJRz/gAAAAAAAAWBAAAABfZ3Jvd3RoX2lu"
+    "dGVydmFscQpLAVgUAAAAX2luaXRfZ3Jvd3RoX3RyYWNrZXJxC0sAWA8AAABfZ3Jvd3RoX3RyYWNrZXJxDE5YFQAAAF9w"
+    "ZXJfb3B0aW1pemVyX3N0YXRlc3ENY2NvbGxlY3Rpb25zCmRlZmF1bHRkaWN0CnEOY3RvcmNoLmFtcC5ncmFkX3NjYWxl"
+    "cgpfcmVmcmVzaF9wZXJfb3B0aW1pemVyX3N0YXRlCnEPhXEQUnERWAsAAABfYWxsb3dfZnAxNnESiFgHAAAAX2xpbWl0"
+    "c3ETY2FtcF9meC5ncmFkX3NjYWxlci5sb3NzX3NjYWxlCkxpbWl0cwpxFCmBcRV9cRYoWAkAAABtaW5fc2NhbGVxF0dA"
+    "AAAAAAAAAFgJAAAAbWF4X3NjYWxlcRhHQDAAAAAAAABYCgAAAGh5c3RlcmVzaXNxGUsDWAUAAABmbG9vcnEaR0AAAAAA"
+    "AAAAWAcAAABjZWlsaW5ncRtHQDAAAAAAAAB1YlgOAAAAX251bV9vdmVyZmxvd3NxHEsCWAwAAABfb25fY29sbGFwc2Vx"
+    "HVgEAAAAd2FybnEeWAoAAABfYWdyZWVtZW50cR9jYW1wX2Z4LmdyYWRfc2NhbGVyLnByb2Nlc3NlcwpBZ3JlZW1lbnQK"
+    "cSApUnEhWA0AAABfaGlzdG9yeV9zaXplcSJLZFgTAAAAX2lzX3VwZGF0ZWRfYnlfc3RlcHEjiXViLg=="
+)
+"""The same from version 0.2.0."""
 
 
 def policy() -> Policy:
@@ -95,9 +109,11 @@ def test_a_compiled_module_of_old_loads() -> None:
     assert pickle.loads(old)(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
-def test_a_scaler_of_old_goes_on() -> None:
+@pytest.mark.parametrize("text", [SCALER, LATER_SCALER], ids=["0.1.0", "0.2.0"])
+def test_a_scaler_of_old_goes_on(text: str) -> None:
     """Limits and agreement by the names that their modules had, and the row of overflows."""
-    scaler = pickle.loads(base64.b64decode(SCALER))
+    scaler = pickle.loads(base64.b64decode(text))
+    scaler = pickle.loads(pickle.dumps(scaler))
     assert scaler.get_scale() == 8.0
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([param], lr=0.1)

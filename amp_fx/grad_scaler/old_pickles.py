@@ -16,7 +16,7 @@ class Agreement:
 
 def upgrade(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of a pickled scaler with the attributes that this version has."""
-    if "_limits" not in state:
+    if state.get("_limits") is None:
         return state
     # The oldest pickles have underscores here, and the count among the limits.
     limits = {name.lstrip("_"): value for name, value in vars(state["_limits"]).items()}
