@@ -24,6 +24,10 @@ _RESULTS: Mapping[str, Mapping[str, str]] = {
     # the CPU kernels emulate the scaled product: matmul, then the dtype asked for
     "aten::_scaled_mm": {_ANY: KNOWN},
     "aten::_scaled_mm_v2": {_ANY: KNOWN},
+    # matmul inside, whose result is in its result
+    "aten::_euclidean_dist": {_ANY: LOW},
+    # torch.nn.functional.affine_grid: a bmm is its result
+    "aten::affine_grid_generator": {_ANY: LOW},
     # torch.linalg.pinv: the product of U, 1/S and V is its result
     "aten::linalg_pinv.atol_rtol_tensor": {_ANY: LOW},
     # torch.linalg.polar, since torch 2.15: products of an SVD's factors, in the input's dtype

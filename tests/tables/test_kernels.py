@@ -40,10 +40,18 @@ def encoder_layer(x: torch.Tensor) -> Any:
     return layer(x[None])
 
 
+def affine_grid(x: torch.Tensor) -> Any:
+    return torch.nn.functional.affine_grid(
+        x[:, :6].reshape(16, 2, 3), [16, 1, 4, 4], align_corners=False
+    )
+
+
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "aten::_trilinear": trilinear,
     "aten::_scaled_mm": scaled_mm,
     "aten::_scaled_mm_v2": scaled_mm_v2,
+    "aten::_euclidean_dist": lambda x: torch._euclidean_dist(x, x.flip(0)),
+    "aten::affine_grid_generator": affine_grid,
     "aten::linalg_pinv.atol_rtol_tensor": torch.linalg.pinv,
     "aten::linalg_polar": lambda x: torch.linalg.polar(x)[0],  # type: ignore[attr-defined]
     "aten::_transformer_encoder_layer_fwd": encoder_layer,
