@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
 from amp_fx.backend.pipeline import default_passes, run_passes
@@ -73,6 +75,13 @@ def capture_program(program: Program, *args: torch.Tensor) -> Captured:
     [(gm, inputs)] = found
     positions = {id(arg): i for i, arg in enumerate(args)}
     return Captured(gm, tuple(positions[id(value)] for value in inputs))
+
+
+def symbolic(*sizes: int) -> torch.Tensor:
+    """A fake tensor, all of whose sizes are symbolic."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(sizes))
+    return mode.from_tensor(torch.ones(sizes), symbolic_context=dynamic)
 
 
 def graph_text(gm: fx.GraphModule) -> str:

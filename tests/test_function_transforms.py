@@ -37,6 +37,10 @@ def running_sum(layer: nn.Module, x: torch.Tensor) -> object:
     return scan(step, x[0], x)
 
 
+def classes(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.arange(x.shape[1]), x.shape[2])
+
+
 PROGRAMS: dict[str, Program] = {
     "vmap": lambda f, x: torch.vmap(f)(x),
     "vmap of vmap": lambda f, x: torch.vmap(torch.vmap(f))(x),
@@ -49,6 +53,7 @@ PROGRAMS: dict[str, Program] = {
     "jacrev": lambda f, x: torch.func.jacrev(f)(x[0, 0]),
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x[0, 0]),
     "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).pow(3).sum())(x[0, 0]),
+    "grad with one_hot": lambda f, x: torch.func.grad(lambda y: (f(y) * classes(x)).sum())(x),
     "functional_call": lambda f, x: torch.func.functional_call(f, dict(f.named_parameters()), (x,)),
     "functionalize": lambda f, x: torch.func.functionalize(lambda y: f(y).add_(1))(x),
     "cond": lambda f, x: torch.cond(x.sum() > 0, f, lambda y: f(y) * 2, (x,)),

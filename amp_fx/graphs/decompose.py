@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import BannedOpError, PolicyError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
+from amp_fx.graphs.traffic import hint
 from amp_fx.graphs.values import (
     analysis,
     call_target,
@@ -97,11 +100,14 @@ class Site:
         is_grad_enabled: Whether gradients are recorded.
         is_bare: Whether the program has no region on here: what autocasts is the one that a
             graph in the bare way is, which Dynamo knew nothing of when it captured.
+        is_branch: Whether this is a branch of ``cond``, which traces its own backward with the
+            autocast cache off: each use of a weight there has a cast of its own.
     """
 
     state: AutocastState
     is_grad_enabled: bool
     is_bare: bool = False
+    is_branch: bool = False
 
     def without_cast_cache(self) -> Site:
         """The same place where eager autocast shares no casts."""
@@ -161,7 +167,25 @@ class Decomposer:
         stack: ModuleStack,
     ) -> Decomposed:
         self.num_traced += 1
-        table = _PolicyTable(resolver, site.state, stack)
+        values = [value_of(n) for n in inputs]
+        try:
+            return self._trace_on(values, node, site, _PolicyTable(resolver, site.state, stack))
+        except NotPlainError:
+            # C++ kernels of some composite ops (``upsample_*.vec``) take no symbolic sizes. A trace
+            # on the sizes of the call at hand tells whether they call an op with a policy.
+            hinted = [_with_hints(value) for value in values]
+            if all(map(operator.is_, values, hinted)):
+                raise
+            table = _PolicyTable(resolver, site.state, stack)
+            decomposed = self._trace_on(hinted, node, site, table)
+            if decomposed.graph is not None:
+                raise
+            return decomposed
+
+    def _trace_on(
+        self, values: list[Any], node: fx.Node, site: Site, table: _PolicyTable
+    ) -> Decomposed:
+        inputs = node.all_input_nodes
 
         def call(*values: Any) -> Any:
             env = dict(zip(inputs, values, strict=True))
@@ -169,12 +193,26 @@ class Decomposer:
             return call_target(node, args, kwargs)
 
         with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
-            graph = trace_pre_dispatch(call, [value_of(n) for n in inputs], table)
+            graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
             return Decomposed(None, tuple(table.decisions))
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
         return Decomposed(graph, tuple(table.decisions))
+
+
+def _with_hints(value: Any) -> Any:
+    """Returns a value with symbolic sizes and strides replaced by those of the call at hand.
+
+    Anything else, tensor subclasses included, is returned as it is.
+    """
+    is_plain = isinstance(value, FakeTensor) and value.layout is torch.strided
+    if not is_plain or not free_symbols(value):
+        return hint(value)
+    sizes, strides = ([hint(n) for n in each] for each in (value.size(), value.stride()))
+    with value.fake_mode:
+        hinted = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    return hinted.requires_grad_(value.requires_grad)
 
 
 class _PolicyTable:

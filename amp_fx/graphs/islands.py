@@ -15,7 +15,7 @@ from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
     argument_values,
-    call_target,
+    call_on_fakes,
     captured_value,
     set_value,
     tensors_in,
@@ -71,7 +71,7 @@ def evaluate_island(
         set_value(node, captured)
         return
     with native_autocast(node, fake_mode):
-        set_value(node, adopt_captured(captured, call_target(node, args, kwargs)))
+        set_value(node, adopt_captured(captured, call_on_fakes(node, args, kwargs)))
 
 
 def evaluate_together(
@@ -87,7 +87,7 @@ def evaluate_together(
         for node in nodes:
             given = node.args, node.kwargs
             args, kwargs = map_arg(given, lambda n: values.get(n, value_of(n)))
-            values[node] = call_target(node, args, kwargs)
+            values[node] = call_on_fakes(node, args, kwargs)
     inside = set(nodes)
     for node in nodes:
         is_result = not set(node.users) <= inside
@@ -116,14 +116,18 @@ def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator
 
 @contextlib.contextmanager
 def functorch_levels_restored() -> Iterator[None]:
-    """Pops torch.func levels that an exception left behind.
+    """Pops torch.func levels that an exception left behind, and allows saved tensor hooks again.
 
-    Relies on ``torch._C._functorch`` keeping its levels on a stack.
+    Relies on ``torch._C._functorch`` keeping its levels on a stack, and on transforms using
+    ``torch._C._autograd._saved_tensors_hooks_disable``.
     """
-    stack = torch._C._functorch
+    stack, hooks = torch._C._functorch, torch._C._autograd
     depth = len(stack.get_interpreter_stack() or ())
+    is_forbidden = hooks._saved_tensors_hooks_get_disabled_error_message() is not None
     try:
         yield
     finally:
+        if not is_forbidden:
+            hooks._saved_tensors_hooks_enable()
         while len(stack.get_interpreter_stack() or ()) > depth:
             stack.pop_dynamic_layer_stack()

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate, map_arg
@@ -107,6 +108,22 @@ def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def call_on_fakes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls what a node calls, on fake tensors.
+
+    The Python dispatcher, under which torch traces, is used where the call fails without it: some
+    C++ kernels take no symbolic sizes (``upsample_*.vec``), others read numbers (``one_hot`` in
+    ``torch.func.grad``). It is not used elsewhere, because its decompositions are not what eager
+    code runs: ``dropout`` copies its input where eager code returns the input itself.
+    """
+    try:
+        return call_target(node, args, kwargs)
+    except Exception:
+        with contextlib.suppress(Exception), enable_python_dispatcher():
+            return call_target(node, args, kwargs)
+        raise
 
 
 def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
@@ -239,7 +256,7 @@ def is_written(placeholder: fx.Node) -> bool:
 def evaluate(node: fx.Node) -> Any:
     """The value of one call node from the values of its arguments, inside ``analysis``."""
     args, kwargs = argument_values(node)
-    return adopt_captured(captured_value(node), call_target(node, args, kwargs))
+    return adopt_captured(captured_value(node), call_on_fakes(node, args, kwargs))
 
 
 def adopt_captured(captured: Any, value: Any) -> Any:

@@ -483,3 +483,21 @@ def test_wrong_arguments(call: Callable[..., Any], message: str) -> None:
 def test_what_is_no_module() -> None:
     with pytest.raises(CompileTargetError, match=r"a torch\.nn\.Module or an exported program"):
         amp_fx.export(torch.relu, (torch.randn(3),))  # type: ignore[arg-type]
+
+
+def test_sizes_of_interpolation_that_are_dynamic() -> None:
+    class Resize(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            size = (x.shape[2] * 2, x.shape[3] * 2)
+            result: Tensor = self.conv(nn.functional.interpolate(x, size, mode="bilinear"))
+            return result
+
+    model = Resize().eval()
+    sizes = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
+    program = amp_fx.export(model, (torch.randn(1, 3, 8, 9),), dynamic_shapes={"x": sizes})
+    x = torch.randn(1, 3, 6, 7)
+    assert torch.equal(program.module()(x), eager(model, x).float())

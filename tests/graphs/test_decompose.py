@@ -12,7 +12,7 @@ from amp_fx.graphs.decompose import Decomposer, NotPlainError
 from amp_fx.graphs.values import remember_captured, set_value
 from amp_fx.regions.kernels import has_autocast_kernel
 from amp_fx.tables.cast_policy import CastPolicy
-from tests.programs import site
+from tests.programs import site, symbolic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,3 +158,22 @@ def test_library_with_its_own_kernel_is_left_whole(decomposer: Decomposer) -> No
         node = node_of(torch.ops.amp_fx_tests.own.default, ones(2))
         with pytest.raises(NotPlainError, match="brings its own autocast kernel"):
             decomposer.open(node, site())
+
+
+def interpolate(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.interpolate(x, size=(x.shape[2] * 2, 5), mode="bilinear")
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_composite_op_whose_kernel_takes_no_symbolic_sizes(policy: Policy, is_listed: bool) -> None:
+    """It stays as it is if nothing in it has a policy, and is opaque otherwise."""
+    x = symbolic(1, 3, 8, 9)
+    node = node_of(interpolate, x)
+    low = {"aten::upsample_bilinear2d": CastPolicy.LOWER_PRECISION_FP}
+    chosen = policy.with_device("cpu", low) if is_listed else policy
+    decomposer = Decomposer(chosen, x.fake_mode)  # type: ignore[attr-defined]
+    if is_listed:
+        with pytest.raises(NotPlainError, match="concrete integers"):
+            decomposer.open(node, site())
+    else:
+        assert decomposer.open(node, site())[0].graph is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +20,7 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from tests.programs import capture_program
+from tests.programs import capture_program, symbolic
 
 
 def test_evaluation_is_under_the_fake_mode_with_autocast_off(rng: torch.Generator) -> None:
@@ -93,3 +94,42 @@ def test_dtypes_differ_at_any_place() -> None:
 def test_tensors_in_nested_arguments_in_order() -> None:
     first, second = torch.ones(1), torch.ones(2)
     assert tensors_in([first, 1], {"a": (second, None)}) == [first, second]
+
+
+def node_of(target: object, *args: object, value: torch.Tensor, **kwargs: object) -> fx.Node:
+    """A call of a function on one tensor and constants."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    set_value(x, value)
+    return graph.call_function(target, (x, *args), kwargs)  # type: ignore[arg-type]
+
+
+def test_kernels_that_take_no_symbolic_sizes_are_evaluated() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        size = (x.shape[2] * 2, x.shape[3] * 2)
+        return torch.nn.functional.interpolate(x, size, mode="bilinear")
+
+    value = symbolic(1, 3, 8, 9)
+    with analysis(value.fake_mode, is_grad_enabled=True):  # type: ignore[attr-defined]
+        result = evaluate(node_of(double, value=value))
+    assert result.shape[2:] == (value.shape[2] * 2, value.shape[3] * 2)
+
+
+def test_what_an_op_gives_is_what_eager_code_gives() -> None:
+    """The Python dispatcher's ``dropout`` returns a copy."""
+    value = symbolic(4, 4)
+    node = node_of(torch.nn.functional.dropout, 0.5, training=False, value=value)
+    with analysis(value.fake_mode, is_grad_enabled=True):  # type: ignore[attr-defined]
+        assert evaluate(node) is value
+
+
+def test_the_error_of_an_op_is_the_first_one() -> None:
+    def fail(_: torch.Tensor) -> None:
+        errors.append(RuntimeError(f"call {len(errors)}"))
+        raise errors[-1]
+
+    errors: list[RuntimeError] = []
+    value = symbolic(4)
+    with analysis(value.fake_mode, is_grad_enabled=True), pytest.raises(RuntimeError, match="0"):  # type: ignore[attr-defined]
+        evaluate(node_of(fail, value=value))
+    assert len(errors) == 2
