@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.node import map_arg
 
 from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.graphs.metadata import ISLAND, SITE, VALUE
 from amp_fx.graphs.values import (
+    adopt_captured,
     analysis,
     argument_values,
-    call_target,
+    call_on_fakes,
+    captured_value,
     detect_fake_mode,
     tensors_in,
     value_of,
@@ -67,12 +70,18 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
     except Exception as error:
         raise GraphInvariantError(f"after {pass_name}: the graph does not lint: {error}") from error
     fake_mode = detect_fake_mode(gm.graph)
+    fresh: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
         _check_cast(node, pass_name)
         if node.op in _CALLS and _can_evaluate(node):
-            args, kwargs = argument_values(node)
+            given = map_arg(
+                (node.args, node.kwargs), lambda n: fresh[n] if n in fresh else value_of(n)
+            )
             with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
-                _check_value(node, call_target(node, args, kwargs), pass_name)
+                fresh[node] = adopt_captured(captured_value(node), call_on_fakes(node, *given))
+    # Ops such as ``unsqueeze_`` change the shape of what an earlier node gave, recorded or fresh.
+    for node, value in fresh.items():
+        _check_value(node, value, pass_name)
 
 
 def _can_evaluate(node: fx.Node) -> bool:

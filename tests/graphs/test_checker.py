@@ -71,3 +71,28 @@ def test_cast_of_a_cast(rewritten: Captured) -> None:
     outer.meta["site"] = inner.meta["site"]
     set_value(outer, inner.meta["val"].half())
     fails(rewritten, "itself a cast")
+
+
+def test_value_whose_shape_a_later_op_changes(
+    capture: Callable[..., Captured], policy: Policy
+) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        z = y @ y
+        y.unsqueeze_(0).transpose_(1, 2)
+        return y @ z
+
+    captured = capture(program, torch.randn(4, 4))
+    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=True)
+    node = captured.node("matmul")
+    set_value(node, node.meta["val"].flatten())
+    fails(captured, "produces")
+
+
+def test_checking_writes_to_no_value(capture: Callable[..., Captured], policy: Policy) -> None:
+    captured = capture(lambda x: x.clone().add_(1) @ x, torch.randn(4, 4))
+    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=False)
+    value = captured.node("clone").meta["val"]
+    before = value._version
+    check_graph(captured.gm, "a_pass")
+    assert value._version == before
