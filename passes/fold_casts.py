@@ -13,8 +13,8 @@ After:
 Two uses of one cast add their gradients in the low dtype, two casts of one value add them
 in the value's own: sharing sets gradient bits. So where gradients flow, exactly the casts
 are shared that eager autocast caches (``at::autocast::cached_cast``: a float32 leaf that
-requires grad and is no view, to the region's dtype, unless ``cache_enabled=False``), and
-elsewhere all of them. Left alone on purpose: casts that the user wrote, and other
+requires grad and is no view, to the region's dtype, unless ``cache_enabled=False`` or in a branch
+of ``cond``), and elsewhere all of them. Left alone on purpose: casts that the user wrote, and other
 duplicates under gradients, which AOTAutograd merges after differentiation.
 """
 
@@ -89,9 +89,9 @@ def is_cached_by_eager(node: fx.Node) -> bool:
     source: torch.Tensor = value_of(node.all_input_nodes[0])
     if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
         return False
-    state, device_type = SITE.of(node).state, source.device.type
-    is_low = dict(state.low_dtypes).get(device_type) == value_of(node).dtype
-    return is_low and bool(state.cache_enabled)
+    site, device_type = SITE.of(node), source.device.type
+    is_low = dict(site.state.low_dtypes).get(device_type) == value_of(node).dtype
+    return is_low and bool(site.state.cache_enabled) and not site.is_branch
 
 
 def has_gradient(node: fx.Node) -> bool:

@@ -16,7 +16,8 @@ alike, which sets gradient bits, and a weight can be kept for the one as for the
 there, the passes that share and keep casts find it. A reentrant checkpoint differentiates its
 own recomputation, for which the cache is empty again: its cast is shared with nothing outside.
 Left alone on purpose: casts of
-anything else, whose memory the checkpoint saves, and of weights that the graph writes.
+anything else, whose memory the checkpoint saves; of weights that the graph writes; and several
+casts of one weight in a body where eager autocast does not share them.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> 
         if getattr(n, "op", None) == "placeholder" and not is_written(n)
     }
     for index, body in enumerate(bodies):
-        for cast in [n for n in body.graph.nodes if _can_hoist(n, kept)]:
-            key = id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
-            if key[0] not in sources:
+        casts = [node for node in body.graph.nodes if _can_hoist(node, kept)]
+        num_casts = Counter(map(_key, casts))
+        for cast in casts:
+            key = _key(cast)
+            if key[0] not in sources or (num_casts[key] > 1 and not _is_shared(cast)):
                 continue
             if key not in added:
                 outside = _cast_outside(node, sources[key[0]], cast)
@@ -114,6 +117,15 @@ def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
         return False
     is_cached = has_gradient(node) and is_cached_by_eager(node)
     return is_cached or id(value_of(node.all_input_nodes[0])) in kept
+
+
+def _key(cast: fx.Node) -> tuple[int, torch.dtype]:
+    return id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
+
+
+def _is_shared(cast: fx.Node) -> bool:
+    """Returns True if a body's equal casts may be one; else their gradients add up in float32."""
+    return not has_gradient(cast) or is_cached_by_eager(cast)
 
 
 def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:

@@ -49,6 +49,7 @@ from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, reco
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
+    call_target,
     captured_value,
     detect_fake_mode,
     dtypes_differ,
@@ -175,7 +176,7 @@ class _Rewriter:
         captured = captured_value(node)
         args, kwargs = argument_values(node)
         if not tensors_in(args, kwargs):
-            set_value(node, captured)
+            set_value(node, call_target(node, args, kwargs) if _is_dataclass(node) else captured)
             return
         if self.guards_range:
             self._guard_range(node)
@@ -194,6 +195,11 @@ class _Rewriter:
                 set_value(node, captured)
             else:
                 raise
+        if is_changed and _constructs_subclass(node):
+            value = value_of(node)
+            if not dtypes_differ(captured, value):  # a constant argument says which dtype it has
+                self._restore_inputs(node)
+                self._evaluate(node)
 
     def _restore_inputs(self, node: fx.Node) -> None:
         """Casts inputs back to the dtypes that were captured: some ops take no mixture."""
@@ -232,7 +238,14 @@ class _Rewriter:
             return
         if is_bare_function(node):
             self._restore_inputs(node)
-        evaluate_island(node, self.fake_mode, self.decomposer.frame)
+        try:
+            evaluate_island(node, self.fake_mode, self.decomposer.frame)
+        except Exception:
+            if not _inputs_changed(node):
+                raise
+            # Bodies may name dtypes as captured, which loops compare to those of what they carry.
+            self._restore_inputs(node)
+            evaluate_island(node, self.fake_mode, self.decomposer.frame)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
@@ -250,8 +263,11 @@ class _Rewriter:
         if any(len(body_node.users) > 1 for body_node in body_nodes(node)):
             return False
         values = list(values_in(operands_of(node)))
+        site = SITE.of(node)
+        if node.target is torch.ops.higher_order.cond:
+            site = dataclasses.replace(site, is_branch=True)
         bodies = bodies_of(self.gm, node)
-        results = [self._rewrite_body(body, values, SITE.of(node)) for body in bodies]
+        results = [self._rewrite_body(body, values, site) for body in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
         set_value(node, results[0])
@@ -296,6 +312,19 @@ def _may_need_casts(node: fx.Node) -> bool:
 
 def _is_in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
+
+
+def _is_dataclass(node: fx.Node) -> bool:
+    """Returns True if a node constructs a dataclass, for which capture records no value.
+
+    Relies on ``torch.fx.proxy.TracerBase.create_arg``, which adds such a node for each dataclass
+    among a call's arguments.
+    """
+    return isinstance(node.target, type) and dataclasses.is_dataclass(node.target)
+
+
+def _constructs_subclass(node: fx.Node) -> bool:
+    return isinstance(node.target, type) and issubclass(node.target, torch.Tensor)
 
 
 def _inputs_changed(node: fx.Node) -> bool:

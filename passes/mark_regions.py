@@ -90,7 +90,8 @@ class MarkRegions:
             # A second run finds no markers any more: what is known stands.
             if not SITE.is_on(node):
                 state, is_bare = states[-1]
-                SITE.put(node, Site(state, is_grad_enabled, is_bare))
+                place = Site(state, is_grad_enabled, is_bare, self.site.is_branch)
+                SITE.put(node, place)
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
                 ISLAND.put(node, reason)

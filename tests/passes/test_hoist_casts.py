@@ -130,3 +130,18 @@ def test_reentrant_checkpoint_shares_no_cast_with_its_surroundings(compiler: str
     torch.testing.assert_close(
         grads(compiled(program, compiler=compiler)), expected, rtol=0, atol=0
     )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of Dynamo in eager cond
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_branches_share_no_casts(compiler: str, rng: torch.Generator) -> None:
+    """``cond`` traces its own backward: gradients of each use of a weight add up in float32."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = x @ w
+        return torch.cond(y.sum() > -1e9, lambda y: (y @ w).relu() @ w, lambda y: y @ w, (y,))
+
+    args = [torch.randn(16, 16, generator=rng).requires_grad_() for _ in range(2)]
+    expected = run_program(program, args, torch.bfloat16)
+    found = run_program(compiled(program, compiler=compiler), args, torch.bfloat16)
+    assert_same_bits(found, expected)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own spelling
 from torch import Tensor, nn
+from torch._higher_order_ops import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.cases import case, leaf, mlp
@@ -37,6 +38,45 @@ class InFloat32(NotItsDerivative):
         torch.amp.custom_fwd(NotItsDerivative.forward, device_type="cpu", cast_inputs=torch.float32)
     )
     backward = staticmethod(torch.amp.custom_bwd(NotItsDerivative.backward, device_type="cpu"))
+
+
+@case()
+def loop_that_carries_a_low_tensor() -> Subject:
+    layer = nn.Linear(16, 16).requires_grad_(False)
+
+    def step(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, layer(y).to(y.dtype)
+
+    def forward(x: Tensor) -> Any:
+        y = layer(x)
+        return while_loop(lambda i, y: i < 3, step, (torch.tensor(0), y))[1]  # type: ignore[no-untyped-call]  # noqa: ARG005
+
+    return Subject(forward, (torch.randn(4, 16),), module=layer)
+
+
+@case()
+def grid_of_a_constant_transform() -> Subject:
+    theta = torch.eye(2, 3).mul(0.7).expand(2, 2, 3)
+
+    def forward(x: Tensor) -> Any:
+        grid = F.affine_grid(theta, [2, 3, 5, 6], align_corners=False)
+        return grid, F.grid_sample(x, grid.float(), align_corners=False)
+
+    return Subject(forward, (torch.randn(2, 3, 6, 8),))
+
+
+@case()
+def transform_that_makes_classes() -> Subject:
+    layer = nn.Linear(16, 16)
+
+    def forward(x: Tensor) -> Any:
+        def distance(y: Tensor) -> Tensor:
+            loss: Tensor = (layer(y) * F.one_hot(torch.arange(4), 16)).square().sum()
+            return loss
+
+        return torch.func.grad(distance)(layer(x))
+
+    return Subject(forward, (torch.randn(4, 16),), module=layer)
 
 
 @case(Way.AMBIENT)

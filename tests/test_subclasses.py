@@ -1,0 +1,103 @@
+"""Graphs that construct tensor subclasses: the dtypes and bits of eager autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import _pytree as pytree
+
+from tests.programs import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a wrapper was told of itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another; it has the shape and dtype that its constructor was given."""
+
+    payload: torch.Tensor
+    kind: Kind
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, kind: Kind) -> Wrapper:
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            kind.shape,
+            dtype=kind.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad,
+        )
+        return wrapper
+
+    def __init__(self, inner: torch.Tensor, kind: Kind) -> None:
+        self.payload, self.kind = inner, kind
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Wrapper({self.kind})"  # the inherited one reads numbers
+
+    def __tensor_flatten__(self) -> tuple[list[str], Kind]:
+        return ["payload"], self.kind
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], kind: Kind, *_: Any) -> Wrapper:
+        return Wrapper(inner["payload"], kind)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(Wrapper, unwrapped, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, wrapped, func(*args, **kwargs))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.payload if isinstance(tensor, Wrapper) else tensor
+
+
+def wrapped(tensor: torch.Tensor) -> Wrapper:
+    return Wrapper(tensor, Kind(tensor.shape, tensor.dtype))
+
+
+def in_the_graph(x: torch.Tensor, w: torch.Tensor) -> Any:
+    wrapper = wrapped(x @ w)
+    return wrapper, wrapper @ w, wrapper.sum()
+
+
+def taken_out(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return unwrapped(wrapped(x) @ w), unwrapped(wrapped(x @ w).relu())
+
+
+def of_two(x: torch.Tensor, w: torch.Tensor) -> Any:
+    pair: Any = TwoTensor(x @ w, w @ x)  # type: ignore[no-untyped-call]
+    return (pair @ w).a, (pair + 1).b
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("program", [in_the_graph, taken_out, of_two])
+def test_wrappers(
+    program: Callable[..., Any], is_bare: bool, compiler: str, rng: torch.Generator
+) -> None:
+    x, w = (torch.randn(4, 4, generator=rng) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = program(x, w)
+    region = torch.autocast("cpu", torch.bfloat16)
+    with contextlib.nullcontext() if is_bare else region:
+        found = compiled(program, compiler=compiler)(x, w)
+    for ours, eager in zip(found, expected, strict=True):
+        inner = unwrapped(ours)
+        assert inner.dtype == ours.dtype == (torch.float32 if is_bare else eager.dtype)
+        assert torch.equal(inner.to(eager.dtype), unwrapped(eager))
