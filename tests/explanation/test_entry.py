@@ -21,6 +21,7 @@ from amp_fx.backend import entry as backend
 from amp_fx.commands.policy import MEANING
 from amp_fx.errors import BannedOpError, CompileTargetError, ExplainError, OptionError, PolicyError
 from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.regions.state import nesting
 from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
@@ -311,6 +312,25 @@ def test_a_program_that_looks_at_numbers_is_run() -> None:
         ops = [node.op for node in amp_fx.explain(program)(x).nodes]
         assert op in ops
         assert len({".relu", ".sigmoid"} & set(ops)) == 1
+
+
+def test_a_run_that_fails_leaves_the_state_of_the_thread() -> None:
+    """A transform that reads numbers fails on fake tensors: in a region, without gradients."""
+
+    def program(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                marks = torch.nn.functional.one_hot(index, 4)
+            return ((x @ x) * marks).sum()
+
+        result: torch.Tensor = torch.func.grad(loss)(x)
+        return result
+
+    amp_fx.explain(program)(torch.randn(4, 4), torch.tensor([0, 2, 1, 0]))
+    assert nesting() == 0
+    assert torch.is_grad_enabled()
+    with torch.autograd.graph.save_on_cpu():
+        assert torch.ones(2, requires_grad=True).exp().requires_grad
 
 
 def test_a_fallback_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
