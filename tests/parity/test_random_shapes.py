@@ -230,7 +230,7 @@ def as_subject(names: tuple[str, ...], *, has_grad: bool) -> Subject:
 
 
 @settings(
-    max_examples=int(EXAMPLES or 20),
+    max_examples=int(EXAMPLES or 8),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

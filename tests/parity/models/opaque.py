@@ -55,6 +55,17 @@ def loop_that_carries_a_low_tensor() -> Subject:
 
 
 @case()
+def grid_of_a_constant_transform() -> Subject:
+    theta = torch.eye(2, 3).mul(0.7).expand(2, 2, 3)
+
+    def forward(x: Tensor) -> Any:
+        grid = F.affine_grid(theta, [2, 3, 5, 6], align_corners=False)
+        return grid, F.grid_sample(x, grid.float(), align_corners=False)
+
+    return Subject(forward, (torch.randn(2, 3, 6, 8),))
+
+
+@case()
 def transform_that_makes_classes() -> Subject:
     layer = nn.Linear(16, 16)
 
