@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Layer = Callable[[Tensor, Tensor], Any]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 CHANNELS = 3
 SIZES = ((2, 6, 8), (3, 9, 7))
