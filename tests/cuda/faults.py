@@ -13,7 +13,7 @@ from amp_fx.passes import fold_casts, insert_casts, restore_outputs
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.policy import preset
 from amp_fx.regions import state
-from amp_fx.weights import kept_call, kept_cast, store
+from amp_fx.weights import call, split, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +33,10 @@ class Fault:
     Attributes:
         about: What is changed, in words.
         plant: Makes the change; may give options for the backend.
-        missed: Why no comparison without generated code finds it; empty if one does.
     """
 
     about: str
     plant: Plant
-    missed: str = ""
 
 
 def other(dtype: torch.dtype) -> torch.dtype:
@@ -150,17 +148,7 @@ def _policy(ops: dict[str, str]) -> Plant:
     return lambda _: {"policy": preset("torch").with_ops(ops)}
 
 
-# ------------------------------------------------------------------------------------- kept weights
-
-
-def _backward(change: Callable[[torch.Tensor], Any]) -> Plant:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, None]:
-            return change(grads[0].to(ctx.weight_dtype)), None
-
-        patch.setattr(kept_cast._KeptCast, "backward", staticmethod(backward))
-
-    return plant
+# ----------------------------------------------------------------------------------- cached values
 
 
 def _never_refresh(patch: pytest.MonkeyPatch) -> None:
@@ -176,7 +164,7 @@ def _never_refresh(patch: pytest.MonkeyPatch) -> None:
 
 def _never_stale(patch: pytest.MonkeyPatch) -> None:
     """Calls after the first get what the first got."""
-    original = kept_call.KeptCall.prepare
+    original = call.CachedCall.prepare
     made: dict[int, Any] = {}
 
     def enter(self: Any, args: Any) -> Any:
@@ -191,19 +179,22 @@ def _never_stale(patch: pytest.MonkeyPatch) -> None:
         made[id(self)] = run, inputs[len(self.passed) :]
         return run, inputs
 
-    patch.setattr(kept_call.KeptCall, "enter", enter)
-    patch.setattr(kept_call.KeptCall, "prepare", prepare)
+    patch.setattr(call.CachedCall, "enter", enter)
+    patch.setattr(call.CachedCall, "prepare", prepare)
 
 
-def _made(change: Callable[[list[Any], Any], None]) -> Plant:
-    """Changes values right after they were made."""
+def _made(change: Callable[[list[Any], list[Any]], None]) -> Plant:
+    """Changes casts right after they were computed."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = store.Store._made
 
         def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
             values = original(self, entries, sources, olds)
-            change(values, sources)
+            pairs = zip(values, sources, strict=True)
+            casts_made = [(value, weights[0]) for value, weights in pairs if value.dtype in LOW]
+            if casts_made:
+                change([value for value, _ in casts_made], [weight for _, weight in casts_made])
             return values
 
         patch.setattr(store.Store, "_made", made)
@@ -211,8 +202,8 @@ def _made(change: Callable[[list[Any], Any], None]) -> Plant:
     return plant
 
 
-def _truncate(values: list[Any], sources: Any) -> None:
-    for value, (weight, *_) in zip(values, sources, strict=True):
+def _truncate(values: list[Any], weights: list[Any]) -> None:
+    for value, weight in zip(values, weights, strict=True):
         if value.dtype == torch.bfloat16:
             bits = weight.detach().view(torch.int32) >> 16
             value.view(torch.int16).copy_(bits.to(torch.int16))
@@ -238,7 +229,12 @@ def _transpose(values: list[Any], _: Any) -> None:
 
 
 def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_cast.Slot, "key", lambda self, _: (self.is_alias, self.memory_format))
+    patch.setattr(split.CachedValueSpec, "key", lambda self, _: (self.is_alias, self.ops))
+
+
+def _merge_all(patch: pytest.MonkeyPatch) -> None:
+    """Nodes of one op are one, whatever they are computed from."""
+    patch.setattr(split, "_text", lambda node, _: str(node.target))
 
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
@@ -255,11 +251,6 @@ def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(store.Store, "_made", made)
 
-
-_REGION = (
-    "with the inner compiler eager, graphs take the casts that eager autocast keeps for a region, "
-    "and their backward; generated code has the kept cast's own"
-)
 
 FAULTS = {
     "low casts dropped": Fault("no op runs low", _edit_casts(_drop, is_low=True)),
@@ -292,13 +283,6 @@ FAULTS = {
     "norm low": Fault("layer norm is low", _policy({"layer_norm": "lower_precision_fp"})),
     "cat low": Fault("cat narrows instead of widening", _policy({"cat": "lower_precision_fp"})),
     "pow low": Fault("pow keeps low inputs", _policy({"pow": "lower_precision_fp"})),
-    "backward rounded": Fault(
-        "gradients of weights are rounded once more",
-        _backward(lambda grad: torch.round(grad * 64) / 64),
-        _REGION,
-    ),
-    "backward doubled": Fault("they are doubled", _backward(lambda grad: 2 * grad), _REGION),
-    "backward dropped": Fault("they are zero", _backward(torch.zeros_like), _REGION),
     "never refreshed": Fault("copies stay what they were first", _never_refresh),
     "never stale": Fault("no call looks whether a weight was written", _never_stale),
     "truncated copies": Fault("copies are cut off, not rounded", _made(_truncate)),
@@ -307,4 +291,5 @@ FAULTS = {
     "copies transposed": Fault("square copies lie the other way", _made(_transpose)),
     "only one refreshed": Fault("the first of several stale copies", _only_first_refresh),
     "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_dtype),
+    "one node for two weights": Fault("what is computed by one op is one value", _merge_all),
 }

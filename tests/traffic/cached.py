@@ -51,8 +51,9 @@ class FakeCache:
         """Takes fake tensors for weights, and calls graphs with values that are computed anew."""
         from torch._inductor import config, graph
 
-        from amp_fx.backend import caching
+        from amp_fx.backend import caching as module
 
+        caching: Any = module
         compile_packed = caching.compile_packed
 
         def compile_fake(
@@ -90,14 +91,16 @@ class FakeCache:
         given.clear()
         inputs = [args[i] for i in call.passed]
         values = []
+        spec: Any
         for spec in call.specs:
             weights = tuple(args[i].detach() for i in spec.positions)
             values.append(weights[0] if spec.is_alias else spec.make(weights))
             if not spec.is_alias:
                 key = tuple(id(args[i]) for i in spec.positions), spec.key(weights)
                 self._values[key] = spec, weights
-        if call._bind is not None:
-            _, run = self._packed[id(call._bind.__self__)]
+        bind: Any = call._bind
+        if bind is not None:
+            _, run = self._packed[id(bind.__self__)]
             return run(inputs)
         assert call._compiled is not None
         return call._compiled([*inputs, *flattened(values)])
