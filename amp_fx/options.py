@@ -51,14 +51,14 @@ class Options:
         weight_cache: Whether values computed from weights are cached across calls; ``"training"``:
             also those of weights that get gradients on the CPU, which pays with several
             micro-batches per update.
-        verify: How much of the kept casts each call compares with the weights: ``"sample"``, an
-            element or two of each; ``"full"`` (or True), all, raising ``StaleWeightError``;
+        verify: How much each call compares cached values with the weights: ``"sample"``, an
+            element or two of each weight; ``"full"`` (or True), all, raising ``StaleWeightError``;
             ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
-        freezing: Whether what is computed from weights alone (casts, packed and laid out weights)
-            is kept across calls in graphs without gradients, and made again after writes, as
-            ``amp_fx.backend.freezing`` says; None: on the CPU, if ``weight_cache`` is on, and where
-            inductor's own ``freezing`` is. On accelerators, not under inductor's CUDA graphs.
-        fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
+        freezing: Whether cached values of graphs without gradients are constants of the generated
+            code, packed for its kernels and computed again after writes; None: on the CPU, and
+            where inductor's own ``freezing`` is on. On accelerators, not under inductor's CUDA
+            graphs.
+        fold_batch_norm: Whether packing folds batch norms into convolutions, which changes
             roundings.
         weight_grads: ``"float32"``: products of gradients of weights give float32, as the
             hardware sums them, where the device has that (CUDA): more exact than autocast, and

@@ -37,9 +37,10 @@ from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
 from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
+from amp_fx.weights.conv_layouts import lay_out_convolutions
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
-from amp_fx.weights.split import Prepare, cached_nodes, split, weights_in
+from amp_fx.weights.split import Prepare, Split, cached_nodes, split, weights_in
 from amp_fx.weights.step_copies import weights_of_steps
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.stored_low import stored_tensors
@@ -132,11 +133,11 @@ class Caching:
             chosen = {} if kwargs.get("is_backward") else self._chosen(is_inference=is_inference)
             if chosen and self._is_aligned(graph, chosen):
                 own = copy_graph_module(graph)
-                names = {i: weight.name for i, weight in chosen.items()}
                 if is_inference and self.is_packable:
+                    names = {i: weight.name for i, weight in chosen.items()}
                     found.extend(self._packed_values(own, given, names))
                 else:
-                    split_graph = split(own, names, _num_returned(own, kwargs))
+                    split_graph = self._split_graph(own, chosen, kwargs)
                     specs = split_graph.values if split_graph is not None else ()
                     found.extend(CachedValue(s, tuple(map(VALUE.of, s.outputs))) for s in specs)
             return make_boxed_func(graph.forward)
@@ -196,13 +197,33 @@ class Caching:
         is_aligned = num_primals == self.num_inputs and self._has_values(placeholders, chosen)
         if not chosen or not is_aligned:
             return []
-        prepare = Prepare({i: weight.name for i, weight in chosen.items()})
-        sources = weights_in(gm, chosen, prepare)
         num_outputs = len(_outputs_of(gm))  # results and gradients are both for the caller
-        saved = list(cached_nodes(gm, sources, prepare, num_outputs))
+        saved = self._laid_out(gm, chosen, num_outputs, is_inference=False)
         for node in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return saved
+
+    def _laid_out(
+        self,
+        gm: fx.GraphModule,
+        weights: Mapping[int, Weight],
+        num_returned: int,
+        *,
+        is_inference: bool,
+    ) -> list[fx.Node]:
+        """Returns the nodes that are cached, laid out as inductor's kernels read them."""
+        values = self._cached(gm, weights, num_returned)
+        is_compiled = self.options.compiler == "inductor"
+        if is_compiled and lay_out_convolutions(gm, values, is_inference=is_inference):
+            values = self._cached(gm, weights, num_returned)
+        return values
+
+    def _cached(
+        self, gm: fx.GraphModule, weights: Mapping[int, Weight], num_returned: int
+    ) -> list[fx.Node]:
+        prepare = Prepare({i: weight.name for i, weight in weights.items()})
+        sources = weights_in(gm, weights, prepare)
+        return list(cached_nodes(gm, sources, prepare, num_returned))
 
     def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
         """Returns the weights whose values are cached."""
@@ -236,6 +257,14 @@ class Caching:
             for value, w in pairs
         )
 
+    def _split_graph(
+        self, gm: fx.GraphModule, weights: Mapping[int, Weight], kwargs: Mapping[str, Any]
+    ) -> Split | None:
+        num_returned = _num_returned(gm, kwargs)
+        if kwargs.get("is_inference"):  # else ``partition`` did
+            self._laid_out(gm, weights, num_returned, is_inference=True)
+        return split(gm, {i: weight.name for i, weight in weights.items()}, num_returned)
+
     def _split(
         self,
         gm: fx.GraphModule,
@@ -245,8 +274,7 @@ class Caching:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compiles a graph whose cached values are inputs."""
-        names = {i: weight.name for i, weight in weights.items()}
-        found = split(gm, names, _num_returned(gm, kwargs))
+        found = self._split_graph(gm, weights, kwargs)
         if found is None:
             return compile_graph(gm, inputs, **kwargs)
         values = gm.graph.find_nodes(op="placeholder")[len(found.passed) :]

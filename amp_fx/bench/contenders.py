@@ -1,7 +1,7 @@
 """Who is timed: the ways in which a user can run a float32 model, ours among them.
 
 Contenders of one workload are kept apart. Each has its own copy of the weights, because a
-kernel that reads a weight through a mutable pointer makes kept casts of it look stale; and a
+kernel that reads a weight through a mutable pointer makes cached casts of it look stale; and a
 ``forward`` with a code object of its own, because Dynamo keeps what it compiled by code object
 and would hand one contender what it compiled for another.
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
-LEAN, UNFROZEN = "amp_fx-lean", "amp_fx-unfrozen"
+LEAN, UNFROZEN, CACHED = "amp_fx-lean", "amp_fx-unfrozen", "amp_fx-cached"
 SEED = 0
 LEARNING_RATE = 1e-5
 MICRO_BATCHES = (1, 4, 16)
-"""Backward passes for each update, in cases that show what kept casts save with more of them."""
+"""Backward passes for each update, in cases that show what cached casts save with more of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,8 @@ _STRICT, _EAGER = (("numerics", "strict"),), (("numerics", "eager"),)
 _ROUNDING = "native, with generated code that rounds as eager code does"
 _FREEZING = "native, with inductor's freezing of weights, which sees no write to them"
 _FOLDING = "amp_fx, with batch norms folded into convolutions"
-_UNFROZEN = "amp_fx that keeps casts alone"
+_UNFROZEN = "amp_fx that packs no weights"
+_CACHED = "amp_fx with casts of weights cached in training"
 _LEAN = "amp_fx with the lean preset: a low residual stream, float32 gradients of weights"
 
 CONTENDERS = (
@@ -105,6 +106,7 @@ CONTENDERS = (
     _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
     _ours("amp_fx-folding", _FOLDING, options=(("fold_batch_norm", True),), is_for_inference=True),
     _ours(UNFROZEN, _UNFROZEN, options=(("freezing", False),), is_for_inference=True),
+    _ours(CACHED, _CACHED, options=(("weight_cache", "training"),), is_for_training=True),
     _ours(UNCACHED, "amp_fx with weight_cache off", options=(("weight_cache", False),)),
     _ours(LEAN, _LEAN, options=(("policy", "lean"),), is_for_training=True),
     _native("native-strict", _ROUNDING, options=_STRICT),

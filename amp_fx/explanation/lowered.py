@@ -94,7 +94,7 @@ def kernel_of(node: Any) -> KernelRecord | None:
 
 
 def _constant_bytes(node: Any) -> int:
-    """What a kernel reads of frozen weights, at most all: inductor counts inputs and buffers only.
+    """What a kernel reads of constants, at most all: inductor counts inputs and buffers only.
 
     As there, an element of the kernel's ranges reads one of each.
     """

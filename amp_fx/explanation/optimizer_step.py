@@ -134,6 +134,6 @@ def _names(optimizer: torch.optim.Optimizer, model: Callable[..., Any]) -> set[s
 
 
 def _refresh(casts: Iterable[CastRecord], names: set[str]) -> int:
-    """What making the kept copies of some weights once reads and writes."""
+    """Returns the bytes that computing the cached casts of some weights once reads and writes."""
     kept = {(c.weight, c.to_dtype): c.bytes_moved for c in casts if c.state == "kept"}
     return sum(moved for (weight, _), moved in kept.items() if weight in names)

@@ -248,7 +248,7 @@ class StepRecord:
         bytes_read: What a step reads, that of new state not counted.
         bytes_written: What it writes.
         state_bytes: Memory of its state.
-        refresh_bytes: What making the kept copies of weights once after it reads and writes.
+        refresh_bytes: What computing cached casts of weights once after it reads and writes.
     """
 
     optimizer: str
@@ -262,7 +262,7 @@ class StepRecord:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes read and written per parameter, a refresh of kept copies included."""
+        """Bytes read and written per parameter, a refresh of cached casts included."""
         total = self.bytes_read + self.bytes_written + self.refresh_bytes
         return total / self.num_parameters if self.num_parameters else 0.0
 

@@ -36,7 +36,7 @@ def compile(  # noqa: A001
     dtype: torch.dtype | str | None = ...,
     policy: Policy | str | os.PathLike[str] | None = ...,
     output_dtype: str = ...,
-    weight_cache: bool = ...,
+    weight_cache: bool | str = ...,
     numerics: str | None = ...,
     **torch_compile_kwargs: Any,
 ) -> T: ...
@@ -50,7 +50,7 @@ def compile(  # noqa: A001
     dtype: torch.dtype | str | None = ...,
     policy: Policy | str | os.PathLike[str] | None = ...,
     output_dtype: str = ...,
-    weight_cache: bool = ...,
+    weight_cache: bool | str = ...,
     numerics: str | None = ...,
     **torch_compile_kwargs: Any,
 ) -> Callable[[T], T]: ...
@@ -63,7 +63,7 @@ def compile(  # noqa: A001
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | os.PathLike[str] | None = None,
     output_dtype: str = "autocast",
-    weight_cache: bool = True,
+    weight_cache: bool | str = True,
     numerics: str | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
@@ -89,7 +89,8 @@ def compile(  # noqa: A001
             the bare ``torch.compile(..., backend="amp_fx")`` has it. Take it, or ``.float()``,
             where a loss follows outside of the region: in float16 it overflows. Tensors in
             containers that ``torch.utils._pytree`` does not know stay as they are.
-        weight_cache: Whether casts of weights are kept across calls.
+        weight_cache: Whether values computed from weights are cached across calls; ``"training"``:
+            also in training on the CPU.
         numerics: ``"eager"`` asks for the bits of eager autocast from compiled code; see
             ``amp_fx.options.Options`` for that and for inductor's own modes.
         **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
@@ -138,7 +139,7 @@ def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> A
 
 
 def _backend_kwargs(
-    weight_cache: bool, numerics: str | None, kwargs: dict[str, Any]
+    weight_cache: bool | str, numerics: str | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments of torch.compile; its ``mode`` and ``options`` exclude each other there."""
     if "backend" in kwargs:

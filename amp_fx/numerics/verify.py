@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 INDUCTOR = (
     ({"products": "low"}, "products that are sums of float32 on this CPU"),
-    ({"freezing": False}, "frozen weights: an epilogue in a library's kernel rounds elsewhere"),
-    ({"weight_cache": False}, "a kept copy of a weight, or what was computed from one"),
+    ({"freezing": False}, "packed weights: an epilogue in a library's kernel rounds elsewhere"),
+    ({"weight_cache": False}, "a cached value of a weight"),
     ({"numerics": "strict"}, "a fused kernel, which keeps in float32 what eager code rounds"),
     ({"numerics": "eager"}, "generated code of an op, which rounds otherwise than ATen's kernel"),
     ({"compiler": "aot_eager"}, "inductor"),
@@ -50,7 +50,7 @@ INDUCTOR = (
 """Options that may make bits equal, cheapest first, and what it says of the cause if one does."""
 
 
-NEEDED = "a pass that cannot be disabled, such as insert_casts"
+NEEDED = "a pass that cannot be disabled (insert_casts), or a weight that several graphs cast"
 """The cause where what Dynamo captures has the bits of eager code."""
 
 
@@ -276,11 +276,12 @@ def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[s
 
     if is_equal({"compiler": "eager"}):
         if not is_equal({"compiler": "aot_eager"}):
+            uncached = {"compiler": "aot_eager", "weight_cache": False}
+            if is_equal(uncached):
+                return "a cached value of a weight that differs from what its ops give", uncached
             return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
         remedies = ((cause, {**more}) for more, cause in INDUCTOR if is_equal(more))
         return next(remedies, ("inductor", {"compiler": "eager"}))
-    if is_equal({"compiler": "eager", "weight_cache": False}):
-        return "a kept copy of a weight that differs from its cast", {"weight_cache": False}
     for name in _passes(options):
         more = {"disable_passes": (*options.get("disable_passes", ()), name)}
         if is_equal({"compiler": "eager", **more}):

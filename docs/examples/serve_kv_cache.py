@@ -1,4 +1,4 @@
-"""Serves a decoder token by token with a KV cache of fixed size, where kept casts pay most.
+"""Serves a decoder token by token with a KV cache of fixed size, where cached weights pay most.
 
     python serve_kv_cache.py --width 768 --layers 12 --tokens 64
 

@@ -444,15 +444,23 @@ def test_mlp_training_has_the_micro_batches_of_gpt() -> None:
     assert len({w.name for w in mine}) == 3
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_the_uncached_contender_keeps_no_casts(*, is_trained: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_trained", "caches"),
+    [
+        (UNCACHED, False, False),
+        (UNCACHED, True, False),
+        (AMP_FX, True, False),
+        pytest.param(AMP_FX, False, True, marks=needs.HOOK),
+        pytest.param(CACHED, True, True, marks=needs.HOOK),
+    ],
+)
+def test_contenders_cache_what_they_say(*, name: str, is_trained: bool, caches: bool) -> None:
     make = models.gpt_training if is_trained else models.mlp
-    [contender] = [c for c in CONTENDERS if c.name == UNCACHED]
     weight_cache.clear()
-    step = prepare(contender, next(make(TINY)), TINY)
+    step = prepare(BY_NAME[name], next(make(TINY)), TINY)
     step()
     step()
-    assert weight_cache.stats().entries == 0
+    assert bool(weight_cache.stats().entries) == caches
 
 
 def test_recompilation_while_timing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

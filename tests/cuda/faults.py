@@ -33,12 +33,10 @@ class Fault:
     Attributes:
         about: What is changed, in words.
         plant: Makes the change; may give options for the backend.
-        missed: Why no comparison without generated code finds it; empty if one does.
     """
 
     about: str
     plant: Plant
-    missed: str = ""
 
 
 def other(dtype: torch.dtype) -> torch.dtype:
@@ -150,7 +148,7 @@ def _policy(ops: dict[str, str]) -> Plant:
     return lambda _: {"policy": preset("torch").with_ops(ops)}
 
 
-# ------------------------------------------------------------------------------------- kept weights
+# ----------------------------------------------------------------------------------- cached values
 
 
 def _never_refresh(patch: pytest.MonkeyPatch) -> None:
@@ -185,15 +183,18 @@ def _never_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(call.CachedCall, "prepare", prepare)
 
 
-def _made(change: Callable[[list[Any], Any], None]) -> Plant:
-    """Changes values right after they were made."""
+def _made(change: Callable[[list[Any], list[Any]], None]) -> Plant:
+    """Changes casts right after they were computed."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = store.Store._made
 
         def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
             values = original(self, entries, sources, olds)
-            change(values, sources)
+            pairs = zip(values, sources, strict=True)
+            casts_made = [(value, weights[0]) for value, weights in pairs if value.dtype in LOW]
+            if casts_made:
+                change([value for value, _ in casts_made], [weight for _, weight in casts_made])
             return values
 
         patch.setattr(store.Store, "_made", made)
@@ -201,8 +202,8 @@ def _made(change: Callable[[list[Any], Any], None]) -> Plant:
     return plant
 
 
-def _truncate(values: list[Any], sources: Any) -> None:
-    for value, (weight, *_) in zip(values, sources, strict=True):
+def _truncate(values: list[Any], weights: list[Any]) -> None:
+    for value, weight in zip(values, weights, strict=True):
         if value.dtype == torch.bfloat16:
             bits = weight.detach().view(torch.int32) >> 16
             value.view(torch.int16).copy_(bits.to(torch.int16))
@@ -227,8 +228,13 @@ def _transpose(values: list[Any], _: Any) -> None:
             value.copy_(value.t().clone())
 
 
-def _key_without_ops(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split.CachedValueSpec, "key", lambda self, _: (self.is_alias, len(self.outputs)))
+def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(split.CachedValueSpec, "key", lambda self, _: (self.is_alias, self.ops))
+
+
+def _merge_all(patch: pytest.MonkeyPatch) -> None:
+    """Nodes of one op are one, whatever they are computed from."""
+    patch.setattr(split, "_text", lambda node, _: str(node.target))
 
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
@@ -245,11 +251,6 @@ def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(store.Store, "_made", made)
 
-
-_REGION = (
-    "with the inner compiler eager, graphs take the casts that eager autocast keeps for a region, "
-    "and their backward; generated code has the kept cast's own"
-)
 
 FAULTS = {
     "low casts dropped": Fault("no op runs low", _edit_casts(_drop, is_low=True)),
@@ -289,5 +290,6 @@ FAULTS = {
     "copy forgotten": Fault("the last copy is zeros", _made(_leave_last)),
     "copies transposed": Fault("square copies lie the other way", _made(_transpose)),
     "only one refreshed": Fault("the first of several stale copies", _only_first_refresh),
-    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_ops),
+    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_dtype),
+    "one node for two weights": Fault("what is computed by one op is one value", _merge_all),
 }

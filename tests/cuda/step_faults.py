@@ -93,6 +93,6 @@ STEP_FAULTS = {
         "one weight's new value goes to the other's copy",
         step_copies,
         "_targets",
-        {"in weights], quantized": "in reversed(weights)], quantized"},
+        {"in weights], computed": "in reversed(weights)], computed"},
     ),
 }

@@ -186,7 +186,7 @@ def capture_elsewhere() -> Iterator[None]:
     assert captured.result().tolist() == [3.0] * 64
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_calls_do_not_end_a_capture_in_another_thread(compiler: str) -> None:
     net, twin = net_and_twin()
     options: Any = {"compiler": compiler, "dtype": "bfloat16", "fallback": False}
@@ -204,7 +204,7 @@ def test_calls_do_not_end_a_capture_in_another_thread(compiler: str) -> None:
         with capture_elsewhere():
             found = call_and_write()
         twin.load_state_dict(net.state_dict())
-        if compiler == "eager":
+        if compiler == "aot_eager":
             assert_same(found, autocast(twin, x))
         torch.testing.assert_close(found, autocast(twin, x), rtol=2e-2, atol=2e-2)
 

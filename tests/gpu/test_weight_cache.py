@@ -25,7 +25,11 @@ def batch() -> torch.Tensor:
 
 def compiled_of(model: Any, mode: str | None = None, **options: Any) -> Any:
     return torch.compile(
-        model, backend="amp_fx", mode=mode, options=options or {"compiler": "eager"}, dynamic=False
+        model,
+        backend="amp_fx",
+        mode=mode,
+        options=options or {"compiler": "aot_eager"},
+        dynamic=False,
     )
 
 
@@ -38,7 +42,7 @@ def autocast(model: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["foreach", "fused", "capturable"])
 def test_optimizers(way: str) -> None:
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **{way: True}) for m in (net, twin)]  # type: ignore[arg-type]
     for _ in range(3):
         out, expected = compiled(batch()), autocast(twin, batch())
@@ -55,7 +59,7 @@ def test_optimizers(way: str) -> None:
 def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
     """A replay writes weights and asks PyTorch for no pointer."""
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, mode="reduce-overhead")
     for _ in range(6):
@@ -70,7 +74,7 @@ def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
 @torch.no_grad()
 def test_a_graph_that_the_user_captures_casts_anew() -> None:
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     x = batch()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -91,7 +95,7 @@ def test_a_graph_that_the_user_captures_casts_anew() -> None:
 @torch.no_grad()
 def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     x = batch()
     compiled(x)
     for model in (net, twin):
@@ -112,7 +116,7 @@ def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
 def test_a_write_through_an_old_alias_is_noticed() -> None:
     """A call starts a sample, the next ones read it; the alias has a storage of its own."""
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     alias = from_dlpack(net.a.weight.detach())
     x = batch()
     for _ in range(3):
@@ -134,7 +138,7 @@ def test_a_write_through_an_old_alias_is_noticed() -> None:
 @torch.no_grad()
 def test_samples_wait_for_nothing() -> None:
     net, twin = net_and_twin()
-    compiled = compiled_of(net, compiler="eager", dtype="bfloat16")
+    compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     x = batch()
     for _ in range(20):  # tables are sent, kernels compiled
         compiled(x)

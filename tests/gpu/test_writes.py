@@ -30,7 +30,7 @@ def batch() -> torch.Tensor:
 
 
 def compiled_of(net: nn.Module) -> Any:
-    options: dict[str, Any] = {"compiler": "eager", "dtype": "bf16"}
+    options: dict[str, Any] = {"compiler": "aot_eager", "dtype": "bf16"}
     return torch.compile(net, backend="amp_fx", options=options, dynamic=False)
 
 

@@ -24,6 +24,7 @@ from amp_fx.numerics.equality import compare
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.weights.store import Store
+from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,16 +120,43 @@ def test_a_pass_that_changes_bits_is_named_with_its_node(
     assert amp_fx.verify(net(), options={**options, **report.remedy})(x()).is_equal
 
 
-def test_a_kept_copy_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs.HOOK
+def test_a_cached_value_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Store._made
 
     def wrong(*args: Any) -> list[Any]:
         return [value.mul_(1 + 2**-7) for value in made(*args)]
 
     monkeypatch.setattr(Store, "_made", wrong)
-    report = amp_fx.verify(net(), options=EAGER)(x())
-    assert "kept copy" in report.cause
-    assert report.remedy == {"weight_cache": False}
+    options = {"compiler": "aot_eager", "weight_cache": "training"}
+    report = amp_fx.verify(net(), options=options)(x())
+    assert "cached value" in report.cause
+    assert report.remedy == {"compiler": "aot_eager", "weight_cache": False}
+    assert amp_fx.verify(net(), options={**options, **report.remedy})(x()).is_equal
+
+
+class Twice(nn.Module):
+    """Uses a weight on both sides of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        torch._dynamo.graph_break()
+        out: torch.Tensor = self.linear(y)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
+def test_a_weight_that_several_graphs_cast_is_named() -> None:
+    """Eager autocast adds its gradients in low precision, graphs in float32."""
+    torch.manual_seed(0)
+    report = amp_fx.verify(Twice(), options=EAGER)(torch.randn(8, 16))
+    names = {each.name for each in report.differences}
+    assert names == {"gradient of linear.weight", "gradient of linear.bias"}
+    assert "a weight that several graphs cast" in report.cause
 
 
 @INDUCTOR

@@ -12,13 +12,14 @@ from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.call import CachedCall, flattened
 from amp_fx.weights.compiled_prepare import writing
-from amp_fx.weights.split import CachedValueSpec, is_view, run_node
+from amp_fx.weights.split import is_view, run_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import fx
 
+    from amp_fx.weights.split import CachedValueSpec
     from tests.traffic.counting import Counter, Graph
 
     Weights = tuple[torch.Tensor, ...]
@@ -50,9 +51,10 @@ class FakeCache:
         """Takes fake tensors for weights, and calls graphs with values that are computed anew."""
         from torch._inductor import config, graph
 
-        from amp_fx.backend import caching
+        from amp_fx.backend import caching as module
 
-        compile_packed: Any = vars(caching)["compile_packed"]
+        caching: Any = module
+        compile_packed = caching.compile_packed
 
         def compile_fake(
             gm: Any, inputs: Any, weights: Any, names: Any, compile_graph: Any, **kwargs: Any
@@ -89,8 +91,8 @@ class FakeCache:
         given.clear()
         inputs = [args[i] for i in call.passed]
         values = []
+        spec: Any
         for spec in call.specs:
-            assert isinstance(spec, CachedValueSpec)
             weights = tuple(args[i].detach() for i in spec.positions)
             values.append(weights[0] if spec.is_alias else spec.make(weights))
             if not spec.is_alias:

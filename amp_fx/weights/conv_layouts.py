@@ -1,0 +1,74 @@
+"""Lays cached weights of convolutions out channels-last, where inductor runs convolutions so.
+
+Before:
+    %low = prims.convert_element_type(%weight, torch.bfloat16)
+    %y   = aten.convolution(%x, %low, ...)
+After:
+    %low  = prims.convert_element_type(%weight, torch.bfloat16)
+    %laid = aten.clone(%low, memory_format=torch.channels_last)
+    %y    = aten.convolution(%x, %laid, ...)
+
+Generated code would otherwise copy the cached value in every call. Left alone on purpose: values
+with any other use, weights that their user has laid out, and those for which both layouts are one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.metadata import VALUE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import fx
+
+aten = torch.ops.aten
+
+_WEIGHT_AT: dict[Any, int] = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+
+
+def lay_out_convolutions(
+    gm: fx.GraphModule, values: Iterable[fx.Node], *, is_inference: bool
+) -> bool:
+    """Copies values that only convolutions read to channels-last; edits the graph.
+
+    Relies on ``torch._inductor.graph.GraphLowering.decide_layout_opt``.
+
+    Args:
+        gm: A graph of AOTAutograd, forward or joint.
+        values: Nodes of it whose results are cached.
+        is_inference: Whether the graph is without gradients.
+
+    Returns:
+        True if the graph changed.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    chosen = [node for node in values if _is_weight(node)]
+    if not chosen or not GraphLowering.decide_layout_opt(gm, is_inference=is_inference):
+        return False
+    for node in chosen:
+        with gm.graph.inserting_after(node):
+            laid = gm.graph.call_function(
+                aten.clone.default, (node,), {"memory_format": torch.channels_last}
+            )
+        VALUE.put(laid, VALUE.of(node).clone(memory_format=torch.channels_last))
+        node.replace_all_uses_with(laid, lambda user, laid=laid: user is not laid)
+    return True
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Returns True if convolutions read a node as their weight, and nothing else does."""
+    value = VALUE.get(node)
+    if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_contiguous():
+        return False
+    is_laid_out = value.is_contiguous(memory_format=torch.channels_last)
+    return not is_laid_out and all(_reads_weight(user, node) for user in node.users)
+
+
+def _reads_weight(user: fx.Node, node: fx.Node) -> bool:
+    position = _WEIGHT_AT.get(user.target)
+    return [i for i, argument in enumerate(user.args) if argument is node] == [position]
