@@ -14,6 +14,8 @@ with any other use, weights that their user has laid out, and those for which bo
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +58,7 @@ def lay_out_convolutions(
                 aten.clone.default, (node,), {"memory_format": torch.channels_last}
             )
         VALUE.put(laid, VALUE.of(node).clone(memory_format=torch.channels_last))
-        node.replace_all_uses_with(laid, lambda user, laid=laid: user is not laid)
+        node.replace_all_uses_with(laid, functools.partial(operator.is_not, laid))
     return True
 
 

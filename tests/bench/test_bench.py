@@ -28,6 +28,7 @@ from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, comp
 from amp_fx.bench.contenders import (
     AMP_FX,
     BY_NAME,
+    CACHED,
     CONTENDERS,
     LIMIT,
     NAMES,
@@ -40,6 +41,7 @@ from amp_fx.bench.contenders import (
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import Timing, time_in_turns
 from amp_fx.demo.models import MLP
+from tests import needs
 from tests.bench import lean
 from tests.bench.lean import POLICIES
 from tests.models.pictures import SHAPES, shapes

@@ -170,7 +170,7 @@ def test_int8_weights_of_torchao_next_to_kept_casts() -> None:
         net = Net().eval()
         config = quantization.Int8WeightOnlyConfig()
         quantization.quantize_(net, config, filter_fn=lambda _, path: path.endswith(".up"))
-        options = {"compiler": "aot_eager"}  # which caches
+        options: dict[str, Any] = {"compiler": "aot_eager"}  # which caches
         call = torch.compile(net, backend="amp_fx", options=options) if is_compiled else net
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             return [call(inputs(step)) for step in range(3)]

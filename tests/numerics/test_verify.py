@@ -154,7 +154,7 @@ def test_a_weight_that_several_graphs_cast_is_named() -> None:
     """Eager autocast adds its gradients in low precision, graphs in float32."""
     torch.manual_seed(0)
     report = amp_fx.verify(Twice(), options=EAGER)(torch.randn(8, 16))
-    names = {each.name for each in report.differences}
+    names = {each.what for each in report.differences}
     assert names == {"gradient of linear.weight", "gradient of linear.bias"}
     assert "a weight that several graphs cast" in report.cause
 
