@@ -20,6 +20,7 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.wrap_islands import WrapIslands
+from tests import needs
 from tests.programs import compiled, site
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def names(**options: Any) -> list[str]:
 def test_order() -> None:
     amp_fx.register_pass(SinToCos(), after="mark_regions")
     assert names() == ["mark_regions", "sin_to_cos", "fold_casts", "wrap_islands"]
-    amp_fx.register_pass(SinToCos(), after="keep_weight_casts")  # which does not run
+    amp_fx.register_pass(SinToCos(), after="store_weights_low")  # which does not run
     assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "wrap_islands"]
     amp_fx.register_pass(Other(), after="sin_to_cos")
     assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "other", "wrap_islands"]
@@ -129,15 +130,16 @@ def test_disabled_passes_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(compiled(program)(X), X.sin())
 
 
-def test_a_weight_cast_that_is_not_kept() -> None:
+@needs.HOOK
+def test_weight_casts_that_are_not_cached() -> None:
     linear = torch.nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    for disabled, kept in (([], 2), (["keep_weight_casts"], 0)):
+    for is_cached, num_cached in ((True, 2), (False, 0)):
         torch._dynamo.reset()
         stats.reset()
         with torch.no_grad():
-            compiled(linear, disable_passes=disabled)(x)
-        assert stats.snapshot()["weight_casts_kept"] == kept
+            compiled(linear, compiler="aot_eager", weight_cache=is_cached)(x)
+        assert stats.snapshot().get("weight_casts_kept", 0) == num_cached
 
 
 @pytest.mark.parametrize(

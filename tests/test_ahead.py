@@ -35,12 +35,9 @@ with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] 
     with open(sys.argv[2] + "/saved", "rb") as file:
         program = torch.compiler.load_compiled_function(file)
     assert torch.equal(program(model, x), torch.load(sys.argv[2] + "/before"))
-    stats = amp_fx.weight_cache.stats()
-    assert (stats.entries, stats.refreshes) == (4, 4), stats
     model.first.weight.mul_(2)
     assert torch.equal(program(model, x), torch.load(sys.argv[2] + "/after"))
-    stats = amp_fx.weight_cache.stats()
-    assert (stats.entries, stats.refreshes) == (4, 5), stats
+    assert not amp_fx.weight_cache.stats().entries, "saved graphs cast in every call"
 """
 
 

@@ -35,6 +35,7 @@ from amp_fx.backend.inner import (
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
+from amp_fx.stats import record
 from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.conv_layouts import lay_out_convolutions
@@ -318,6 +319,8 @@ class Caching:
         return call
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
+        specs = [spec for spec in args[0] if not spec.is_alias]
+        record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
 
 
