@@ -329,7 +329,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
     "backend": ({"backend": "inductor"}, OptionError, "torch.compile with backend='amp_fx'"),
     "option": ({"options": {"dtpye": 1}}, OptionError, "unknown option 'dtpye'"),
     "option twice": ({"options": {"dtype": "bfloat16"}}, OptionError, "give dtype to"),
-    "weight_cache": ({"weight_cache": 1}, OptionError, "neither True nor False"),
+    "weight_cache": ({"weight_cache": 1}, OptionError, "not one of True, False"),
     "mode": ({"mode": "fastest"}, OptionError, "mode='fastest'"),
 }
 
