@@ -27,13 +27,12 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     import torch
 
     from amp_fx import weight_cache
-    from amp_fx.backend import entry as backend
-    from amp_fx.backend import freezing, inner
+    from amp_fx.backend import caching, inner
 
     gc.freeze()  # as in tests/conftest.py
     gc.set_threshold(20_000, 20, 20)
     if not uses_inductor:
-        for module in (inner, backend, freezing):
+        for module in (inner, caching):
             setattr(module, "uses_inductor", lambda *_: False)  # noqa: B010
     for path, *arguments in programs:
         torch._dynamo.reset()

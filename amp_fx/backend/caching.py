@@ -30,6 +30,7 @@ from amp_fx.backend.inner import (
     compile_with_inductor,
     inductor_config,
     is_strict,
+    uses_inductor,
     without_autograd_cache,
 )
 from amp_fx.graphs.bodies import copy_graph_module
@@ -433,7 +434,7 @@ def may_pack(options: Options, example_inputs: Sequence[Any]) -> bool:
 
     On the CPU they may, unless ``freezing`` is off; on accelerators if ``freezing`` is asked for.
     """
-    if options.compiler != "inductor" or options.freezing is False:
+    if not uses_inductor(example_inputs, options) or options.freezing is False:
         return False
     device_type = _device_type_of(tensors_in(example_inputs))
     is_any_on = functools.partial(_is_any_on, inductor_config(options))

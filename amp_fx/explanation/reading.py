@@ -311,6 +311,9 @@ def run_dtype(node: fx.Node) -> str:
         results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]  # type: ignore[arg-type]
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        float8 = [dtype for dtype in floats if dtype.itemsize == 1]
+        if float8:  # torch promotes none of these: data, next to their factors
+            return dtype_name(float8[0])
         if floats:
             return dtype_name(functools.reduce(torch.promote_types, floats))
     return dtype_name((results or inputs)[0]) if results or inputs else ""
