@@ -1093,7 +1093,6 @@ Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
   return found;
 }
 
-#if HAS_HOOK
 
 // A lazy clone puts the hook of copy-on-write where ours is, and torch refuses a second one. So ours
 // is taken off first, which looks like a write. Until either tensor is written, nothing made of the
@@ -1116,7 +1115,6 @@ void lazy_clone_kernel(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Sta
   stack->emplace_back(std::move(result));
 }
 
-#endif
 
 // Puts a kernel in front of each op that writes lists of tensors, and of each collective.
 void watch_list_ops(PyObject*, PyObject*) {
@@ -1143,7 +1141,6 @@ void watch_list_ops(PyObject*, PyObject*) {
         nullptr,
         "amp_fx"));
   }
-#if HAS_HOOK
   for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::XPU}) {
     kernels->push_back(c10::Dispatcher::singleton().registerImpl(
         {"aten::_lazy_clone", ""},
@@ -1153,7 +1150,6 @@ void watch_list_ops(PyObject*, PyObject*) {
         nullptr,
         "amp_fx"));
   }
-#endif
 }
 
 PyObject* watched_list_ops(PyObject*, PyObject*) {

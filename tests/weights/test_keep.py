@@ -1186,7 +1186,7 @@ def test_the_cost_of_an_update_does_not_grow_with_what_else_is_kept() -> None:
     asked: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         for call in {call for entry in STORE.entries.values() for call in entry.calls}:
-            patch.setattr(call, "let_go", functools.partial(asked.append, call))
+            patch.setattr(call, "evict", functools.partial(asked.append, call))
         for kept in keeps:
             kept.invalidate()
             kept()
