@@ -442,9 +442,11 @@ def _aot_eager(
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    compile_inside: Callable[..., Any] = boxed_nop
+    def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        return boxed_nop(graph, inputs)
+
     if cache is not None:
-        compile_inside = cache.wrap(lambda graph, inputs, **_: boxed_nop(graph, inputs))
+        compile_inside = cache.wrap(compile_inside)
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
     compiler = aot_autograd(
