@@ -443,7 +443,7 @@ def _aot_eager(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
-        return boxed_nop(graph, inputs)
+        return boxed_nop(graph, list(inputs))
 
     if cache is not None:
         compile_inside = cache.wrap(compile_inside)
