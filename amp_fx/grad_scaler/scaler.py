@@ -128,13 +128,13 @@ class GradScaler(torch.amp.GradScaler):
         self._min_scale, self._max_scale, self._hysteresis = limits
         self._init_num_overflows = 0
         self._num_overflows: Tensor | None = None
-        self._start(init_scale)
+        self._start()
         if named_parameters is not None:
             self.name_parameters(named_parameters)
 
-    def _start(self, init_scale: float) -> None:
+    def _start(self) -> None:
         """Creates the attributes that pickles do not have."""
-        self._bound = ScaleBound(init_scale)
+        self._bound = ScaleBound(vars(self).get("_init_scale", 1.0))  # none if disabled
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
         self._is_updated_by_step = False
@@ -313,8 +313,7 @@ class GradScaler(torch.amp.GradScaler):
                 hysteresis=self._hysteresis,
             )
             for tensor, value in zip(old, new, strict=True):
-                if tensor is not value:
-                    tensor.copy_(value)  # CUDA graphs read the scale at its address
+                tensor.copy_(value)  # CUDA graphs read the scale at its address
             self._bound.follow(scale, self._backoff_factor, self._min_scale)
         self._per_optimizer_states.clear()
         self._is_updated_by_step = False
@@ -350,7 +349,7 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a scaler, also from pickles of earlier versions."""
         super().__setstate__(old_pickles.upgrade(state))
-        self._start(state.get("_init_scale", 1.0))
+        self._start()
 
     def _forget_overflows(self, scale: float) -> None:
         """Starts anew from a scale that was set; 0 if only the device knows it."""
