@@ -81,6 +81,7 @@ class Caching:
         options: The options of the backend.
         owner: Name under which ``stats`` counts the values.
         is_packable: Whether values may be constants of generated code.
+        is_counted: Whether ``amp_fx.stats`` counts the casts; those of an explanation are not.
     """
 
     weights: dict[int, Weight]
@@ -89,6 +90,7 @@ class Caching:
     options: Options
     owner: str
     is_packable: bool
+    is_counted: bool = True
 
     def is_on(self) -> bool:
         """Returns True if the forward graph may cache anything."""
@@ -320,8 +322,9 @@ class Caching:
         return call
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
-        specs = [spec for spec in args[0] if not spec.is_alias]
-        record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
+        if self.is_counted:
+            specs = [spec for spec in args[0] if not spec.is_alias]
+            record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
 
 

@@ -169,7 +169,8 @@ def lowered_graphs(
         found.append(LoweredGraph(own, bool(kwargs.get("is_backward")), sent, kernels))
         return _Uncalled()
 
-    cache = dataclasses.replace(cache, is_packable=False)  # weights may have no data
+    # Weights may have no data, and nothing is compiled.
+    cache = dataclasses.replace(cache, is_packable=False, is_counted=False)
     try:
         with (
             at_once(),
