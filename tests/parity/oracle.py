@@ -4,7 +4,8 @@ The oracle is eager ``torch.autocast``. Dynamo changes a few programs by itself:
 some ops and evaluates dtype-dependent Python while it captures. So where the direct comparison
 differs, the same graphs as Dynamo captured them are run in eager autocast; if these differ from
 the eager program as well, the difference is Dynamo's, and amp_fx is held to them instead. This is
-decided for each program by measuring, never by a list.
+decided for each program by measuring, never by a list. In the same way programs of several
+graphs, or calls, are held to eager autocast with casts of each graph's own.
 """
 
 from __future__ import annotations
@@ -94,11 +95,15 @@ def fake_cuda_region(dtype: torch.dtype) -> Iterator[None]:
 def compile_reference(
     program: Program, way: Way, dtype: torch.dtype, *, device: str = "cpu", **kwargs: Any
 ) -> Program:
-    """The graphs Dynamo captures from the program, run in eager autocast."""
+    """The graphs Dynamo captures from the program, run in eager autocast.
+
+    Each call of a graph has casts of its own: a weight that several calls use gets its gradients
+    added in float32, where one eager region adds them in the low dtype (``docs/limits.md``).
+    """
 
     def run_in_region(gm: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Program:
         if way is Way.AMBIENT:
-            return gm.forward
+            return functools.partial(call_with_own_casts, gm)
         captured = [
             getattr(leaf, "meta", {}).get("example_value")
             for leaf in tree_flatten(gm.graph.output_node().args[0])[0]
@@ -112,6 +117,15 @@ def compile_reference(
         return forward
 
     return torch.compile(program, backend=run_in_region, **kwargs)
+
+
+def call_with_own_casts(gm: torch.fx.GraphModule, *args: Any) -> Any:
+    """Calls a graph with an empty cache of casts, and leaves it empty."""
+    torch.clear_autocast_cache()
+    try:
+        return gm(*args)
+    finally:
+        torch.clear_autocast_cache()
 
 
 def cast_like(out: object, reference: object) -> object:
