@@ -8,9 +8,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._guards import CompileContext
 
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
+from amp_fx.backend.backward import compile_with_backward
 from amp_fx.backend.caching import caching
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inner import compile_inner
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.backend.ahead import SavedGraph
+    from amp_fx.backend.caching import Caching
     from amp_fx.backend.rewrite import Rewritten
 
     Compiled = Callable[..., Any]
@@ -70,6 +73,8 @@ def amp_fx(
 
 
 def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
+    if _is_compiled_autograd():  # backward() is not part of a bare region
+        return _compile(gm, compile_inner, example_inputs, parsed)
     if parsed.bare_region:
         guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)
@@ -80,8 +85,13 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     parsed = parsed.with_inductor(cache_options(found.passes))
     if is_ahead:
         return _compile_ahead(found, example_inputs, parsed)
-    with no_autocast(), in_cache_keys(found.passes):
-        compiled = _compile(gm, found, example_inputs, parsed)
+    cache = caching(gm, found, example_inputs, parsed)
+    with in_cache_keys(found.passes):
+        try:
+            compile_graph = functools.partial(compile_with_backward, found.state)
+            compiled = _compile(found.gm, compile_graph, example_inputs, parsed, cache)
+        finally:
+            cache.release()
     if attributes:
         compiled = _called_with(attributes, compiled)
     if enters_regions(found.gm):
@@ -105,25 +115,34 @@ def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Opt
     return as_saved(compiled, is_off=is_off, has_regions=has_regions)
 
 
+def _is_compiled_autograd() -> bool:
+    """Returns True if Dynamo compiles a backward that compiled autograd has captured.
+
+    Relies on ``CompileId.compiled_autograd_id``.
+    """
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and compile_id.compiled_autograd_id is not None
+
+
 def _compile(
-    captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
+    gm: fx.GraphModule,
+    compile_graph: Callable[..., Compiled],
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None = None,
 ) -> Compiled:
-    """Hands a rewritten graph to the inner compiler; if that fails, runs it op by op."""
-    cache = caching(captured, found, example_inputs, options)
+    """Hands a graph to the inner compiler; if that fails, runs it op by op."""
+    if not options.fallback or options.compiler == "eager":
+        return compile_graph(gm, example_inputs, options, cache)
+    ours = copy_graph_module(gm)  # inner compilers edit the graph they get
     try:
-        if not options.fallback or options.compiler == "eager":
-            return compile_inner(found.gm, example_inputs, options, cache)
-        ours = copy_graph_module(found.gm)  # inner compilers edit the graph they get
-        try:
-            return compile_inner(found.gm, example_inputs, options, cache)
-        except (RestartAnalysis, SkipFrame):
-            raise  # Dynamo's own way of asking for another try
-        except Exception as error:
-            log.debug("falling back", exc_info=True)
-            warn_eager(error, options.compiler, ours.graph)
-            return ours.forward
-    finally:
-        cache.release()
+        return compile_graph(gm, example_inputs, options, cache)
+    except (RestartAnalysis, SkipFrame):
+        raise  # Dynamo's own way of asking for another try
+    except Exception as error:
+        log.debug("falling back", exc_info=True)
+        warn_eager(error, options.compiler, ours.graph)
+        return ours.forward
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -16,6 +16,8 @@ from amp_fx.graphs.values import captured_dtype, remember_captured
 from amp_fx.regions.kernels import prepare_state
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from amp_fx.regions.state import AutocastState
 
 log = logging.getLogger("amp_fx.fallback")
@@ -27,26 +29,42 @@ def as_native_region(
     """Makes one region of a whole graph as Dynamo captured it, in place."""
     remember_captured(gm.graph)
     prepare_state(state)
-    graph = gm.graph
-    output = graph.output_node()
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        enters = [graph.call_function(_enter_autocast, marker) for marker in state.markers()]
-    with graph.inserting_before(output):
-        for enter in reversed(enters):
-            graph.call_function(_exit_autocast, (enter,))
-        if restores_outputs:
-            _restore_outputs(graph, output)
-    graph.lint()
+    _surround(gm.graph, state.markers())
+    if restores_outputs:
+        _restore_outputs(gm.graph)
     gm.recompile()
     return gm
 
 
-def _restore_outputs(graph: fx.Graph, output: fx.Node) -> None:
+def with_autocast_off(gm: fx.GraphModule, state: AutocastState) -> fx.GraphModule:
+    """Makes one disabled region of a whole graph whose casts are nodes, in place.
+
+    Traced in ``state``, only its backward has autocast on.
+    """
+    dtypes = dict(state.low_dtypes)
+    _surround(gm.graph, [(d, dtypes[d], False, state.cache_enabled) for d in state.enabled])
+    gm.recompile()
+    return gm
+
+
+def _surround(graph: fx.Graph, markers: Sequence[tuple[Any, ...]]) -> None:
+    """Enters regions before the first op of a graph, and leaves them after the last."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        enters = [graph.call_function(_enter_autocast, marker) for marker in markers]
+    with graph.inserting_before(graph.output_node()):
+        for enter in reversed(enters):
+            graph.call_function(_exit_autocast, (enter,))
+    graph.lint()
+
+
+def _restore_outputs(graph: fx.Graph) -> None:
+    output = graph.output_node()
     for node in output.all_input_nodes:
         dtype = captured_dtype(node)
         if dtype is not None and dtype.is_floating_point:
-            restored = graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
+            with graph.inserting_before(output):
+                restored = graph.call_function(torch.ops.aten.to.dtype, (node, dtype))
             output.replace_input_with(node, restored)
 
 

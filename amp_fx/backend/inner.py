@@ -49,7 +49,7 @@ from amp_fx.policies import float8 as policies_float8
 from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
 from amp_fx.regions.policy_codes import CARRIERS
-from amp_fx.regions.state import left_on_error
+from amp_fx.regions.state import called_without_autocast, left_on_error
 from amp_fx.stats import record
 from amp_fx.tables import float8 as tables_float8
 from amp_fx.weights.spread import is_distributed
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amp_fx.backend.after_autograd import AfterAutograd
+    from amp_fx.backend.backward import RefuseMixedDtypes
     from amp_fx.backend.caching import Caching
     from amp_fx.devices.product_costs import Sizes
     from amp_fx.options import Options
@@ -195,6 +196,8 @@ def compile_inner(
     example_inputs: Sequence[Any],
     options: Options,
     cache: Caching | None = None,
+    *,
+    joint_pass: type[RefuseMixedDtypes] | None = None,
 ) -> Compiled:
     """Compiles a rewritten graph; call it with autocast off.
 
@@ -203,14 +206,28 @@ def compile_inner(
         example_inputs: Its inputs.
         options: The options of the backend.
         cache: Decides which values of weights are cached; None caches nothing.
+        joint_pass: Runs over joint graphs of forward and backward.
     """
     if options.compiler == "eager":
         return gm.forward
     if options.numerics == "eager":
         _warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
     if uses_inductor(example_inputs, options):
-        return _inductor(gm, example_inputs, options, cache)
-    return _aot_eager(gm, example_inputs, options, cache)
+        with _running(joint_pass):
+            return _inductor(gm, example_inputs, options, cache)
+    return _aot_eager(gm, example_inputs, options, cache, joint_pass)
+
+
+def _running(joint_pass: type[RefuseMixedDtypes] | None) -> contextlib.AbstractContextManager[None]:
+    """Makes inductor run a pass over joint graphs, before one of the user's own."""
+    from torch._inductor import config
+
+    if joint_pass is None:
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        joint_custom_pre_pass=joint_pass(config.joint_custom_pre_pass)
+    )
+    return patch
 
 
 def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
@@ -319,6 +336,8 @@ def through_inductor(
     settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(left_on_error())  # tracing runs the graph
+        # Kernels get buffers of fixed dtypes, also where backward() is called in a region.
+        stack.enter_context(called_without_autocast())
         # Inductor's own freezing would take kept copies for constant, and weights.
         stack.enter_context(config.patch(freezing=False))
         stack.enter_context(_region_markers_cacheable(gm))
@@ -436,11 +455,21 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
 
 
 def _aot_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, cache: Caching | None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None,
+    joint_pass: type[RefuseMixedDtypes] | None,
 ) -> Compiled:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if joint_pass is not None:
+            joint_pass()(gm.graph)
+        into = min_cut_rematerialization_partition if cache is None else cache.partition
+        return into(gm, *args, **kwargs)
 
     def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         return boxed_nop(graph, list(inputs))
@@ -453,7 +482,7 @@ def _aot_eager(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
         inference_compiler=functools.partial(compile_inside, is_inference=True),
-        partition_fn=min_cut_rematerialization_partition if cache is None else cache.partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     with left_on_error():  # tracing runs the graph

@@ -129,12 +129,30 @@ def compile_frame() -> CompileFrame:
 def ends_at_graph_break() -> bool:
     """Whether the graph that is being compiled ends where Dynamo hands over to Python.
 
-    Its outputs then go to code of the program that nobody rewrites. Relies on
-    ``OutputGraph.compile_subgraph_reason``.
+    Its outputs then go to code of the program that nobody rewrites.
+    """
+    return _reason_of_break() is not None
+
+
+def ends_at_backward() -> bool:
+    """Returns True if the graph that is being compiled ends where the program takes gradients.
+
+    Relies on the reason of the graph break naming what was called.
+    """
+    return any(name in (_reason_of_break() or "") for name in _TAKING_GRADIENTS)
+
+
+_TAKING_GRADIENTS = ("Tensor.backward()", "function `backward`", "torch.autograd.grad")
+
+
+def _reason_of_break() -> str | None:
+    """Returns why the graph that is being compiled ends before the function does, if it does.
+
+    Relies on ``OutputGraph.compile_subgraph_reason``.
     """
     translator = _translator()
     reason = None if translator is None else translator.output.compile_subgraph_reason
-    return reason is not None and reason.graph_break
+    return reason.reason if reason is not None and reason.graph_break else None
 
 
 def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFrame:

@@ -204,6 +204,23 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def called_without_autocast() -> Iterator[None]:
+    """Makes what AOTAutograd compiles inside it run with autocast off, backwards too.
+
+    AOTAutograd does so if autocast is on where it compiles. Here it is on for a device that no
+    tensor is ever on, so that nothing is traced otherwise. Relies on
+    ``torch._C._is_any_autocast_enabled`` asking for that device.
+    """
+    carrier = CARRIERS[1]  # the other one says that a policy holds (``cache_keys``)
+    before = torch.is_autocast_enabled(carrier)
+    torch.set_autocast_enabled(carrier, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(carrier, before)
+
+
+@contextlib.contextmanager
 def left_on_error() -> Iterator[None]:
     """Leaves the regions that an exception has kept the markers of a graph from leaving.
 

@@ -1,0 +1,131 @@
+"""The autocast state in which AOTAutograd traces the backward of a graph.
+
+Casts of the forward are nodes, so it is traced with autocast off. Eager code runs the backward in
+the state in which ``backward()`` is called. That is
+
+- with autocast off, if it is called outside of the region, as PyTorch recommends, and
+- in the region of the graph, if Dynamo has ended the graph at the call.
+
+A backward that multiplies values of several dtypes, such as a float32 gradient and a bfloat16 value
+that a ``torch.autograd.Function`` has saved, is traced in the region, too. With autocast off, eager
+code fails there; ``torch.compile`` does not, as it traces every backward in the region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from amp_fx.backend.fallback import with_autocast_off
+from amp_fx.backend.inner import compile_inner, without_autograd_cache
+from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.values import argument_values, tensors_in
+from amp_fx.regions.kernels import prepare_state
+from amp_fx.regions.module_stack import ends_at_backward
+from amp_fx.regions.state import AutocastState, no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from amp_fx.backend.caching import Caching
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+aten = torch.ops.aten
+
+_PRODUCTS = (
+    aten.addmm.default,
+    aten.addmv.default,
+    aten.baddbmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten.mm.default,
+    aten.mv.default,
+)
+"""Ops whose kernels take one dtype, and whose fake kernels take several."""
+
+
+class MixedDtypesError(Exception):
+    """A product of a joint graph has inputs of several floating-point dtypes."""
+
+
+class RefuseMixedDtypes(CustomGraphPass):
+    """Raises if a product of a joint graph has inputs of several floating-point dtypes.
+
+    Args:
+        following: A pass of the user's own, which runs after this one.
+    """
+
+    def __init__(self, following: Any = None) -> None:
+        self.following = following
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Checks a graph of a forward and its backward.
+
+        Raises:
+            MixedDtypesError: A product has inputs of several dtypes.
+        """
+        for node in graph.nodes:
+            if node.target in _PRODUCTS and len(_floating_dtypes(node)) > 1:
+                raise MixedDtypesError(f"{node.format_node()} has inputs of several dtypes")
+        if self.following is not None:
+            self.following(graph)
+
+    def uuid(self) -> Any:
+        """Returns its part of the keys of inductor's caches; None if there is none."""
+        own = get_hash_for_files((__file__,))
+        if self.following is None:
+            return own
+        theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
+        return None if theirs is None else (own, theirs)
+
+
+def _floating_dtypes(node: fx.Node) -> set[torch.dtype]:
+    return {t.dtype for t in tensors_in(*argument_values(node)) if t.is_floating_point()}
+
+
+def compile_with_backward(
+    state: AutocastState,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None,
+) -> Compiled:
+    """Compiles a rewritten graph, and its backward if it has one.
+
+    Args:
+        state: The state of autocast where the graph begins.
+        gm: The graph; it is edited.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        cache: See ``compile_inner``.
+    """
+    has_backward = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+    )
+    given = (example_inputs, options, cache)
+    if not has_backward or not state.enabled or options.compiler == "eager":
+        with no_autocast():
+            return compile_inner(gm, *given)
+    if AutocastState.ambient().enabled and ends_at_backward():
+        return _compile_in(state, gm, *given)
+    try:
+        with no_autocast():
+            return compile_inner(copy_graph_module(gm), *given, joint_pass=RefuseMixedDtypes)
+    except MixedDtypesError:
+        return _compile_in(state, gm, *given)
+
+
+def _compile_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
+    """Compiles a rewritten graph with its backward in a state of autocast."""
+    prepare_state(state)
+    # A policy is no part of the cache's keys where no region carries it.
+    uncached = without_autograd_cache() if state.policy is not None else contextlib.nullcontext()
+    with state.applied(), uncached:
+        return compile_inner(with_autocast_off(gm, state), *args)
