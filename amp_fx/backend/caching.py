@@ -356,6 +356,10 @@ class Partitioner(CustomPartitionerFn):
         """Returns itself: inductor copies its settings for logs, and weights must not be copied."""
         return self
 
+    def __getstate__(self) -> Any:
+        """Returns ``uuid()``: inductor's keys contain its settings pickled, besides ``uuid()``."""
+        return self.uuid()
+
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches."""
         return get_hash_for_files((__file__,))

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import amp_fx
+from amp_fx.backend.inner import numerics_config
+from amp_fx.options import Options
 from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, converted
 
 if TYPE_CHECKING:
@@ -76,9 +78,11 @@ def trained(model: nn.Module, call: Callable[..., Any], inputs: Any) -> list[tor
     return found + [p.detach().clone() for p in model.parameters()]
 
 
-_REFERENCES = {"eager": "eager", "aot_eager": "eager"}
-
-COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+COMPILERS = [
+    "eager",
+    "aot_eager",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("inductor", "strict inductor")),
+]
 
 
 def check(
@@ -89,14 +93,17 @@ def check(
     read: Callable[[Any], torch.Tensor] = lambda y: y,
 ) -> None:
     oracle = converted(model, recipe)
-    options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler}
+    options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler.split()[-1]}
     # By default, attention's backward is computed in float32 on CPUs without units for bfloat16.
     options |= {"output_dtype": "autocast", "fallback": False, "products": "low"}
-    options["weight_cache"] = "training"
+    # A kernel that casts and quantizes a weight does not round in between, unless it is strict.
+    options["weight_cache"] = compiler == "inductor" or "training"
     ours = copy.deepcopy(model)
+    if compiler == "strict inductor":
+        options["numerics"] = "strict"
     compiled = torch.compile(ours, backend="amp_fx", options=options)
     # Dynamo takes another branch of Llama's attention than eager code does.
-    reference: Any = torch.compile(oracle, backend=_REFERENCES.get(compiler, "inductor"))
+    reference: Any = torch.compile(oracle, **_reference(compiler))
 
     def in_region(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -111,11 +118,20 @@ def check(
     assert [i for i, pair in enumerate(zip(found, expected, strict=True)) if not _same(*pair)] == []
 
 
+def _reference(compiler: str) -> dict[str, Any]:
+    """Returns the arguments of ``torch.compile`` for the oracle."""
+    if compiler == "inductor":
+        return {}
+    if compiler == "strict inductor":
+        return {"options": numerics_config(Options.parse({"numerics": "strict"}))}
+    return {"backend": "eager"}
+
+
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor", "strict inductor"])
 def test_training_an_mlp(recipe: str, compiler: str) -> None:
     torch.manual_seed(0)
     check(mlp(), recipe, compiler, lambda: torch.randn(32, 32))
