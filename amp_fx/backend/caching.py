@@ -76,7 +76,7 @@ class Caching:
     Attributes:
         weights: The weights that can be cached, by position; emptied after the compilation, because
             what is compiled must not hold weights.
-        num_inputs: How many inputs the captured graph has.
+        tensors: Positions of the tensors among the inputs of the captured graph.
         trained: Positions of the inputs that get gradients.
         options: The options of the backend.
         owner: Name under which ``stats`` counts the values.
@@ -85,7 +85,7 @@ class Caching:
     """
 
     weights: dict[int, Weight]
-    num_inputs: int
+    tensors: tuple[int, ...]
     trained: frozenset[int]
     options: Options
     owner: str
@@ -95,7 +95,7 @@ class Caching:
     def is_on(self) -> bool:
         """Returns True if the forward graph may cache anything."""
         is_inference = not (torch.is_grad_enabled() and self.trained)
-        return bool(self._chosen(is_inference=is_inference))
+        return bool(self.weights if is_inference else self._chosen_in_training())
 
     def release(self) -> None:
         """Drops the weights when the compilation ends."""
@@ -110,8 +110,9 @@ class Caching:
 
         def compile_cached(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             is_inference = bool(kwargs.get("is_inference"))
-            chosen = {} if kwargs.get("is_backward") else self._chosen(is_inference=is_inference)
-            if not chosen or not self._is_aligned(gm, chosen):
+            placeholders = gm.graph.find_nodes(op="placeholder")
+            chosen = self._chosen(placeholders, is_inference=is_inference)
+            if kwargs.get("is_backward") or not chosen:
                 return compile_graph(gm, inputs, **kwargs)
             has_data = not any(type(w.tensor) is FakeTensor for w in chosen.values())
             if is_inference and self.is_packable and has_data:
@@ -134,8 +135,9 @@ class Caching:
 
         def note(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
             is_inference = bool(kwargs.get("is_inference"))
-            chosen = {} if kwargs.get("is_backward") else self._chosen(is_inference=is_inference)
-            if chosen and self._is_aligned(graph, chosen):
+            placeholders = graph.graph.find_nodes(op="placeholder")
+            chosen = self._chosen(placeholders, is_inference=is_inference)
+            if chosen and not kwargs.get("is_backward"):
                 own = copy_graph_module(graph)
                 if is_inference and self.is_packable:
                     names = {i: weight.name for i, weight in chosen.items()}
@@ -195,11 +197,10 @@ class Caching:
 
     def _saved(self, gm: fx.GraphModule) -> list[fx.Node]:
         """Marks the values that are cached in a joint graph of forward and backward."""
-        chosen = self._chosen(is_inference=False)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        num_primals = sum(node.name.startswith("primals") for node in placeholders)
-        is_aligned = num_primals == self.num_inputs and self._has_values(placeholders, chosen)
-        if not chosen or not is_aligned:
+        primals = [node for node in placeholders if node.name.startswith("primals")]
+        chosen = self._chosen(primals, is_inference=False)
+        if not chosen:
             return []
         num_outputs = len(_outputs_of(gm))  # results and gradients are both for the caller
         saved = self._laid_out(gm, chosen, num_outputs, is_inference=False)
@@ -229,10 +230,32 @@ class Caching:
         sources = weights_in(gm, weights, prepare)
         return list(cached_nodes(gm, sources, prepare, num_returned))
 
-    def _chosen(self, *, is_inference: bool) -> Mapping[int, Weight]:
-        """Returns the weights whose values are cached."""
-        if is_inference:
-            return self.weights
+    def _chosen(
+        self, placeholders: Sequence[fx.Node], *, is_inference: bool
+    ) -> Mapping[int, Weight]:
+        """Returns the weights whose values a graph caches, by their positions in it.
+
+        There are none if the graph has other tensors than the captured one as inputs: AOTAutograd
+        adds states of random numbers, and replaces views of one another. Of a DTensor it passes the
+        local part and its mesh.
+
+        Args:
+            placeholders: The inputs of the graph.
+            is_inference: Whether the graph has no backward.
+        """
+        tensors = [
+            i for i, node in enumerate(placeholders) if isinstance(VALUE.get(node), torch.Tensor)
+        ]
+        if len(tensors) != len(self.tensors):
+            return {}
+        position_of = dict(zip(self.tensors, tensors, strict=True))
+        chosen = self.weights if is_inference else self._chosen_in_training()
+        found = {position_of[i]: weight for i, weight in chosen.items()}
+        pairs = [(VALUE.of(placeholders[i]), weight.tensor) for i, weight in found.items()]
+        is_aligned = all(_layout(value) == _layout(weight) for value, weight in pairs)
+        return found if is_aligned else {}
+
+    def _chosen_in_training(self) -> Mapping[int, Weight]:
         is_asked_for = self.options.weight_cache == "training"
         stepped = weights_of_steps()
         return {
@@ -243,23 +266,6 @@ class Caching:
             or i not in self.trained
             or id(weight.tensor) in stepped
         }
-
-    def _is_aligned(self, gm: fx.GraphModule, weights: Mapping[int, Weight]) -> bool:
-        """Returns True if a graph has the inputs of the captured one, in their order.
-
-        AOTAutograd adds inputs for states of random numbers, and replaces views of one another. Of
-        a DTensor it passes the local part.
-        """
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        return len(placeholders) == self.num_inputs and self._has_values(placeholders, weights)
-
-    def _has_values(self, placeholders: Sequence[fx.Node], weights: Mapping[int, Weight]) -> bool:
-        pairs = [(VALUE.get(placeholders[i]), weight.tensor) for i, weight in weights.items()]
-        return all(
-            isinstance(value, torch.Tensor)
-            and (value.dtype, value.shape, value.stride()) == (w.dtype, w.shape, w.stride())
-            for value, w in pairs
-        )
 
     def _split_graph(
         self, gm: fx.GraphModule, weights: Mapping[int, Weight], kwargs: Mapping[str, Any]
@@ -326,6 +332,10 @@ class Caching:
             specs = [spec for spec in args[0] if not spec.is_alias]
             record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
@@ -428,7 +438,7 @@ def caching(
     }
     return Caching(
         weights,
-        len(example_inputs),
+        tuple(i for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)),
         frozenset(trained),
         options,
         owner_of(found.gm, found.root),
