@@ -123,6 +123,13 @@ struct Write {
   int64_t begin = 0, end = 0; // it has ended by then
 };
 
+// Guards all records: `fork` must hold whatever a thread that is not in the child may hold. Never
+// destroyed: storages outlive static objects.
+std::mutex& records_mutex() {
+  static auto* mutex = new std::mutex();
+  return *mutex;
+}
+
 // What is known of one storage. The weak reference keeps its address from being used again.
 class Record {
  public:
@@ -137,7 +144,7 @@ class Record {
   // This thread writes. It has waited for any collective that writes the same.
   void note_write() {
     {
-      std::lock_guard<std::mutex> guard(mutex_);
+      std::lock_guard<std::mutex> guard(records_mutex());
       if (latest_.thread != this_thread) {
         other_ = latest_;
       }
@@ -148,14 +155,14 @@ class Record {
   }
   void note_collective() {
     {
-      std::lock_guard<std::mutex> guard(mutex_);
+      std::lock_guard<std::mutex> guard(records_mutex());
       end_of_collective_ = end_of(collective_ns);
     }
     writes++;
   }
   // The hook was gone: threads that were seen writing may be at a write that it did not see.
   void expect_others() {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::lock_guard<std::mutex> guard(records_mutex());
     for (Write* write : {&latest_, &other_}) {
       const bool is_recent = write == &latest_ || now() - write->begin < memory_of_writers_ns;
       if (write->thread != 0 && write->thread != this_thread && is_recent) {
@@ -165,7 +172,7 @@ class Record {
   }
   // Whether another thread, or a collective, may still be writing.
   bool is_settling() {
-    std::lock_guard<std::mutex> guard(mutex_);
+    std::lock_guard<std::mutex> guard(records_mutex());
     const int64_t time = now();
     const auto is_going_on = [time](const Write& write) {
       return write.thread != this_thread && time < write.end;
@@ -178,18 +185,12 @@ class Record {
     return now() + duration + ns_per_byte * num_bytes_;
   }
   int64_t num_bytes_;
-  std::mutex mutex_;
   Write latest_, other_; // that of the latest thread, and the last one of the thread before it
   int64_t end_of_collective_ = 0;
 };
 using RecordRef = std::shared_ptr<Record>;
 
-// Never destroyed: storages outlive static objects.
-std::mutex& records_mutex() {
-  static auto* mutex = new std::mutex();
-  return *mutex;
-}
-std::unordered_map<StorageImpl*, RecordRef>& records() {
+std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed either
   static auto* map = new std::unordered_map<StorageImpl*, RecordRef>();
   return *map;
 }

@@ -258,9 +258,39 @@ if __name__ == "__main__":
         EVAL.check(compiled, net, twin)
 """
 
+WRITING = """
+import os, signal, sys, threading, torch
+from amp_fx.weights.engine import engine
+weight = torch.ones(8)
+engine().watch(weight)
+sys.setswitchinterval(1e-4)
+def write():
+    while True:
+        engine().watch(weight)
+        weight.add_(1)
+for _ in range(2):
+    threading.Thread(target=write, daemon=True).start()
+for _ in range(150):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        engine().watch(weight)
+        weight.add_(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, "a child hung"
+os._exit(0)
+"""
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.parametrize("program", [FORK, WORKERS], ids=["fork", "workers"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(FORK, id="fork"),
+        pytest.param(WORKERS, id="workers"),
+        pytest.param(WRITING, id="writing", marks=pytest.mark.slow),
+    ],
+)
 def test_processes_that_fork(program: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
