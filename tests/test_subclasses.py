@@ -101,3 +101,20 @@ def test_wrappers(
         inner = unwrapped(ours)
         assert inner.dtype == ours.dtype == (torch.float32 if is_bare else eager.dtype)
         assert torch.equal(inner.to(eager.dtype), unwrapped(eager))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_nested_tensor_that_the_graph_makes(compiler: str, rng: torch.Generator) -> None:
+    """Its ragged size belongs to no input, so there can be no guard on it."""
+    values, weight = torch.randn(10, 8, generator=rng), torch.randn(4, 8, generator=rng)
+    offsets = torch.tensor([0, 3, 7, 10])
+
+    def program(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return torch.nn.functional.linear(nested, weight).values()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = program(values, offsets)
+        found = compiled(program, compiler=compiler)(values, offsets)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)

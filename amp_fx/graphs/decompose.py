@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
@@ -39,6 +40,7 @@ from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_resu
 from amp_fx.regions.kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
+from amp_fx.replaced import replaced
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.kernels import FLOAT32, LOW, opaque_result
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
@@ -192,13 +195,31 @@ class Decomposer:
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             return call_target(node, args, kwargs)
 
-        with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
+        env = None if self.fake_mode is None else self.fake_mode.shape_env
+        quiet = contextlib.nullcontext() if env is None else _metadata_without_guards(env)
+        with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled), quiet:
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
             return Decomposed(None, tuple(table.decisions))
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
         return Decomposed(graph, tuple(table.decisions))
+
+
+def _metadata_without_guards(env: ShapeEnv) -> contextlib.AbstractContextManager[None]:
+    """Lets traces record the memory format of results without guards on it, which is never read.
+
+    Dynamo cannot make guards on the ragged size of a nested tensor that the graph itself makes.
+
+    Relies on ``torch.fx.experimental.proxy_tensor._extract_tensor_metadata``.
+    """
+    extract = vars(proxy_tensor)["_extract_tensor_metadata"]
+
+    def extract_without_guards(*args: Any, **kwargs: Any) -> Any:
+        with env.suppress_guards():
+            return extract(*args, **kwargs)
+
+    return replaced((proxy_tensor, "_extract_tensor_metadata", extract_without_guards))
 
 
 def _with_hints(value: Any) -> Any:
