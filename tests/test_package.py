@@ -82,3 +82,10 @@ def test_wheel_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
 def test_passes_are_linked_into_the_package() -> None:
     """Without the link neither an uninstalled tree nor a type checker finds the passes."""
     assert (ROOT / "amp_fx/passes").readlink() == Path("../passes")
+
+
+def test_importing_it_imports_no_sympy() -> None:
+    """Which takes longer than everything else; torch imports it when it compiles."""
+    program = "import sys, torch; known = set(sys.modules); import amp_fx; "
+    program += "sys.exit('sympy' in set(sys.modules) - known)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

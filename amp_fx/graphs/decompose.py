@@ -20,7 +20,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _MakefxTracer
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import BannedOpError, PolicyError
@@ -31,6 +30,7 @@ from amp_fx.graphs.values import (
     analysis,
     call_target,
     captured_value,
+    is_symbolic,
     set_value,
     tensors_in,
     value_of,
@@ -228,7 +228,7 @@ def _with_hints(value: Any) -> Any:
     Anything else, tensor subclasses included, is returned as it is.
     """
     is_plain = isinstance(value, FakeTensor) and value.layout is torch.strided
-    if not is_plain or not free_symbols(value):
+    if not is_plain or not is_symbolic(value):
         return hint(value)
     sizes, strides = ([hint(n) for n in each] for each in (value.size(), value.stride()))
     with value.fake_mode:

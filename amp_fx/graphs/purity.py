@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from amp_fx.errors import PolicyError
-from amp_fx.graphs.values import recorded_value, tensors_in
+from amp_fx.graphs.values import is_unbacked, recorded_value, tensors_in
 from amp_fx.policies.calls import qualified_name
 from amp_fx.policies.changes import expand_ops
 from amp_fx.tables.op_names import op_text
@@ -136,7 +135,7 @@ def _has_shape_of_data(node: fx.Node, overloads: list[OpOverload]) -> bool:
     value = recorded_value(node)
     if value is None:
         return any(torch.Tag.dynamic_output_shape in op.tags for op in overloads)
-    return any(free_unbacked_symbols(tuple(t.shape)) for t in tensors_in(value))
+    return any(is_unbacked(tuple(t.shape)) for t in tensors_in(value))
 
 
 def register_pure_op(op: Any) -> None:

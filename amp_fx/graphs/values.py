@@ -20,7 +20,6 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +32,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def is_symbolic(value: Any) -> bool:
+    """Returns True if a size, or one of a tensor's sizes, strides and its offset, is symbolic."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols  # sympy takes 0.3 s
+
+    return bool(free_symbols(value))
+
+
+def is_unbacked(value: Any) -> bool:
+    """Returns True if a size, or one of a tensor's, follows from data that the graph computes."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
 
 
 def captured_value(node: fx.Node) -> Any:
@@ -247,7 +260,7 @@ _NO_WRITES: Counter[int] = Counter()
 
 def is_dynamic(value: Any) -> bool:
     """Returns True if an input is a number, or a tensor whose shape is symbolic."""
-    return not isinstance(value, torch.Tensor) or bool(free_symbols(value))
+    return not isinstance(value, torch.Tensor) or is_symbolic(value)
 
 
 def is_written(placeholder: fx.Node) -> bool:
@@ -301,7 +314,7 @@ def adopt_captured(captured: Any, value: Any) -> Any:
     if captured is None or value is None:
         return value
     if isinstance(captured, torch.Tensor) and isinstance(value, torch.Tensor):
-        return captured.to(value.dtype) if free_unbacked_symbols(captured) else value
+        return captured.to(value.dtype) if is_unbacked(captured) else value
     if isinstance(captured, (tuple, list)) and isinstance(value, (tuple, list)):
         if len(captured) == len(value) and tensors_in(captured):
             leaves, spec = pytree.tree_flatten(value)

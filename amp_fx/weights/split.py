@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -35,7 +34,7 @@ from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CONSTANT, VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import tensors_in
+from amp_fx.graphs.values import is_symbolic, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -411,7 +410,7 @@ def _is_preparable(node: fx.Node, copies: Copies) -> bool:
         return False
     values = tensors_in(VALUE.get(node))
     # Ops that pack weights have no fake kernels, and so no values.
-    if any(map(free_symbols, values)) or (VALUE.is_on(node) and not values):
+    if any(map(is_symbolic, values)) or (VALUE.is_on(node) and not values):
         return False
     return all(source in copies for source in node.all_input_nodes)
 
