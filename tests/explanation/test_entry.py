@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
 from amp_fx import CastPolicy, stats, weight_cache
-from amp_fx.backend import entry as backend
-from amp_fx.backend import inner
+from amp_fx.backend import backward, inner
 from amp_fx.commands.policy import MEANING
 from amp_fx.errors import BannedOpError, CompileTargetError, ExplainError, OptionError, PolicyError
 from amp_fx.passes.insert_casts import InsertCasts
@@ -55,14 +54,14 @@ def compiled_casts(
     """Casts in the graph that the inner compiler gets, and values that a call caches."""
     casts: list[fx.Node] = []
 
-    def compile_inner(gm: fx.GraphModule, *more: Any) -> Callable[..., Any]:
+    def compile_inner(gm: fx.GraphModule, *more: Any, **kwargs: Any) -> Callable[..., Any]:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
         casts.extend(n for graph in graphs for n in graph.nodes if n.target is _TO_COPY)
-        return inner.compile_inner(gm, *more)
+        return inner.compile_inner(gm, *more, **kwargs)
 
     weight_cache.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "compile_inner", compile_inner)
+        patch.setattr(backward, "compile_inner", compile_inner)
         options: dict[str, Any] = {"compiler": "aot_eager", **CACHED}
         torch.compile(model, backend="amp_fx", options=options)(*args)
     return len(casts), len(weight_cache.stats().values)
