@@ -22,8 +22,8 @@ test: lint
 # Lint, types and some tests of every part, in three minutes: what to run between two edits.
 CHECK := tables policies/test_calls.py policies/test_policy.py regions/test_region.py graphs/test_decompose.py \
 	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
-	passes/test_keep_weight_casts.py passes/test_wrap_islands.py weights/test_sharing.py \
-	weights/test_write_signals.py weights/test_gradients.py weights/test_variants.py test_backend.py \
+	passes/test_wrap_islands.py weights/test_sharing.py weights/test_shared_values.py \
+	weights/test_write_signals.py weights/test_gradients.py weights/test_step_copies.py test_backend.py \
 	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
 	grad_scaler/test_parity.py grad_scaler/test_clip.py grad_scaler/test_compiled_step.py \
 	exporting/test_parity.py integrations/test_blocks.py explanation/test_table.py \
