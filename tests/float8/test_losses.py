@@ -10,6 +10,7 @@ import pytest
 from tests.float8.losses import Transformer, ViT, train
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning")
 @pytest.mark.parametrize(
     ("kind", "num_classes"), [(Transformer, 64), (ViT, 16)], ids=["transformer", "vit"]
