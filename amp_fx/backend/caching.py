@@ -110,9 +110,8 @@ class Caching:
 
         def compile_cached(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             is_inference = bool(kwargs.get("is_inference"))
-            placeholders = gm.graph.find_nodes(op="placeholder")
-            chosen = self._chosen(placeholders, is_inference=is_inference)
-            if kwargs.get("is_backward") or not chosen:
+            chosen = self._chosen_in(gm, kwargs)
+            if not chosen:
                 return compile_graph(gm, inputs, **kwargs)
             has_data = not any(type(w.tensor) is FakeTensor for w in chosen.values())
             if is_inference and self.is_packable and has_data:
@@ -135,9 +134,8 @@ class Caching:
 
         def note(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
             is_inference = bool(kwargs.get("is_inference"))
-            placeholders = graph.graph.find_nodes(op="placeholder")
-            chosen = self._chosen(placeholders, is_inference=is_inference)
-            if chosen and not kwargs.get("is_backward"):
+            chosen = self._chosen_in(graph, kwargs)
+            if chosen:
                 own = copy_graph_module(graph)
                 if is_inference and self.is_packable:
                     names = {i: weight.name for i, weight in chosen.items()}
@@ -229,6 +227,13 @@ class Caching:
         prepare = Prepare({i: weight.name for i, weight in weights.items()})
         sources = weights_in(gm, weights, prepare)
         return list(cached_nodes(gm, sources, prepare, num_returned))
+
+    def _chosen_in(self, gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> Mapping[int, Weight]:
+        """Returns ``_chosen`` for a graph that the inner compiler gets with some arguments."""
+        if kwargs.get("is_backward"):
+            return {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return self._chosen(placeholders, is_inference=bool(kwargs.get("is_inference")))
 
     def _chosen(
         self, placeholders: Sequence[fx.Node], *, is_inference: bool
