@@ -123,8 +123,8 @@ struct Write {
   int64_t begin = 0, end = 0; // it has ended by then
 };
 
-// Guards all records: `fork` must hold whatever a thread that is not in the child may hold. Never
-// destroyed: storages outlive static objects.
+// Guards all records. It is one mutex, so that the fork handlers can hold it: a child does not have
+// the thread that would unlock it. Never destroyed, since storages outlive static objects.
 std::mutex& records_mutex() {
   static auto* mutex = new std::mutex();
   return *mutex;
@@ -190,7 +190,7 @@ class Record {
 };
 using RecordRef = std::shared_ptr<Record>;
 
-std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed either
+std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed, like the mutex
   static auto* map = new std::unordered_map<StorageImpl*, RecordRef>();
   return *map;
 }

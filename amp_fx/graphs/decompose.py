@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
@@ -195,9 +194,10 @@ class Decomposer:
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             return call_target(node, args, kwargs)
 
-        env = None if self.fake_mode is None else self.fake_mode.shape_env
-        quiet = contextlib.nullcontext() if env is None else _metadata_without_guards(env)
-        with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled), quiet:
+        with (
+            analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled),
+            _metadata_without_guards(self.fake_mode),
+        ):
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
             return Decomposed(None, tuple(table.decisions))
@@ -206,14 +206,19 @@ class Decomposer:
         return Decomposed(graph, tuple(table.decisions))
 
 
-def _metadata_without_guards(env: ShapeEnv) -> contextlib.AbstractContextManager[None]:
-    """Lets traces record the memory format of results without guards on it, which is never read.
+def _metadata_without_guards(
+    fake_mode: FakeTensorMode | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Keeps traces from adding guards on the memory format of results, which nothing reads.
 
-    Dynamo cannot make guards on the ragged size of a nested tensor that the graph itself makes.
+    Dynamo cannot check guards on the ragged size of a nested tensor that the graph itself makes.
 
     Relies on ``torch.fx.experimental.proxy_tensor._extract_tensor_metadata``.
     """
-    extract = vars(proxy_tensor)["_extract_tensor_metadata"]
+    env = None if fake_mode is None else fake_mode.shape_env
+    if env is None:
+        return contextlib.nullcontext()
+    extract = proxy_tensor._extract_tensor_metadata  # type: ignore[attr-defined]
 
     def extract_without_guards(*args: Any, **kwargs: Any) -> Any:
         with env.suppress_guards():
