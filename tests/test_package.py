@@ -85,7 +85,7 @@ def test_passes_are_linked_into_the_package() -> None:
 
 
 def test_importing_it_imports_no_sympy() -> None:
-    """Which takes longer than everything else; torch imports it when it compiles."""
+    """Importing sympy takes longer than everything else; torch does it when it compiles."""
     program = "import sys, torch; known = set(sys.modules); import amp_fx; "
     program += "sys.exit('sympy' in set(sys.modules) - known)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

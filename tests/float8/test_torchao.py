@@ -96,11 +96,11 @@ def check(
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler.split()[-1]}
     # By default, attention's backward is computed in float32 on CPUs without units for bfloat16.
     options |= {"output_dtype": "autocast", "fallback": False, "products": "low"}
-    # A kernel that casts and quantizes a weight does not round in between, unless it is strict.
-    options["weight_cache"] = compiler == "inductor" or "training"
-    ours = copy.deepcopy(model)
     if compiler == "strict inductor":
         options["numerics"] = "strict"
+    # A kernel that casts and quantizes a weight does not round in between, unless it is strict.
+    options["weight_cache"] = True if compiler == "inductor" else "training"
+    ours = copy.deepcopy(model)
     compiled = torch.compile(ours, backend="amp_fx", options=options)
     # Dynamo takes another branch of Llama's attention than eager code does.
     reference: Any = torch.compile(oracle, **_reference(compiler))
