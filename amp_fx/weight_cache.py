@@ -1,19 +1,18 @@
-"""Shows and controls what is kept of weights, and made again when a weight was written.
+"""Shows and controls the cache of values computed from weights.
 
-Every value that is computed from weights alone, a cast, a packed or folded weight or what
-``amp_fx.keep`` was asked for, is made once and shared by all graphs of the process. It is made
-again before the first use after a write to one of its weights. No signal tells of a write through
-a pointer, a NumPy array or a DLPack alias that was taken before the latest call. So each call on
-the CPU compares one element of every weight with what it was: a write of a whole weight is
-noticed at the next call, one of a part within 64 calls if the part is at least a 32nd of the
-weight, a smaller part perhaps never. Then the weight is named in a warning, and what is made of
-it is made again on every call. ``options={"verify": "full"}`` compares all, and raises; ``"off"``
-compares none.
+Casts, packed and folded weights, and the values of ``amp_fx.keep`` are computed once and shared by
+all graphs of the process. They are recomputed before the first use after a write to one of their
+weights. No signal indicates a write through a pointer, a NumPy array or a DLPack alias that was
+taken before the latest call. Therefore each call on the CPU compares one element of every weight
+with its earlier value. It detects a write of a whole weight in the next call, and a write of at
+least a 32nd of a weight within 64 calls; it may miss smaller ones. A warning then names the weight,
+and every call recomputes its values. ``options={"verify": "full"}`` compares all elements and
+raises an error; ``"off"`` compares none.
 
 Use::
 
     amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
-    amp_fx.weight_cache.invalidate(model)  # make its values again at the next call
+    amp_fx.weight_cache.invalidate(model)  # recompute its values in the next call
     amp_fx.weight_cache.clear()            # drop all values
     amp_fx.weight_cache.set_limit(2**30)   # bytes that values may take together
 """
@@ -35,18 +34,18 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.weights.store import Entry
+    from amp_fx.weights.entry import Entry
 
 
 @dataclasses.dataclass(frozen=True)
 class KeptValue:
-    """A value that is kept, and made again when a weight that it is made of was written.
+    """A cached value.
 
     Attributes:
-        model: The class of the model (or the function) whose graph keeps it.
-        weights: Names of the weights that it is made of.
-        ops: Names of the ops that make it, in order.
-        bytes: Bytes that it takes besides the weights; those of padding are not counted.
+        model: Class of the model (or name of the function) whose graph requested it first.
+        weights: Names of the weights that it is computed from.
+        ops: Names of the ops that compute it, in order.
+        bytes: Bytes of the value besides the weights, without padding.
     """
 
     model: str
@@ -57,15 +56,15 @@ class KeptValue:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counts what the cache holds and did.
+    """Statistics of the cache.
 
     Attributes:
-        entries: Number of values that take bytes.
-        bytes: Bytes that they take now: one that is about to be replaced takes none.
-        hits: Times that a call found one fresh.
-        refreshes: Times that one was made or made again.
-        by_model: The same, by the class of the model (or the function) whose graph asked first.
-        values: Each value that takes bytes.
+        entries: Number of values that take memory.
+        bytes: Bytes that they take now; evicted values take none.
+        hits: Number of times that a call found a value fresh.
+        refreshes: Number of computations of values.
+        by_model: The same for each class of model (or function) that requested values first.
+        values: Each value that takes memory.
     """
 
     entries: int
@@ -86,8 +85,8 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Counts of what is kept."""
-    with STORE.exclusive():
+    """Returns statistics of the cache."""
+    with STORE.locked():
         entries = [entry for entry in STORE.entries.values() if entry.num_bytes]
         owners = sorted({entry.owner for entry in entries})
         by_model = {
@@ -97,42 +96,42 @@ def stats() -> Stats:
 
 
 def _count(entries: Sequence[Entry]) -> Stats:
-    distinct = {id(entry.value): entry for entry in entries}.values()  # what is shared, once
+    distinct = {id(entry.value): entry for entry in entries}.values()  # shared values count once
     return Stats(
         entries=len(distinct),
         bytes=sum(entry.num_bytes for entry in distinct),
-        hits=sum(entry.kept.hits for entry in entries),
-        refreshes=sum(entry.kept.made for entry in entries),
+        hits=sum(entry.slot.hits for entry in entries),
+        refreshes=sum(entry.slot.made for entry in entries),
         by_model={},
         values=tuple(
-            KeptValue(entry.owner, entry.wanted.names, entry.wanted.ops, entry.num_bytes)
+            KeptValue(entry.owner, entry.spec.names, entry.spec.ops, entry.num_bytes)
             for entry in distinct
         ),
     )
 
 
 def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) -> None:
-    """Makes values again before their next use.
+    """Makes values stale, so that they are recomputed before their next use.
 
     Args:
-        model_or_tensor: Whose values; None for all.
+        model_or_tensor: The model or weight whose values become stale; None for all values.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is neither a module, nor a tensor, nor None.
     """
-    with STORE.exclusive():
+    with STORE.locked():
         if model_or_tensor is None:
             found = list(STORE.entries.values())
         else:
             tensors = tensors_of(model_or_tensor)
             found = [entry for tensor in tensors for entry in STORE.of_weight(tensor)]
         for entry in found:
-            entry.kept.invalidate()
+            entry.slot.invalidate()
 
 
 def clear() -> None:
-    """Drops all values and stops watching their weights, until graphs are called again."""
-    with STORE.exclusive():
+    """Drops all values and stops watching their weights until graphs are called again."""
+    with STORE.locked():
         for entry in list(STORE.entries.values()):
             for weight in entry.weights() or ():
                 if weight.device.type != "meta":
@@ -141,18 +140,18 @@ def clear() -> None:
 
 
 def set_limit(num_bytes: int | None) -> None:
-    """Bounds the bytes that values take together; past it, weights are cast per call.
+    """Limits the memory of the cache; calls compute values beyond the limit each time.
 
     Args:
-        num_bytes: The bound; None for none. Values with the fewest hits go first; a newcomer
-            takes the place of values that were never hit, or is not kept.
+        num_bytes: The limit; None for no limit. Values with the fewest hits are dropped first. A
+            new value replaces values without hits; if there are none, it is not cached.
 
     Raises:
-        ValueError: The bound is negative.
+        ValueError: The limit is negative.
     """
     if num_bytes is not None and num_bytes < 0:
         raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
-    with STORE.exclusive():
+    with STORE.locked():
         STORE.limit = num_bytes
         if num_bytes is not None:
             STORE.shrink(num_bytes)

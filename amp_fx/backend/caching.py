@@ -41,10 +41,11 @@ from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.conv_layouts import lay_out_convolutions
 from amp_fx.weights.engine import engine, is_available
+from amp_fx.weights.entry import computing_values
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
 from amp_fx.weights.split import Prepare, Split, cached_nodes, split, weights_in
 from amp_fx.weights.step_copies import weights_of_steps
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
@@ -201,12 +202,12 @@ class Caching:
         if not chosen:
             return []
         num_outputs = len(_outputs_of(gm))  # results and gradients are both for the caller
-        saved = self._laid_out(gm, chosen, num_outputs, is_inference=False)
+        saved = self._cast_layout(gm, chosen, num_outputs, is_inference=False)
         for node in saved:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         return saved
 
-    def _laid_out(
+    def _cast_layout(
         self,
         gm: fx.GraphModule,
         weights: Mapping[int, Weight],
@@ -277,7 +278,7 @@ class Caching:
     ) -> Split | None:
         num_returned = _num_returned(gm, kwargs)
         if kwargs.get("is_inference"):  # else ``partition`` did
-            self._laid_out(gm, weights, num_returned, is_inference=True)
+            self._cast_layout(gm, weights, num_returned, is_inference=True)
         return split(gm, {i: weight.name for i, weight in weights.items()}, num_returned)
 
     def _split(
@@ -416,7 +417,7 @@ def _num_returned(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:
 
 def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Returns aliases of weights: their memory, in storages of their own."""
-    with making_values():
+    with computing_values():
         return {i: engine().alias(weight.detach()) for i, weight in weights.items()}
 
 

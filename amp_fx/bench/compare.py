@@ -38,7 +38,7 @@ from amp_fx.bench.contenders import (
 )
 from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns
 from amp_fx.demo.train import wait_for
-from amp_fx.weights.store import storage_address_of
+from amp_fx.weights.entry import storage_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

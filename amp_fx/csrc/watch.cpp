@@ -1,16 +1,19 @@
-// Sees writes to weights, and checks many values computed from weights at once.
+// Detects writes to weights, and checks whether cached values computed from weights are fresh.
 //
-// A storage is watched through the hook that torch 2.13 has for "somebody asks for a mutable
-// pointer" (c10::StorageImpl::set_materializer). Nothing about the storage changes, so any thread
-// may set, fire or clear the hook at any time.
+// A storage is watched through c10::StorageImpl::set_materializer, a hook of torch 2.13 that runs
+// when code requests a mutable pointer. The hook does not change the storage, so any thread may
+// set, run or clear it at any time.
 //
-// Python sees `Kept`, a value and what its weights were when it was made; `Look`, the values of
-// one graph; and functions on tensors. All are called with the GIL held, which orders everything
-// here that is not atomic. Only `on_write` is called by any thread without it.
-
+// The Python interface:
+//   CacheSlot   one cached value, and the state of its weights when it was computed
+//   GraphCache  the cached values that one compiled graph uses
+//   functions   on tensors and slots, at the end of the file
 //
-// Headers of torch with pybind11, and torch/library.h, take longer to compile than everything
-// here: what is needed of them is declared below.
+// The GIL protects everything except `records` and the atomic counters: `on_write` runs on any
+// thread, without the GIL.
+//
+// torch's headers with pybind11, and torch/library.h, take longer to compile than this file. The
+// few declarations needed from them are repeated below.
 
 #include <Python.h>
 #include <structmember.h>
@@ -34,7 +37,7 @@
 #include <utility>
 #include <vector>
 
-// Of torch/csrc/autograd/python_variable.h; `has_known_layout` checks the struct at import.
+// From torch/csrc/autograd/python_variable.h; `has_known_layout` checks the struct at import.
 extern PyObject* THPVariableClass;
 extern PyObject* ParameterClass;
 PyObject* THPVariable_Wrap(const at::TensorBase&);
@@ -61,7 +64,7 @@ struct Decref {
     Py_DECREF(object);
   }
 };
-using Ref = std::unique_ptr<PyObject, Decref>; // owned
+using Ref = std::unique_ptr<PyObject, Decref>; // an owned reference
 
 Ref ref_to(PyObject* object) {
   return Ref(Py_XNewRef(object));
@@ -74,7 +77,7 @@ PyObject* result(PyObject* found) {
   return found;
 }
 
-// A function as Python calls it: what it throws becomes an exception of Python's.
+// Wraps a function for Python: C++ exceptions become Python exceptions.
 template <auto function>
 PyObject* method(PyObject* self, PyObject* args) {
   try {
@@ -98,16 +101,16 @@ PyObject* item(PyObject* tuple, Py_ssize_t i) {
   return PyTuple_GET_ITEM(tuple, i);
 }
 
-// ------------------------------------------------------------------ storages and their writes
+// ------------------------------------------------------------------------ writes to storages
 
 thread_local const uint64_t this_thread = [] {
   static std::atomic<uint64_t> latest{0};
   return ++latest;
 }();
-std::atomic<int64_t> num_in_flight{0}; // calls that read values
+std::atomic<int64_t> num_in_flight{0}; // calls that read cached values
 thread_local int64_t num_own_in_flight = 0;
 
-// How long a write may go on after its pointer was taken, for all but the thread that took it.
+// Longest duration of a write after its pointer was requested, as seen by other threads.
 constexpr int64_t write_ns = 50'000'000;
 constexpr int64_t collective_ns = 1'000'000'000;
 constexpr int64_t ns_per_byte = 10;
@@ -119,29 +122,29 @@ int64_t now() { // nanoseconds
 }
 
 struct Write {
-  uint64_t thread = 0; // 0: none
-  int64_t begin = 0, end = 0; // it has ended by then
+  uint64_t thread = 0; // 0: no write
+  int64_t begin = 0, end = 0; // `end` is an upper bound
 };
 
-// Guards all records. It is one mutex, so that the fork handlers can hold it: a child does not have
-// the thread that would unlock it. Never destroyed, since storages outlive static objects.
+// Protects all records. One mutex serves them all so that the fork handlers can hold it: a child
+// process lacks the thread that would unlock it. Never destroyed: storages outlive static objects.
 std::mutex& records_mutex() {
   static auto* mutex = new std::mutex();
   return *mutex;
 }
 
-// What is known of one storage. The weak reference keeps its address from being used again.
+// The writes to one storage. The weak reference prevents reuse of the storage's address.
 class Record {
  public:
   explicit Record(const c10::intrusive_ptr<StorageImpl>& s)
       : storage(s), num_bytes_(static_cast<int64_t>(s->nbytes())) {}
 
   c10::weak_intrusive_ptr<StorageImpl> storage;
-  uint64_t armed_at = 0; // the writes when the hook was set
-  bool is_distrusted = false; // written where nothing sees it: nothing made of it is ever fresh
-  std::atomic<uint64_t> writes{1}; // raised when a write begins; 0 stands for "never made"
+  uint64_t hooked_at = 0; // value of `writes` when the hook was set
+  bool is_distrusted = false; // written without a signal: its values are recomputed in every call
+  std::atomic<uint64_t> writes{1}; // increases when a write begins; slots use 0 for "not computed"
 
-  // This thread writes. It has waited for any collective that writes the same.
+  // Records a write by this thread, which has waited for collectives on the same storage.
   void note_write() {
     {
       std::lock_guard<std::mutex> guard(records_mutex());
@@ -160,8 +163,8 @@ class Record {
     }
     writes++;
   }
-  // The hook was gone: threads that were seen writing may be at a write that it did not see.
-  void expect_others() {
+  // Called when the hook was missing: threads that wrote before may be writing unseen.
+  void expect_more_writes() {
     std::lock_guard<std::mutex> guard(records_mutex());
     for (Write* write : {&latest_, &other_}) {
       const bool is_recent = write == &latest_ || now() - write->begin < memory_of_writers_ns;
@@ -170,14 +173,14 @@ class Record {
       }
     }
   }
-  // Whether another thread, or a collective, may still be writing.
-  bool is_settling() {
+  // Returns true if another thread or a collective may still be writing.
+  bool may_be_in_progress() {
     std::lock_guard<std::mutex> guard(records_mutex());
     const int64_t time = now();
-    const auto is_going_on = [time](const Write& write) {
+    const auto is_running = [time](const Write& write) {
       return write.thread != this_thread && time < write.end;
     };
-    return time < end_of_collective_ || is_going_on(latest_) || is_going_on(other_);
+    return time < end_of_collective_ || is_running(latest_) || is_running(other_);
   }
 
  private:
@@ -185,12 +188,12 @@ class Record {
     return now() + duration + ns_per_byte * num_bytes_;
   }
   int64_t num_bytes_;
-  Write latest_, other_; // that of the latest thread, and the last one of the thread before it
+  Write latest_, other_; // by the latest thread, and by the thread before it
   int64_t end_of_collective_ = 0;
 };
 using RecordRef = std::shared_ptr<Record>;
 
-std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed, like the mutex
+std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed, as the mutex
   static auto* map = new std::unordered_map<StorageImpl*, RecordRef>();
   return *map;
 }
@@ -208,7 +211,8 @@ RecordRef record_of(const c10::intrusive_ptr<StorageImpl>& storage) {
   if (found != map.end() && !found->second->storage.expired()) {
     return found->second;
   }
-  if ((map.size() & (map.size() - 1)) == 0) { // now and then, at a cost that stays linear
+  // Removes expired records whenever the size is a power of two: constant cost per record.
+  if ((map.size() & (map.size() - 1)) == 0) {
     for (auto it = map.begin(); it != map.end();) {
       it = it->second->storage.expired() ? map.erase(it) : std::next(it);
     }
@@ -218,17 +222,17 @@ RecordRef record_of(const c10::intrusive_ptr<StorageImpl>& storage) {
   return record;
 }
 
-// Every request for a mutable pointer counts as a write. Graphs of ours read weights through
-// aliases, which have storages of their own.
+// Counts every request for a mutable pointer as a write. amp_fx's graphs read weights through
+// aliases, whose storages are separate (`alias`).
 void on_write(StorageImpl* storage) {
   if (RecordRef record = find_record(storage)) {
     record->note_write();
   }
 }
 
-// Reads two private members of StorageImpl, by the rule that explicit instantiation may name
-// them: whether our hook is set, and whether torch will look at it. Two threads that clear and
-// set it at once can leave the one without the other.
+// Gives access to two private members of StorageImpl, which explicit instantiation may name: the
+// hook, and the flag that makes torch call it. Threads that set and clear the hook concurrently
+// can leave one without the other.
 template <typename Tag, typename Tag::type member>
 struct Reveal {
   friend typename Tag::type reveal(Tag) {
@@ -246,12 +250,12 @@ struct IsChecked {
 };
 template struct Reveal<IsChecked, &StorageImpl::has_mutable_data_ptr_check_>;
 
-bool is_armed(const StorageImpl* storage) {
+bool is_hooked(const StorageImpl* storage) {
   return storage->*reveal(Hook{}) == &on_write && storage->*reveal(IsChecked{});
 }
 
-bool arm(StorageImpl* storage) {
-  if (is_armed(storage)) {
+bool set_hook(StorageImpl* storage) {
+  if (is_hooked(storage)) {
     return true;
   }
   if (storage->*reveal(Hook{}) == &on_write) {
@@ -264,30 +268,29 @@ bool arm(StorageImpl* storage) {
   return true;
 }
 
-void disarm(StorageImpl* storage) {
+void remove_hook(StorageImpl* storage) {
   if (storage->*reveal(Hook{}) == &on_write) {
     storage->clear_materializer();
   }
 }
 
-// Watches a storage; that it was not watched, without a write that tells why, is a write. The hook
-// is gone once it was called: other threads that write may be at a write that it did not see.
+// Sets the hook. torch removes it when it runs. If it is missing although no write was recorded,
+// a write is recorded now; writes by other threads may be in progress without a signal.
 bool watch_again(StorageImpl* storage, Record& record) {
-  if (!is_armed(storage)) {
-    record.expect_others();
-    if (record.armed_at == record.writes) {
+  if (!is_hooked(storage)) {
+    record.expect_more_writes();
+    if (record.hooked_at == record.writes) {
       record.note_write();
     }
-    if (!arm(storage)) {
+    if (!set_hook(storage)) {
       return false;
     }
-    record.armed_at = record.writes;
+    record.hooked_at = record.writes;
   }
   return true;
 }
 
-// Whether torch allocated a storage itself: others are written by those who did (NumPy, other
-// processes).
+// Returns true if torch allocated the storage. NumPy or other processes write to other memory.
 bool is_own(const StorageImpl& storage) {
   return c10::impl::cow::has_simple_data_ptr(storage);
 }
@@ -305,16 +308,16 @@ int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
 }
 
-const char* data_of(const at::Tensor& tensor) { // asks for no pointer
+const char* data_of(const at::Tensor& tensor) { // does not run the hook
   const auto* impl = tensor.unsafeGetTensorImpl();
   StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   return static_cast<const char*>(storage->_mutable_data_ptr_no_checks().get()) +
       impl->storage_offset() * impl->itemsize();
 }
 
-// --------------------------------------------------------------------------------- one value
+// --------------------------------------------------------------------------- one cached value
 
-// A weight is divided into so many stretches, and one element of each is remembered.
+// Number of elements that are sampled from each weight, at equal distances.
 constexpr uint64_t num_sampled = 64;
 
 uint64_t mixed(uint64_t x) { // splitmix64
@@ -324,9 +327,9 @@ uint64_t mixed(uint64_t x) { // splitmix64
   return x ^ (x >> 31);
 }
 
-// The distinct elements of a strided tensor, in the order of their addresses. Dimensions of size 1
-// and expanded ones are left out, and neighbours that lie as one are merged: a dense tensor has one
-// dimension, whatever its layout.
+// Enumerates the distinct elements of a strided tensor by address. Dimensions of size 1 and
+// expanded dimensions are omitted and adjacent ones are merged, so that a dense tensor has one
+// dimension in any layout.
 struct Elements {
   struct Dim {
     uint64_t size, stride; // bytes
@@ -356,7 +359,7 @@ struct Elements {
     }
     dims.resize(std::min(dims.size(), last + 1));
   }
-  uint64_t offset(uint64_t index) const { // in bytes; without a division if there is one dimension
+  uint64_t offset(uint64_t index) const { // in bytes; no division if there is one dimension
     uint64_t found = 0;
     for (size_t i = dims.size(); i-- > 0;) {
       found += (i == 0 ? index : index % dims[i].size) * dims[i].stride;
@@ -366,7 +369,7 @@ struct Elements {
   }
 };
 
-// Some elements of a weight in host memory, as they were when a value was made.
+// Elements of a weight in host memory at the time when a value was computed.
 struct Sample {
   std::vector<uint64_t> bits;
   Elements elements;
@@ -374,7 +377,8 @@ struct Sample {
   size_t item_size = 0;
   size_t turn = 0;
 
-  const char* place(const char* data, size_t i) const { // it is asked often
+  // Returns the address of a sampled element. Called for every weight in every call.
+  const char* sampled_at(const char* data, size_t i) const {
     const uint64_t count = elements.count;
     if (count <= num_sampled) {
       return data + elements.offset(i);
@@ -382,9 +386,9 @@ struct Sample {
     const uint64_t from = i * count / num_sampled, to = (i + 1) * count / num_sampled;
     return data + elements.offset(from + ((mixed(seed + i) >> 32) * (to - from) >> 32));
   }
-  uint64_t read(const char* place) const { // of numbers of 16 bytes the first 8
+  uint64_t read(const char* address) const { // the first 8 bytes of larger elements
     uint64_t found = 0;
-    std::memcpy(&found, place, std::min(item_size, sizeof(found)));
+    std::memcpy(&found, address, std::min(item_size, sizeof(found)));
     return found;
   }
   void take(const at::Tensor& weight, const char* data) {
@@ -393,38 +397,38 @@ struct Sample {
     seed = mixed(seed + static_cast<uint64_t>(now()));
     bits.resize(std::min(num_sampled, elements.count));
     for (size_t i = 0; i < bits.size(); ++i) {
-      bits[i] = read(place(data, i));
+      bits[i] = read(sampled_at(data, i));
     }
   }
-  // Whether an element is what it was; another one each time.
+  // Compares one element with its sample; each call compares the next element.
   bool agrees(const char* data) {
     if (bits.empty()) {
       return true;
     }
     const size_t i = turn < bits.size() ? turn : 0;
     turn = i + 1;
-    return read(place(data, i)) == bits[i];
+    return read(sampled_at(data, i)) == bits[i];
   }
 };
 
-// What one weight was when a value was made of it.
-struct Stamp {
+// The state of one weight when a value was computed from it.
+struct WeightState {
   RecordRef record;
   StorageImpl* storage = nullptr;
   const char* data = nullptr;
   at::DimVector sizes, strides;
   at::ScalarType type = at::kFloat;
   bool is_conj = false, is_neg = false;
-  uint64_t seen = 0; // the record's writes when it was made; 0: make it again
+  uint64_t seen = 0; // `record->writes` before the computation; 0: stale
   int64_t version = 0;
-  uint64_t next_seen = 0; // the same for the value that is being made
+  uint64_t next_seen = 0; // the same for the computation in progress
   int64_t next_version = 0;
   Sample sample;
-  bool is_suspect = false; // the sample differed
+  bool is_suspect = false; // the latest sample differed
 
   void bind(const at::Tensor& weight) {
     const auto owner = weight.storage().getWeakStorageImpl().lock();
-    *this = Stamp();
+    *this = WeightState();
     record = record_of(owner);
     storage = owner.get();
     data = data_of(weight);
@@ -434,16 +438,16 @@ struct Stamp {
     is_conj = weight.is_conj();
     is_neg = weight.is_neg();
   }
-  bool lies_where(const at::Tensor& weight) const {
+  bool matches(const at::Tensor& weight) const {
     return weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage &&
         data_of(weight) == data && weight.scalar_type() == type && weight.sizes() == sizes &&
         weight.strides() == strides && weight.is_conj() == is_conj && weight.is_neg() == is_neg;
   }
   bool is_fresh(const at::Tensor& weight) const {
-    return seen != 0 && seen == record->writes && !record->is_distrusted && is_armed(storage) &&
+    return seen != 0 && seen == record->writes && !record->is_distrusted && is_hooked(storage) &&
         version_of(weight) == version;
   }
-  // The sample is taken before the value is made: what is written from here on differs from it.
+  // Takes the sample before the computation, so that it detects later writes.
   void start(const at::Tensor& weight) {
     watch_again(storage, *record);
     next_seen = record->writes;
@@ -451,26 +455,26 @@ struct Stamp {
     sample.take(weight, data);
   }
   void finish() {
-    seen = is_armed(storage) && !record->is_settling() ? next_seen : 0;
+    seen = is_hooked(storage) && !record->may_be_in_progress() ? next_seen : 0;
     version = next_version;
     is_suspect = false;
   }
 };
 
-struct Kept {
+struct CacheSlot {
   PyObject_HEAD
-  PyObject* value; // nullptr or None before it is made, and once dropped
-  std::vector<Stamp>* stamps;
-  char is_alias; // the weight's own bytes, which no write makes stale
+  PyObject* value; // nullptr or None before the first computation and after eviction
+  std::vector<WeightState>* states;
+  char is_alias; // the value is the weight's own memory, which is always fresh
   long long hits, made;
 };
 
-Kept* as_kept(PyObject* object) {
-  return reinterpret_cast<Kept*>(object);
+CacheSlot* as_slot(PyObject* object) {
+  return reinterpret_cast<CacheSlot*>(object);
 }
 
-bool has_value(const Kept* kept) {
-  return kept->value != nullptr && kept->value != Py_None;
+bool has_value(const CacheSlot* slot) {
+  return slot->value != nullptr && slot->value != Py_None;
 }
 
 using Tensors = c10::SmallVector<const at::Tensor*, 4>;
@@ -485,314 +489,309 @@ Tensors tensors_of(PyObject* tuple) {
   return found;
 }
 
-// `weights` are those of a value, as many as it has stamps.
-bool lies_where(const Kept* kept, const at::Tensor* const* weights) {
-  for (const Stamp& stamp : *kept->stamps) {
-    if (*weights == nullptr || !stamp.lies_where(**weights++)) {
+// Returns true if all weights have the memory and layout that the slot was bound to.
+bool matches(const CacheSlot* slot, const at::Tensor* const* weights) {
+  for (const WeightState& state : *slot->states) {
+    if (*weights == nullptr || !state.matches(**weights++)) {
       return false;
     }
   }
   return true;
 }
 
-bool is_fresh(const Kept* kept, const at::Tensor* const* weights) {
-  if (!has_value(kept) || kept->is_alias) {
-    return has_value(kept);
+bool is_fresh(const CacheSlot* slot, const at::Tensor* const* weights) {
+  if (!has_value(slot) || slot->is_alias) {
+    return has_value(slot);
   }
-  for (const Stamp& stamp : *kept->stamps) {
-    if (!stamp.is_fresh(**weights++)) {
+  for (const WeightState& state : *slot->states) {
+    if (!state.is_fresh(**weights++)) {
       return false;
     }
   }
   return true;
 }
 
-PyObject* new_kept(PyObject* type, PyObject* args) {
+PyObject* new_slot(PyObject* type, PyObject* args) {
   PyObject* weights = nullptr;
   int is_alias = 0;
   if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &weights, &is_alias)) {
     return nullptr;
   }
-  auto stamps = std::make_unique<std::vector<Stamp>>();
+  auto states = std::make_unique<std::vector<WeightState>>();
   for (const at::Tensor* weight : tensors_of(weights)) {
-    stamps->emplace_back().bind(*weight);
+    states->emplace_back().bind(*weight);
   }
-  PyObject* kept = PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0);
-  if (kept != nullptr) {
-    as_kept(kept)->is_alias = static_cast<char>(is_alias);
-    as_kept(kept)->stamps = stamps.release();
+  PyObject* slot = PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0);
+  if (slot != nullptr) {
+    as_slot(slot)->is_alias = static_cast<char>(is_alias);
+    as_slot(slot)->states = states.release();
   }
-  return kept;
+  return slot;
 }
 
-PyObject* kept_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  return method<new_kept>(reinterpret_cast<PyObject*>(type), args);
+PyObject* slot_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  return method<new_slot>(reinterpret_cast<PyObject*>(type), args);
 }
 
-void kept_dealloc(PyObject* self) {
+void slot_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  Py_CLEAR(as_kept(self)->value);
-  delete as_kept(self)->stamps;
+  Py_CLEAR(as_slot(self)->value);
+  delete as_slot(self)->states;
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-void kept_bind(PyObject* self, PyObject* weights) {
+void slot_bind(PyObject* self, PyObject* weights) {
   const Tensors found = tensors_of(weights);
   for (size_t i = 0; i < found.size(); ++i) {
-    if (Stamp& stamp = as_kept(self)->stamps->at(i); !stamp.lies_where(*found[i])) {
-      stamp.bind(*found[i]);
+    if (WeightState& state = as_slot(self)->states->at(i); !state.matches(*found[i])) {
+      state.bind(*found[i]);
     }
   }
 }
 
-bool kept_lies_where(PyObject* self, PyObject* weights) {
-  return lies_where(as_kept(self), tensors_of(weights).data());
+bool slot_matches(PyObject* self, PyObject* weights) {
+  return matches(as_slot(self), tensors_of(weights).data());
 }
 
-bool kept_is_fresh(PyObject* self, PyObject* weights) {
+bool slot_is_fresh(PyObject* self, PyObject* weights) {
   const Tensors found = tensors_of(weights);
-  return lies_where(as_kept(self), found.data()) && is_fresh(as_kept(self), found.data());
+  return matches(as_slot(self), found.data()) && is_fresh(as_slot(self), found.data());
 }
 
-void kept_invalidate(PyObject* self, PyObject*) {
-  for (Stamp& stamp : *as_kept(self)->stamps) {
-    stamp.seen = stamp.next_seen = 0;
+void slot_invalidate(PyObject* self, PyObject*) {
+  for (WeightState& state : *as_slot(self)->states) {
+    state.seen = state.next_seen = 0;
   }
 }
 
-PyObject* kept_suspects(PyObject* self, PyObject*) {
+PyObject* slot_suspects(PyObject* self, PyObject*) {
   PyObject* found = PyList_New(0);
-  for (const Stamp& stamp : *as_kept(self)->stamps) {
-    PyList_Append(found, stamp.is_suspect ? Py_True : Py_False);
+  for (const WeightState& state : *as_slot(self)->states) {
+    PyList_Append(found, state.is_suspect ? Py_True : Py_False);
   }
   return found;
 }
 
-// adopt(other, positions): takes the weights to be what they are to another value, which was
-// started; they stand there at these positions.
-void kept_adopt(PyObject* self, PyObject* args) {
-  auto& stamps = *as_kept(self)->stamps;
-  for (size_t i = 0; i < stamps.size(); ++i) {
+// adopt(other, positions): copies weight states from a started slot.
+void slot_adopt(PyObject* self, PyObject* args) {
+  auto& states = *as_slot(self)->states;
+  for (size_t i = 0; i < states.size(); ++i) {
     const auto position = PyLong_AsSize_t(item(item(args, 1), i));
-    stamps[i] = as_kept(item(args, 0))->stamps->at(position);
+    states[i] = as_slot(item(args, 0))->states->at(position);
   }
 }
 
-PyMethodDef kept_methods[] = {
-    {"bind", method<kept_bind>, METH_O, "Says where the weights lie now; those that moved are stale."},
-    {"lies_where", method<kept_lies_where>, METH_O, "Whether the weights are where they were."},
-    {"is_fresh", method<kept_is_fresh>, METH_O, "Whether no signal tells of a write."},
-    {"invalidate", method<kept_invalidate>, METH_NOARGS, "Makes the value stale."},
-    {"suspects", method<kept_suspects>, METH_NOARGS, "By weight, whether a sampled element differed."},
-    {"adopt", method<kept_adopt>, METH_VARARGS, "Takes what another value knows of the weights."},
+PyMethodDef slot_methods[] = {
+    {"bind", method<slot_bind>, METH_O, "Binds the slot to the memory of weights; stale if it moved."},
+    {"matches", method<slot_matches>, METH_O, "True if the weights are in the memory it is bound to."},
+    {"is_fresh", method<slot_is_fresh>, METH_O, "True if no signal indicates a write."},
+    {"invalidate", method<slot_invalidate>, METH_NOARGS, "Makes the value stale."},
+    {"suspects", method<slot_suspects>, METH_NOARGS, "For each weight, True if a sampled element differed."},
+    {"adopt", method<slot_adopt>, METH_VARARGS, "Copies weight states from another slot."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef kept_members[] = {
-    {"value", T_OBJECT, offsetof(Kept, value), 0, "The value; None if there is none."},
-    {"hits", T_LONGLONG, offsetof(Kept, hits), READONLY, "Times that a call found it fresh."},
-    {"made", T_LONGLONG, offsetof(Kept, made), READONLY, "Times that it was made."},
+PyMemberDef slot_members[] = {
+    {"value", T_OBJECT, offsetof(CacheSlot, value), 0, "The value, or None."},
+    {"hits", T_LONGLONG, offsetof(CacheSlot, hits), READONLY, "Number of calls that found the value fresh."},
+    {"made", T_LONGLONG, offsetof(CacheSlot, made), READONLY, "Number of computations."},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot kept_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(kept_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(kept_dealloc)},
-    {Py_tp_methods, kept_methods},
-    {Py_tp_members, kept_members},
+PyType_Slot slot_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(slot_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
+    {Py_tp_methods, slot_methods},
+    {Py_tp_members, slot_members},
     {0, nullptr}};
-PyType_Spec kept_spec = {"amp_fx_watch.Kept", sizeof(Kept), 0, Py_TPFLAGS_DEFAULT, kept_slots};
+PyType_Spec slot_spec = {
+    "amp_fx_watch.CacheSlot", sizeof(CacheSlot), 0, Py_TPFLAGS_DEFAULT, slot_slots};
 
-// ------------------------------------------------------------------------ making values again
+// --------------------------------------------------------------------------- refreshing values
 
-// Calls a function with each of some values and its weights, of which there is a tuple for each.
+// Calls a function with each slot and its tuple of weights.
 template <typename Function>
-void for_each(PyObject* kepts, PyObject* weights, Function function) {
-  TORCH_CHECK(PyTuple_GET_SIZE(kepts) == PyTuple_GET_SIZE(weights), "as many values as weights");
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-    function(i, as_kept(item(kepts, i)), tensors_of(item(weights, i)));
+void for_each(PyObject* slots, PyObject* weights, Function function) {
+  TORCH_CHECK(PyTuple_GET_SIZE(slots) == PyTuple_GET_SIZE(weights), "as many values as weights");
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
+    function(i, as_slot(item(slots, i)), tensors_of(item(weights, i)));
   }
 }
 
-// stale(kepts, weights) -> the positions of the values that are not fresh, each value once; to
-// others it is a hit.
+// stale(slots, weights) -> positions of slots that are not fresh, each slot once. Counts a hit for
+// the others.
 PyObject* stale(PyObject*, PyObject* args) {
   PyObject* found = PyList_New(0);
-  std::unordered_set<Kept*> known;
-  for_each(item(args, 0), item(args, 1), [&](Py_ssize_t i, Kept* kept, const Tensors& weights) {
-    if (lies_where(kept, weights.data()) && is_fresh(kept, weights.data())) {
-      kept->hits++;
-    } else if (known.insert(kept).second) {
+  std::unordered_set<CacheSlot*> known;
+  for_each(item(args, 0), item(args, 1), [&](Py_ssize_t i, CacheSlot* slot, const Tensors& weights) {
+    if (matches(slot, weights.data()) && is_fresh(slot, weights.data())) {
+      slot->hits++;
+    } else if (known.insert(slot).second) {
       PyList_Append(found, Ref(PyLong_FromSsize_t(i)).get());
     }
   });
   return found;
 }
 
-void start_value(Kept* kept, const Tensors& weights) {
+void start_value(CacheSlot* slot, const Tensors& weights) {
   for (size_t i = 0; i < weights.size(); ++i) {
-    kept->stamps->at(i).start(*weights[i]);
+    slot->states->at(i).start(*weights[i]);
   }
 }
 
-void finish_value(Kept* kept, PyObject* value) {
-  for (Stamp& stamp : *kept->stamps) {
-    stamp.finish();
+void finish_value(CacheSlot* slot, PyObject* value) {
+  for (WeightState& state : *slot->states) {
+    state.finish();
   }
-  kept->made++;
-  Py_XDECREF(std::exchange(kept->value, Py_NewRef(value)));
+  slot->made++;
+  Py_XDECREF(std::exchange(slot->value, Py_NewRef(value)));
 }
 
-// start(kepts, weights): values are about to be made.
+// start(slots, weights): call before values are computed.
 void start(PyObject*, PyObject* args) {
-  for_each(item(args, 0), item(args, 1), [](Py_ssize_t, Kept* kept, const Tensors& weights) {
-    start_value(kept, weights);
+  for_each(item(args, 0), item(args, 1), [](Py_ssize_t, CacheSlot* slot, const Tensors& weights) {
+    start_value(slot, weights);
   });
 }
 
-// finish(kepts, values): they are made.
+// finish(slots, values): stores the computed values.
 void finish(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(item(args, 0)); ++i) {
-    finish_value(as_kept(item(item(args, 0), i)), item(item(args, 1), i));
+    finish_value(as_slot(item(item(args, 0), i)), item(item(args, 1), i));
   }
 }
 
-// finish_step(kepts, values, weights): a step made them, and wrote the weights through aliases.
-// They are of the weights as those are now, unless somebody else wrote them since `start`. To all
-// other values the step is a write.
+// finish_step(started, slots, values, weights): stores values that an optimizer step computed while
+// it wrote the weights through aliases. `started` is a slot of all the weights, started before the
+// step. Values stay stale if other code wrote their weight since then; so do all other values.
 void finish_step(PyObject*, PyObject* args) {
-  std::unordered_set<Kept*> invalid;
+  const std::vector<WeightState>& before = *as_slot(item(args, 0))->states;
+  std::vector<bool> is_valid;
   std::unordered_set<Record*> written;
-  PyObject *kepts = item(args, 0), *values = item(args, 1), *weights = item(args, 2);
-  for_each(kepts, weights, [&](Py_ssize_t, Kept* kept, const Tensors& own) {
-    bool is_valid = lies_where(kept, own.data());
-    for (const Stamp& stamp : *kept->stamps) {
-      is_valid &= stamp.next_seen == stamp.record->writes;
-      written.insert(stamp.record.get());
-    }
-    if (!is_valid) {
-      invalid.insert(kept);
-    }
-  });
+  for (const WeightState& state : before) {
+    is_valid.push_back(state.next_seen == state.record->writes);
+    written.insert(state.record.get());
+  }
   for (Record* record : written) {
     record->note_write();
   }
-  for_each(kepts, weights, [&](Py_ssize_t i, Kept* kept, const Tensors& own) {
-    if (invalid.count(kept) == 0) {
-      start_value(kept, own);
-      finish_value(kept, item(values, i));
+  PyObject *slots = item(args, 1), *values = item(args, 2), *weights = item(args, 3);
+  for_each(slots, weights, [&](Py_ssize_t i, CacheSlot* slot, const Tensors& own) {
+    if (is_valid[i] && before[i].matches(*own[0]) && matches(slot, own.data())) {
+      start_value(slot, own);
+      finish_value(slot, item(values, i));
     }
   });
 }
 
-bool is_read(PyObject* object) { // as an object, a tensor or a view, by a backward, say
+bool is_in_use(PyObject* object) { // by Python, by a view, or by a pending backward
   if (Py_REFCNT(object) > 1) {
     return true;
   }
   if (PyTuple_CheckExact(object)) {
     PyObject** items = &PyTuple_GET_ITEM(object, 0);
-    return std::any_of(items, items + PyTuple_GET_SIZE(object), is_read);
+    return std::any_of(items, items + PyTuple_GET_SIZE(object), is_in_use);
   }
   const at::Tensor* tensor = plain_tensor(object);
   if (tensor == nullptr || tensor->use_count() > 1) {
     return true;
   }
   const c10::Storage& storage = tensor->storage();
-  // Python's object of a storage holds it as long as that lives, also where nobody holds the object.
+  // A storage's Python object owns a reference to it even if nothing refers to the object.
   PyObject* shown = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-  const bool is_shown_to_nobody = shown != nullptr && Py_REFCNT(shown) == 1;
-  return storage.use_count() > (is_shown_to_nobody ? 2 : 1);
+  const bool has_idle_object = shown != nullptr && Py_REFCNT(shown) == 1;
+  return storage.use_count() > (has_idle_object ? 2 : 1);
 }
 
-// reusable(kepts) -> each value whose memory may be written, since nobody can be reading it;
-// None in the place of others.
-PyObject* reusable(PyObject*, PyObject* kepts) {
-  PyObject* found = PyList_New(PyTuple_GET_SIZE(kepts));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-    const Kept* kept = as_kept(item(kepts, i));
-    const bool is_free = num_in_flight == 0 && has_value(kept) && !is_read(kept->value);
-    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? kept->value : Py_None));
+// reusable(slots) -> the values whose memory can be overwritten because nothing reads it; None for
+// the others.
+PyObject* reusable(PyObject*, PyObject* slots) {
+  PyObject* found = PyList_New(PyTuple_GET_SIZE(slots));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
+    const CacheSlot* slot = as_slot(item(slots, i));
+    const bool is_free = num_in_flight == 0 && has_value(slot) && !is_in_use(slot->value);
+    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? slot->value : Py_None));
   }
   return found;
 }
 
-// ----------------------------------------------------------------------- the values of a graph
+// -------------------------------------------------------------------- cached values of a graph
 
-// One set of weights that a graph was called with. The run is what was made of the values; it
-// keeps those alive, so that comparing addresses tells whether they are still the same.
-struct Place {
+// The slots for one set of weights that a graph was called with. `code` is compiled code with the
+// values as constants; it keeps them alive, so that their addresses identify them.
+struct CachedSet {
   std::vector<Ref> owned;
-  std::vector<Kept*> kepts;
-  Ref entries, run; // the latter may be null
-  std::vector<PyObject*> of_run;
+  std::vector<CacheSlot*> slots;
+  Ref entries, code; // `code` is null if values are inputs
+  std::vector<PyObject*> bound_values;
 
   bool is_dead() const {
-    return !std::all_of(kepts.begin(), kepts.end(), has_value);
+    return !std::all_of(slots.begin(), slots.end(), has_value);
   }
-  bool has_run() const {
-    const auto is_same = [](const Kept* kept, PyObject* value) { return kept->value == value; };
-    return run && std::equal(kepts.begin(), kepts.end(), of_run.begin(), is_same);
+  bool has_code() const {
+    const auto is_same = [](const CacheSlot* slot, PyObject* v) { return slot->value == v; };
+    return code && std::equal(slots.begin(), slots.end(), bound_values.begin(), is_same);
   }
 };
-using Places = std::vector<Place>; // whatever leaves one is freed when nothing changes it any more
+using CachedSets = std::vector<CachedSet>; // destroy elements only after all changes to it
 
-struct Look {
+struct GraphCache {
   PyObject_HEAD
-  std::vector<Py_ssize_t>* sources; // positions of the weights, value after value
+  std::vector<Py_ssize_t>* sources; // positions of the weights, for one slot after the other
   std::vector<Py_ssize_t>* passed;
-  Places* places; // one graph may serve many layers, each with its own weights
-  char samples, runs, found_mismatch; // runs: values are constants of code, not inputs
+  CachedSets* sets; // several if the graph is compiled for several layers
+  char samples, has_constants, found_mismatch; // has_constants: values are constants of the code
 };
 
-constexpr size_t max_places = 256;
+constexpr size_t max_sets = 256;
 
-Look* as_look(PyObject* object) {
-  return reinterpret_cast<Look*>(object);
+GraphCache* as_graph_cache(PyObject* object) {
+  return reinterpret_cast<GraphCache*>(object);
 }
 
-// The weights of all values, one value's after the other's; nullptr for what is no plain tensor.
-const Tensors& weights_in(const Look* look, PyObject* args) {
+// Returns the weights of all slots, in order; nullptr for arguments that are not plain tensors.
+const Tensors& weights_in(const GraphCache* cache, PyObject* args) {
   static thread_local Tensors found;
   found.clear();
-  for (Py_ssize_t position : *look->sources) {
+  for (Py_ssize_t position : *cache->sources) {
     found.push_back(plain_tensor(item(args, position)));
   }
   return found;
 }
 
 template <typename Test>
-bool all_of(const Place& place, const Tensors& weights, Test test) {
+bool all_of(const CachedSet& set, const Tensors& weights, Test test) {
   const at::Tensor* const* next = weights.data();
-  for (Kept* kept : place.kepts) {
-    if (!test(kept, next)) {
+  for (CacheSlot* slot : set.slots) {
+    if (!test(slot, next)) {
       return false;
     }
-    next += kept->stamps->size();
+    next += slot->states->size();
   }
   return true;
 }
 
-Place* find_place(const Look* look, const Tensors& weights) {
-  for (Place& place : *look->places) {
-    if (all_of(place, weights, lies_where)) {
-      return &place;
+CachedSet* find_set(const GraphCache* cache, const Tensors& weights) {
+  for (CachedSet& set : *cache->sets) {
+    if (all_of(set, weights, matches)) {
+      return &set;
     }
   }
   return nullptr;
 }
 
-// Whether all values of a place are fresh. Compares an element of each weight of fresh values with
-// what it was. Who writes meanwhile, in another thread, raises `writes` first: no mismatch is that.
-bool are_fresh(Look* look, const Place& place, const Tensors& weights) {
+// Returns true if all values of a set are fresh. Compares one sampled element of each weight. A
+// concurrent write increases `writes` before it changes elements, so it is not a mismatch.
+bool are_fresh(GraphCache* cache, const CachedSet& set, const Tensors& weights) {
   bool are_all_fresh = true;
-  all_of(place, weights, [&](Kept* kept, const at::Tensor* const* own) {
-    const bool was_fresh = is_fresh(kept, own);
+  all_of(set, weights, [&](CacheSlot* slot, const at::Tensor* const* own) {
+    const bool was_fresh = is_fresh(slot, own);
     bool is_suspect = false;
-    for (Stamp& stamp : *kept->stamps) {
-      stamp.is_suspect = look->samples && was_fresh && !kept->is_alias &&
-          !stamp.sample.agrees(stamp.data);
-      is_suspect |= stamp.is_suspect;
+    for (WeightState& state : *slot->states) {
+      state.is_suspect = cache->samples && was_fresh && !slot->is_alias &&
+          !state.sample.agrees(state.data);
+      is_suspect |= state.is_suspect;
     }
-    look->found_mismatch |= is_suspect && is_fresh(kept, own);
+    cache->found_mismatch |= is_suspect && is_fresh(slot, own);
     are_all_fresh &= was_fresh && !is_suspect;
     return true;
   });
@@ -809,85 +808,87 @@ void leave_call(PyObject*, PyObject*) {
   num_own_in_flight--;
 }
 
-// enter(args) -> (run, inputs) of a call that finds all fresh, which it begins; or None.
-PyObject* look_enter(PyObject* self, PyObject* args) {
-  Look* look = as_look(self);
-  const auto num_passed = static_cast<Py_ssize_t>(look->passed->size());
-  // Whatever is allocated may start the garbage collector, which may call graphs: so it is first.
+// enter(args) -> (code, inputs) and begins the call if all values are fresh; None otherwise.
+PyObject* graph_cache_enter(PyObject* self, PyObject* args) {
+  GraphCache* cache = as_graph_cache(self);
+  const auto num_passed = static_cast<Py_ssize_t>(cache->passed->size());
+  // Allocate first: an allocation may start the garbage collector, which may call graphs.
   PyObject* inputs = PyList_New(num_passed);
   Ref found(inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs));
   if (!found) {
     return nullptr;
   }
-  const Tensors& weights = weights_in(look, args);
-  Place* place = find_place(look, weights);
-  look->found_mismatch = 0;
-  if (place == nullptr || !are_fresh(look, *place, weights) || (look->runs && !place->has_run())) {
+  const Tensors& weights = weights_in(cache, args);
+  CachedSet* set = find_set(cache, weights);
+  cache->found_mismatch = 0;
+  const bool is_hit = set != nullptr && are_fresh(cache, *set, weights) &&
+      (!cache->has_constants || set->has_code());
+  if (!is_hit) {
     return Py_NewRef(Py_None);
   }
   for (Py_ssize_t i = 0; i < num_passed; ++i) {
-    PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*look->passed)[i])));
+    PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*cache->passed)[i])));
   }
-  if (!look->runs) {
-    for (Kept* kept : place->kepts) { // appending allocates no object that the collector tracks
-      const Py_ssize_t num_items = PyTuple_CheckExact(kept->value) ? PyTuple_GET_SIZE(kept->value) : -1;
-      if (num_items < 0) {
-        PyList_Append(inputs, kept->value);
+  if (!cache->has_constants) {
+    for (CacheSlot* slot : set->slots) { // appending allocates no tracked object
+      if (!PyTuple_CheckExact(slot->value)) {
+        PyList_Append(inputs, slot->value);
+        continue;
       }
-      for (Py_ssize_t i = 0; i < num_items; ++i) {
-        PyList_Append(inputs, item(kept->value, i));
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slot->value); ++i) {
+        PyList_Append(inputs, item(slot->value, i));
       }
     }
   }
-  for (Kept* kept : place->kepts) {
-    kept->hits++;
+  for (CacheSlot* slot : set->slots) {
+    slot->hits++;
   }
-  if (place->run) {
+  if (set->code) {
     Py_DECREF(Py_None);
-    PyTuple_SET_ITEM(found.get(), 0, Py_NewRef(place->run.get()));
+    PyTuple_SET_ITEM(found.get(), 0, Py_NewRef(set->code.get()));
   }
   begin_call(nullptr, nullptr);
   return found.release();
 }
 
-// entries(args) -> what `remember` was given for the place of these weights; or None.
-PyObject* look_entries(PyObject* self, PyObject* args) {
-  const Place* place = find_place(as_look(self), weights_in(as_look(self), args));
-  return Py_NewRef(place == nullptr || place->is_dead() ? Py_None : place->entries.get());
+// entries(args) -> the entries given to `remember` for these weights; or None.
+PyObject* graph_cache_entries(PyObject* self, PyObject* args) {
+  const CachedSet* set = find_set(as_graph_cache(self), weights_in(as_graph_cache(self), args));
+  return Py_NewRef(set == nullptr || set->is_dead() ? Py_None : set->entries.get());
 }
 
-// remember(kepts, entries, run): takes the values of a place, and what was made of them.
-void look_remember(PyObject* self, PyObject* args) {
-  PyObject *kepts = item(args, 0), *run = item(args, 2);
-  Place place{{}, {}, ref_to(item(args, 1)), ref_to(run == Py_None ? nullptr : run), {}};
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kepts); ++i) {
-    place.owned.push_back(ref_to(item(kepts, i)));
-    place.kepts.push_back(as_kept(item(kepts, i)));
-    place.of_run.push_back(place.kepts.back()->value);
+// remember(slots, entries, code): adds the set of these slots.
+void graph_cache_remember(PyObject* self, PyObject* args) {
+  PyObject *slots = item(args, 0), *code = item(args, 2);
+  CachedSet set{{}, {}, ref_to(item(args, 1)), ref_to(code == Py_None ? nullptr : code), {}};
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
+    set.owned.push_back(ref_to(item(slots, i)));
+    set.slots.push_back(as_slot(item(slots, i)));
+    set.bound_values.push_back(set.slots.back()->value);
   }
-  Places kept, old = std::move(*as_look(self)->places);
-  for (Place& known : old) {
-    if (old.size() < max_places && !known.is_dead() && known.kepts != place.kepts) {
-      kept.push_back(std::move(known));
+  CachedSets remaining, old = std::move(*as_graph_cache(self)->sets);
+  for (CachedSet& known : old) {
+    if (old.size() < max_sets && !known.is_dead() && known.slots != set.slots) {
+      remaining.push_back(std::move(known));
     }
   }
-  kept.push_back(std::move(place));
-  *as_look(self)->places = std::move(kept);
+  remaining.push_back(std::move(set));
+  *as_graph_cache(self)->sets = std::move(remaining);
 }
 
-// let_go(): frees places of values that are no more, and what was made of other values.
-void look_let_go(PyObject* self, PyObject*) {
-  Places kept, old = std::move(*as_look(self)->places);
-  std::vector<Ref> runs;
-  for (Place& place : old) {
-    if (!place.has_run()) {
-      runs.push_back(std::move(place.run));
+// evict(): drops sets with evicted values, and code that is bound to other values.
+void graph_cache_evict(PyObject* self, PyObject*) {
+  CachedSets remaining, old = std::move(*as_graph_cache(self)->sets);
+  std::vector<Ref> dropped;
+  for (CachedSet& set : old) {
+    if (!set.has_code()) {
+      dropped.push_back(std::move(set.code));
     }
-    if (!place.is_dead()) {
-      kept.push_back(std::move(place));
+    if (!set.is_dead()) {
+      remaining.push_back(std::move(set));
     }
   }
-  *as_look(self)->places = std::move(kept);
+  *as_graph_cache(self)->sets = std::move(remaining);
 }
 
 std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
@@ -898,54 +899,55 @@ std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
   return indices;
 }
 
-// Look(sources, passed, runs, samples)
-PyObject* look_new(PyTypeObject* type, PyObject* args, PyObject*) {
+// GraphCache(sources, passed, has_constants, samples)
+PyObject* graph_cache_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *sources = nullptr, *passed = nullptr;
-  int runs = 0, samples = 0;
+  int has_constants = 0, samples = 0;
   if (!PyArg_ParseTuple(
-          args, "O!O!pp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &runs, &samples)) {
+          args, "O!O!pp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &has_constants, &samples)) {
     return nullptr;
   }
-  Look* look = as_look(type->tp_alloc(type, 0));
-  if (look != nullptr) {
-    look->sources = indices_of(sources);
-    look->passed = indices_of(passed);
-    look->places = new Places();
-    look->runs = static_cast<char>(runs);
-    look->samples = static_cast<char>(samples);
+  GraphCache* cache = as_graph_cache(type->tp_alloc(type, 0));
+  if (cache != nullptr) {
+    cache->sources = indices_of(sources);
+    cache->passed = indices_of(passed);
+    cache->sets = new CachedSets();
+    cache->has_constants = static_cast<char>(has_constants);
+    cache->samples = static_cast<char>(samples);
   }
-  return reinterpret_cast<PyObject*>(look);
+  return reinterpret_cast<PyObject*>(cache);
 }
 
-void look_dealloc(PyObject* self) {
+void graph_cache_dealloc(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
-  delete as_look(self)->sources;
-  delete as_look(self)->passed;
-  delete as_look(self)->places;
+  delete as_graph_cache(self)->sources;
+  delete as_graph_cache(self)->passed;
+  delete as_graph_cache(self)->sets;
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyMethodDef look_methods[] = {
-    {"enter", method<look_enter>, METH_O, "The run and inputs of a call that finds all fresh, or None."},
-    {"begin", method<begin_call>, METH_NOARGS, "What a successful enter does besides."},
-    {"leave", method<leave_call>, METH_NOARGS, "Ends what enter or begin began."},
-    {"entries", method<look_entries>, METH_O, "The entries of the place of some weights, or None."},
-    {"remember", method<look_remember>, METH_VARARGS, "Takes the values of a place."},
-    {"let_go", method<look_let_go>, METH_NOARGS, "Frees what was made of values that are no more."},
+PyMethodDef graph_cache_methods[] = {
+    {"enter", method<graph_cache_enter>, METH_O, "Code and inputs if all values are fresh, else None."},
+    {"begin", method<begin_call>, METH_NOARGS, "Begins a call."},
+    {"leave", method<leave_call>, METH_NOARGS, "Ends a call."},
+    {"entries", method<graph_cache_entries>, METH_O, "The entries for some weights, or None."},
+    {"remember", method<graph_cache_remember>, METH_VARARGS, "Adds slots for a set of weights."},
+    {"evict", method<graph_cache_evict>, METH_NOARGS, "Drops sets and code of evicted values."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef look_members[] = {
-    {"found_mismatch", T_BOOL, offsetof(Look, found_mismatch), READONLY, "A sample differed."},
+PyMemberDef graph_cache_members[] = {
+    {"found_mismatch", T_BOOL, offsetof(GraphCache, found_mismatch), READONLY, "A sample differed."},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot look_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(look_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(look_dealloc)},
-    {Py_tp_methods, look_methods},
-    {Py_tp_members, look_members},
+PyType_Slot graph_cache_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(graph_cache_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(graph_cache_dealloc)},
+    {Py_tp_methods, graph_cache_methods},
+    {Py_tp_members, graph_cache_members},
     {0, nullptr}};
-PyType_Spec look_spec = {"amp_fx_watch.Look", sizeof(Look), 0, Py_TPFLAGS_DEFAULT, look_slots};
+PyType_Spec graph_cache_spec = {
+    "amp_fx_watch.GraphCache", sizeof(GraphCache), 0, Py_TPFLAGS_DEFAULT, graph_cache_slots};
 
 // ------------------------------------------------------------------------ functions on tensors
 
@@ -963,13 +965,13 @@ bool watch(PyObject*, PyObject* object) {
 }
 
 void unwatch(PyObject*, PyObject* object) {
-  if (is_armed(storage_in(object))) {
-    disarm(storage_in(object));
+  if (is_hooked(storage_in(object))) {
+    remove_hook(storage_in(object));
   }
 }
 
 bool watched(PyObject*, PyObject* object) {
-  return is_armed(storage_in(object));
+  return is_hooked(storage_in(object));
 }
 
 void distrust(PyObject*, PyObject* object) {
@@ -981,7 +983,7 @@ bool is_distrusted(PyObject*, PyObject* object) {
   return record != nullptr && record->is_distrusted;
 }
 
-// mark(list): says that tensors were written.
+// mark(list): records a write to each tensor.
 void mark(PyObject*, PyObject* list) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
     PyObject* object = PyList_GET_ITEM(list, i);
@@ -991,9 +993,9 @@ void mark(PyObject*, PyObject* list) {
   }
 }
 
-// stands_for(whole, part): what is said of a DTensor, also by ops that write lists, is said of its
-// part in this process. Its own storage, which holds nothing, tells which DTensor that is.
-void stands_for(PyObject*, PyObject* args) {
+// share_record(dtensor, local): writes to a DTensor count as writes to its local tensor. The
+// DTensor's own storage is empty and only identifies it.
+void share_record(PyObject*, PyObject* args) {
   const at::Tensor& whole = unpack(item(args, 0));
   if (whole.has_storage()) {
     const RecordRef record = record_in(item(args, 1));
@@ -1002,8 +1004,8 @@ void stands_for(PyObject*, PyObject* args) {
   }
 }
 
-// The same bytes as a weight's in a storage of its own: who asks it for a pointer does not ask
-// the weight's. It keeps the weight's storage alive and has the weight's version.
+// Returns a tensor that shares a weight's memory and version counter but has another storage, so
+// that requesting a pointer does not run the hook. It keeps the weight's storage alive.
 PyObject* alias(PyObject*, PyObject* object) {
   const at::Tensor& source = unpack(object);
   const auto owner = source.storage().getWeakStorageImpl().lock();
@@ -1026,14 +1028,14 @@ PyObject* alias(PyObject*, PyObject* object) {
   return THPVariable_Wrap(std::move(result));
 }
 
-// ------------------------------------------------ kernels on ops that write lists, collectives
+// --------------------------------------------------- ops that write tensor lists, collectives
 
-// CUDA kernels of ops that write lists take pointers that they call constant, and ask no storage.
-// Collectives ask for one, and write when they get to it.
+// CUDA kernels that write tensor lists (foreach, fused) request const pointers, which does not run
+// the hook. Collectives run it, but write later.
 struct Written {
   std::vector<size_t> positions; // of the arguments that an op writes
   bool is_collective;
-  int64_t is_async_at; // position of the argument that says whether nobody waits; -1: there is none
+  int64_t async_position; // of the argument `async_op`; -1 if the op has none
 };
 std::unordered_map<std::string, Written>& list_ops() {
   static auto* map = new std::unordered_map<std::string, Written>();
@@ -1044,16 +1046,16 @@ std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-// Says that tensors, or lists of them, were written, or that a collective goes on writing them.
-void mark_written(const c10::IValue& value, bool goes_on) {
+// Records a write to a tensor or to each tensor of a list.
+void mark_written(const c10::IValue& value, bool is_asynchronous) {
   if (value.isList()) {
     for (const c10::IValue& each : value.toListRef()) {
-      mark_written(each, goes_on);
+      mark_written(each, is_asynchronous);
     }
   } else if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
     StorageImpl* storage = value.toTensor().storage().unsafeGetStorageImpl();
     if (RecordRef record = find_record(storage)) {
-      goes_on ? record->note_collective() : record->note_write();
+      is_asynchronous ? record->note_collective() : record->note_write();
     }
   }
 }
@@ -1061,21 +1063,21 @@ void mark_written(const c10::IValue& value, bool goes_on) {
 void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const Written& known = list_ops().at(full_name(op.operator_name()));
-  const bool goes_on = known.is_collective &&
-      (known.is_async_at < 0 || (*stack)[first + known.is_async_at].toBool());
+  const bool is_asynchronous = known.is_collective &&
+      (known.async_position < 0 || (*stack)[first + known.async_position].toBool());
   std::vector<c10::IValue> written;
   for (size_t index : known.positions) {
     written.push_back((*stack)[first + index]);
-    mark_written(written.back(), goes_on);
+    mark_written(written.back(), is_asynchronous);
   }
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  for (const c10::IValue& value : written) { // another thread may have looked meanwhile
-    mark_written(value, goes_on);
+  for (const c10::IValue& value : written) { // another thread may have refreshed in between
+    mark_written(value, is_asynchronous);
   }
 }
 
-// The arguments that an op may write: lists that its schema marks, and all tensors of a
-// collective, whose schemas mark none.
+// Returns the arguments that an op may write: lists that its schema marks, and all tensors of a
+// collective, whose schema marks none.
 Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
   Written found{{}, is_collective, -1};
   const auto& arguments = schema.arguments();
@@ -1088,23 +1090,22 @@ Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
       found.positions.push_back(i);
     }
     if (arguments[i].name() == "async_op" || arguments[i].name() == "asyncOp") {
-      found.is_async_at = static_cast<int64_t>(i);
+      found.async_position = static_cast<int64_t>(i);
     }
   }
   return found;
 }
 
-
-// A lazy clone puts the hook of copy-on-write where ours is, and torch refuses a second one. So ours
-// is taken off first, which looks like a write. Until either tensor is written, nothing made of the
-// weight is fresh.
+// A lazy clone sets the copy-on-write hook, and torch allows one hook per storage. So ours is
+// removed first, which counts as a write. Values of the weight stay stale until either tensor is
+// written.
 void lazy_clone_kernel(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Stack* stack) {
   const at::Tensor source = stack->back().toTensor();
   stack->pop_back();
   StorageImpl* storage = source.storage().unsafeGetStorageImpl();
-  disarm(storage);
+  remove_hook(storage);
   auto cloned = c10::impl::cow::lazy_clone_storage(*storage);
-  if (cloned == nullptr) { // an alias of ours, or memory that torch did not allocate
+  if (cloned == nullptr) { // an alias, or memory that torch did not allocate
     stack->emplace_back(source.clone());
     return;
   }
@@ -1116,8 +1117,7 @@ void lazy_clone_kernel(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Sta
   stack->emplace_back(std::move(result));
 }
 
-
-// Puts a kernel in front of each op that writes lists of tensors, and of each collective.
+// Registers a kernel before each op that writes lists of tensors, and before each collective.
 void watch_list_ops(PyObject*, PyObject*) {
   static auto* kernels = new std::vector<c10::RegistrationHandleRAII>();
   if (!kernels->empty()) {
@@ -1162,21 +1162,21 @@ PyObject* watched_list_ops(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
-    {"stale", method<stale>, METH_VARARGS, "Which values are not fresh."},
-    {"start", method<start>, METH_VARARGS, "Values are about to be made of weights."},
-    {"finish", method<finish>, METH_VARARGS, "They are made."},
-    {"finish_step", method<finish_step>, METH_VARARGS, "They are made by what wrote the weights."},
-    {"reusable", method<reusable>, METH_O, "The values that nobody can be reading, None for others."},
-    {"watch", method<watch>, METH_O, "Watches a tensor's storage; False where that is impossible."},
-    {"unwatch", method<unwatch>, METH_O, "Watches it no longer."},
-    {"watched", method<watched>, METH_O, "Whether a write would be noticed, and none was."},
-    {"distrust", method<distrust>, METH_O, "Makes all that is made of a tensor stale, for good."},
-    {"is_distrusted", method<is_distrusted>, METH_O, "Whether that was said."},
-    {"mark", method<mark>, METH_O, "Says that the tensors of a list were written."},
-    {"stands_for", method<stands_for>, METH_VARARGS, "What is said of a DTensor is said of its part."},
-    {"alias", method<alias>, METH_O, "The same bytes in a storage of its own."},
-    {"watch_list_ops", method<watch_list_ops>, METH_NOARGS, "Sees ops that write lists of tensors."},
-    {"watched_list_ops", method<watched_list_ops>, METH_NOARGS, "Their names."},
+    {"stale", method<stale>, METH_VARARGS, "Positions of slots that are not fresh."},
+    {"start", method<start>, METH_VARARGS, "Call before values are computed."},
+    {"finish", method<finish>, METH_VARARGS, "Stores computed values."},
+    {"finish_step", method<finish_step>, METH_VARARGS, "Stores values that an optimizer step computed."},
+    {"reusable", method<reusable>, METH_O, "Values that can be overwritten."},
+    {"watch", method<watch>, METH_O, "Watches a tensor's storage; False if that is impossible."},
+    {"unwatch", method<unwatch>, METH_O, "Stops watching a tensor's storage."},
+    {"watched", method<watched>, METH_O, "True while the hook is set."},
+    {"distrust", method<distrust>, METH_O, "Makes all values of a tensor permanently stale."},
+    {"is_distrusted", method<is_distrusted>, METH_O, "True after distrust."},
+    {"mark", method<mark>, METH_O, "Records a write to each tensor of a list."},
+    {"share_record", method<share_record>, METH_VARARGS, "Links a DTensor to its local tensor."},
+    {"alias", method<alias>, METH_O, "A tensor with the same memory and another storage."},
+    {"watch_list_ops", method<watch_list_ops>, METH_NOARGS, "Watches foreach and fused ops."},
+    {"watched_list_ops", method<watched_list_ops>, METH_NOARGS, "Names of the watched ops."},
     {nullptr, nullptr, 0, nullptr}};
 
 #ifndef _WIN32
@@ -1200,7 +1200,7 @@ bool add_type(PyObject* module, const char* name, PyType_Spec* spec) {
   return type != nullptr && PyModule_AddObject(module, name, type) == 0;
 }
 
-// Whether tensors lie in Python's objects as declared above, by the address that `_cdata` tells.
+// Returns true if the Python object of a tensor has the layout declared above, by its `_cdata`.
 bool has_known_layout() {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), c10::kCPU);
@@ -1218,13 +1218,13 @@ bool has_known_layout() {
 PyMODINIT_FUNC PyInit_amp_fx_watch() {
   if (!has_known_layout()) {
     if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_ImportError, "tensors lie otherwise in this torch's Python objects");
+      PyErr_SetString(PyExc_ImportError, "torch has another layout of tensors");
     }
     return nullptr;
   }
   PyObject* module = PyModule_Create(&definition);
-  if (module == nullptr || !add_type(module, "Kept", &kept_spec) ||
-      !add_type(module, "Look", &look_spec)) {
+  if (module == nullptr || !add_type(module, "CacheSlot", &slot_spec) ||
+      !add_type(module, "GraphCache", &graph_cache_spec)) {
     return nullptr;
   }
 #ifndef _WIN32

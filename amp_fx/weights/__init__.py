@@ -1,1 +1,1 @@
-"""Low copies of weights: kept across calls, never stale."""
+"""Cache of values computed from weights."""

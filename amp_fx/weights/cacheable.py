@@ -74,7 +74,7 @@ def cacheable_weights(
             found[i] = Weight(input_path(node), part, own)
             if part is not example and part.device.type not in ("cpu", "meta"):
                 # Ops that write lists ask no storage there: they are seen by the DTensor itself.
-                engine().stands_for(example, part)
+                engine().share_record(example, part)
     return found
 
 

@@ -1,4 +1,4 @@
-"""``amp_fx.keep``: a value computed from weights, made again after they were written."""
+"""``amp_fx.keep``: caches a value computed from weights, and recomputes it after writes to them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.weights.cacheable import verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.engine import engine
-from amp_fx.weights.store import STORE, before_swaps, making_values, storage_address_of, watch
+from amp_fx.weights.entry import computing_values, storage_address_of
+from amp_fx.weights.store import STORE, watch
 from amp_fx.weights.stream_order import accelerator_devices
+from amp_fx.weights.swaps import before_swaps
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
@@ -33,16 +35,16 @@ Value = Any
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
-def _get(kept: Keep) -> Value:
-    return kept._get()
+def _get(instance: Keep) -> Value:
+    return instance._get()
 
 
 def _as_input(getter: Callable[[Any], Value]) -> Any:
-    """A property that Dynamo takes for a plain attribute: its tensors are inputs of graphs.
+    """Returns a property that Dynamo treats as a plain attribute: its tensors are graph inputs.
 
-    Dynamo reads an input once for its guard and once when it calls the graph, and so asks each
-    time. Relies on ``torch._dynamo.variables.user_defined`` not tracing into a property whose
-    getter is not a Python function.
+    Dynamo reads the property for its guards and when it calls the graph. Relies on
+    ``torch._dynamo.variables.user_defined`` not tracing into a property whose getter is not a
+    Python function.
     """
     as_method = ctypes.pythonapi.PyInstanceMethod_New
     as_method.restype, as_method.argtypes = ctypes.py_object, [ctypes.py_object]
@@ -50,26 +52,23 @@ def _as_input(getter: Callable[[Any], Value]) -> Any:
 
 
 class Keep:
-    """A value computed from weights, made again at the first use after a write to one of them.
-
-    Made by ``amp_fx.keep``. Calling it returns the value.
-    """
+    """Cached value computed from weights. ``amp_fx.keep`` returns it; a call returns the value."""
 
     def __init__(self, fn: Callable[..., Value], weights: Weights, *, verify: str) -> None:
         self._fn = fn
         self._verify = verify
-        self._wanted = _Computed(self, fn, len(weights))
+        self._spec = _Computed(self, fn, len(weights))
         self._refs: list[Callable[[], torch.Tensor | None]] = []
         self._refer_to(weights)
         self._call: CachedCall | None = None
         if engine() is not None:
             level = verify_level(verify)
-            self._call = CachedCall([self._wanted], (), owner=self._wanted.name, verify=level)
+            self._call = CachedCall([self._spec], (), owner=self._spec.name, verify=level)
         _watch_swaps()
         _KEEPS.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keep:
-        """The same function of copies of the weights: those of the model that is copied."""
+        """Returns the same function of the copied model's weights."""
         weights = tuple(copy.deepcopy(weight, memo) for weight in self._weights())
         return Keep(copy.deepcopy(self._fn, memo), weights, verify=self._verify)
 
@@ -78,20 +77,20 @@ class Keep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle what amp_fx.keep made of {self._wanted.name}, because it refers to "
+            f"cannot pickle what amp_fx.keep made of {self._spec.name}, because it refers to "
             "weights of this process: call amp_fx.keep again where the weights are loaded"
         )
 
     def __call__(self) -> Value:
-        """Returns the value, made anew if a weight was written since it was made.
+        """Returns the value, recomputed if a weight was written since its computation.
 
-        Whoever holds an older value keeps it as it was. Do not write to the value.
+        Values returned earlier do not change while they are referenced. Do not write to the value.
 
         Returns:
             What ``fn`` returned: a tensor or a tuple of tensors, without gradients.
 
         Raises:
-            KeepError: A weight died, or ``fn`` now does what cannot be kept.
+            KeepError: A weight was freed, or the result of ``fn`` cannot be cached.
         """
         return self.value
 
@@ -100,15 +99,15 @@ class Keep:
     def _get(self) -> Value:
         if torch.compiler.is_exporting():
             raise KeepError(
-                f"torch.export would make the value of {self._wanted.name} a constant of the "
+                f"torch.export would make the value of {self._spec.name} a constant of the "
                 "program, which no new weight would change: in the exported code, call the "
                 "function itself"
             )
         weights = self._weights()
         call = self._call
         if call is None:
-            with _outside_of_transforms(), making_values():
-                return self._wanted.make(tuple(weight.detach() for weight in weights))
+            with _outside_of_transforms(), computing_values():
+                return self._spec.make(tuple(weight.detach() for weight in weights))
         call.devices = accelerator_devices(weights)  # a module may have been moved
         found = call.enter(weights)
         if found is None:
@@ -116,43 +115,42 @@ class Keep:
                 found = call.prepare(weights)
         call.leave()
         values = tuple(found[1])
-        return values if self._wanted.is_tuple else values[0]
+        return values if self._spec.is_tuple else values[0]
 
     def is_fresh(self) -> bool:
-        """Whether the next call returns the value as it is.
+        """Returns True if the next call returns the value without computing it.
 
-        Returns:
-            False before the first call, after a write, and always where ``why_remade`` says why.
+        It is False before the first call, after a write, and always if ``why_remade`` has a reason.
         """
         weights = self._weights()
         return any(
-            entry.wanted is self._wanted and entry.value is not None and entry.is_fresh()
+            entry.spec is self._spec and entry.value is not None and entry.is_fresh()
             for entry in STORE.of_weight(weights[0])
         )
 
     def invalidate(self) -> None:
-        """Makes the value anew at the next call."""
-        with STORE.exclusive():
+        """Makes the next call recompute the value."""
+        with STORE.locked():
             for entry in STORE.of_weight(self._weights()[0]):
-                if entry.wanted is self._wanted:
-                    entry.kept.invalidate()
+                if entry.spec is self._spec:
+                    entry.slot.invalidate()
 
     @property
     def bytes(self) -> int:
-        """Bytes that the value takes now besides the weights; 0 before the first call."""
+        """Bytes of the value besides the weights; 0 before the first call."""
         entries = STORE.of_weight(self._weights()[0])
-        return sum(entry.num_bytes for entry in entries if entry.wanted is self._wanted)
+        return sum(entry.num_bytes for entry in entries if entry.spec is self._spec)
 
     @property
     def why_remade(self) -> str:
-        """Why the value is made anew at every call; an empty string if it is not."""
+        """The reason why every call recomputes the value; an empty string if calls do not."""
         return _why_remade(self._weights())
 
     def _weights(self) -> Weights:
         alive = tuple(ref() for ref in self._refs)
         if any(weight is None for weight in alive):
             raise KeepError(
-                f"a weight of {self._wanted.name} is gone, because nobody else refers to it: pass "
+                f"a weight of {self._spec.name} is gone, because nobody else refers to it: pass "
                 "the parameter, not its .data or .detach(), and keep its module. If another "
                 "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
                 "again"
@@ -160,7 +158,11 @@ class Keep:
         return alive  # type: ignore[return-value]
 
     def _hold(self, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """Holds the weights strongly, if a tensor is among them; returns what ends that."""
+        """Holds the weights strongly if ``tensor`` is one of them.
+
+        Returns:
+            A function that makes the references weak again; None if it is not one of them.
+        """
         weights = tuple(ref() for ref in self._refs)
         if all(weight is not tensor for weight in weights):
             return None
@@ -168,7 +170,7 @@ class Keep:
         return functools.partial(self._refer_to, weights)
 
     def _refer_to(self, weights: Sequence[torch.Tensor | None]) -> None:
-        """Refers to weights weakly; None for one that is gone."""
+        """Refers to weights weakly; None stands for one that was freed."""
         self._refs = [functools.partial(_same, w) if w is None else weakref.ref(w) for w in weights]
 
 
@@ -181,62 +183,61 @@ _KEEPS: weakref.WeakSet[Keep] = weakref.WeakSet()
 
 @functools.cache
 def _watch_swaps() -> None:
-    """Refers to no weight weakly while ``torch.utils.swap_tensors`` swaps it."""
+    """Removes weak references to a weight while ``torch.utils.swap_tensors`` swaps it."""
     before_swaps(_hold_all)
 
 
 def _hold_all(tensor: torch.Tensor) -> Callable[[], None]:
-    ends = [kept._hold(tensor) for kept in list(_KEEPS)]
+    ends = [instance._hold(tensor) for instance in list(_KEEPS)]
 
-    def let_go() -> None:
+    def release() -> None:
         for end in filter(None, ends):
             end()
 
-    return let_go
+    return release
 
 
 @contextlib.contextmanager
 def _outside_of_transforms() -> Iterator[None]:
-    """Leaves ``torch.func`` transforms and dispatch modes: what is kept outlives them."""
+    """Disables ``torch.func`` transforms and dispatch modes, which cached values outlive."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
 def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample") -> Keep:
-    """Keeps what a function computes from weights, and never returns a stale value.
+    """Caches what a function computes from weights, and never returns a stale value.
 
-    Use it for packed, joined, quantized or transposed weights, in eager code, in an inference
-    engine or in front of a kernel of your own::
+    Use it for packed, concatenated, quantized or transposed weights: in eager code, in an inference
+    engine, or with a custom kernel::
 
         qkv = amp_fx.keep(lambda q, k, v: torch.cat([q, k, v]).bfloat16(), q, k, v)
-        y = torch.nn.functional.linear(x, qkv())  # made once per update of the weights
+        y = torch.nn.functional.linear(x, qkv())  # computed once per update of the weights
 
-    A write to a weight is noticed whoever makes it: in-place ops, also on ``.data`` or in
-    inference mode, optimizers, ``load_state_dict``, another tensor as ``.data``, collectives,
-    compiled code, NumPy arrays. ``amp_fx.weight_cache`` counts, limits and clears such values
-    together with those of compiled graphs. A value is written into the memory of the one before
-    it unless somebody still refers to that one.
+    All writes are detected: in-place ops, also on ``.data`` or in inference mode, optimizers,
+    ``load_state_dict``, assignments to ``.data``, collectives, compiled code, NumPy arrays.
+    ``amp_fx.weight_cache`` counts, limits and clears these values together with those of compiled
+    graphs. A new value takes the memory of the previous one unless that is still referenced.
 
-    Weights are held weakly. Subclasses of ``torch.Tensor``, weights in shared or mapped memory,
-    and weights that FSDP or DeepSpeed manage cannot be watched: the value is then made anew at
-    every call, and ``why_remade`` says so. In code that ``torch.compile`` traces, the value is an
-    input of the graph: it is of the weights as they are when the graph begins.
+    Weights are referenced weakly. Subclasses of ``torch.Tensor``, weights in shared or mapped
+    memory, and weights that FSDP or DeepSpeed manage cannot be watched: every call then recomputes
+    the value, and ``why_remade`` gives the reason. In code that ``torch.compile`` traces, the value
+    is an input of the graph, computed from the weights as they are when the graph starts.
 
     Args:
         fn: Takes the weights as tensors without gradients, and returns a tensor or a tuple of
             tensors computed from them alone. It runs without autograd and autocast.
         *weights: One or more tensors, on devices of any type.
-        verify: ``"sample"`` compares an element of each weight with what it was at each call;
-            ``"full"`` makes the value again and compares it; ``"off"`` does neither.
+        verify: ``"sample"`` compares one element of each weight with its earlier value per call;
+            ``"full"`` recomputes and compares the value; ``"off"`` does neither.
 
     Returns:
-        What returns the value when it is called. ``fn`` first runs in the first call.
+        A callable that returns the value. ``fn`` runs in its first call.
 
     Raises:
         KeepError: A weight is not a strided tensor with data, or there is none. In the first
-            call: ``fn`` returns something else than tensors, a result that requires a gradient or
-            is a view of a weight, writes to a weight, or reads a tensor that is not among the
-            weights (where an op of PyTorch reads it).
+            call: ``fn`` returns anything but tensors, a result that requires a gradient, or a view
+            of a weight; it writes to a weight, or an op in it reads a tensor that is not among the
+            weights.
         ValueError: ``verify`` is none of the three.
     """
     if verify not in ("sample", "full", "off"):
@@ -280,39 +281,39 @@ def _why_remade(weights: Weights) -> str:
 
 
 class _Computed:
-    """Describes a value that a function computes from weights (``amp_fx.weights.store.Wanted``)."""
+    """Value that a function computes from weights (``amp_fx.weights.entry.ValueSpec``)."""
 
     is_alias = False
 
-    def __init__(self, kept: Keep, fn: Callable[..., Value], count: int) -> None:
-        self._kept = weakref.ref(kept)  # its function may refer to the weights
+    def __init__(self, instance: Keep, fn: Callable[..., Value], count: int) -> None:
+        self._instance = weakref.ref(instance)  # its function may refer to the weights
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.positions = tuple(range(count))
         self.names = tuple(f"weight {i}" for i in range(count))
         self.ops = (self.name,)
         self._is_checked = False
         self.is_tuple = False
-        self._device = torch.get_default_device()  # of what the function makes without one
+        self._device = torch.get_default_device()
 
     def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
-        """One for each call of ``keep``."""
+        """Returns the object itself: each call of ``keep`` has its own value."""
         return self
 
-    def laid_out(self, weight: torch.Tensor) -> None:
-        """It is made by its function, whatever that does."""
+    def cast_layout(self, weight: torch.Tensor) -> None:
+        """Returns None: the function computes the value."""
 
     def make(self, weights: Weights) -> Value:
-        """Calls the function, the first time under a mode that watches it."""
-        kept = self._kept()
-        assert kept is not None, "who asks for a value holds what keeps it"
-        watching = None if self._is_checked else _Watching(self.name, weights)
-        with self._device, watching or contextlib.nullcontext():
-            value = kept._fn(*weights)
+        """Calls the function; the first call runs under a mode that checks it."""
+        instance = self._instance()
+        assert instance is not None, "the caller holds the Keep object"
+        checking = None if self._is_checked else _Checking(self.name, weights)
+        with self._device, checking or contextlib.nullcontext():
+            value = instance._fn(*weights)
         value = tuple(value) if isinstance(value, list) else value
         self._check(value, weights)
         self.is_tuple = isinstance(value, tuple)
-        if watching is not None:
-            watching.check_made(value)
+        if checking is not None:
+            checking.check_computed(value)
         self._is_checked = True
         return value
 
@@ -320,7 +321,9 @@ class _Computed:
         values = value if isinstance(value, tuple) else (value,)
         if not values or not all(isinstance(each, torch.Tensor) for each in values):
             kinds = ", ".join(type(each).__name__ for each in values) or "nothing"
-            raise KeepError(f"{self.name} returns {kinds}: a tensor or a tuple of them can be kept")
+            raise KeepError(
+                f"{self.name} returns {kinds}: a tensor or a tuple of tensors can be cached"
+            )
         own = {_identity(weight) for weight in weights}
         for each in values:
             if each.requires_grad:
@@ -332,15 +335,15 @@ class _Computed:
                 )
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses writes to the weights, and ops on tensors that were made before and are not they."""
+class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for writes to the weights, and for ops that read any other existing tensor."""
 
     def __init__(self, name: str, weights: Weights) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._weights = {_identity(weight) for weight in weights}
         self._known = {0, *self._weights}
-        self._made: list[torch.Tensor] = []  # as long as they live, nobody has their identities
+        self._made: list[torch.Tensor] = []  # so that their identities are not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
@@ -363,8 +366,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._made.append(value)
         return result
 
-    def check_made(self, value: Value) -> None:
-        """Refuses a result that was there before, say a global tensor that is passed on."""
+    def check_computed(self, value: Value) -> None:
+        """Raises if the function returned a tensor that existed before, such as a global one."""
         for each in value if isinstance(value, tuple) else (value,):
             if _identity(each) not in self._known:
                 raise KeepError(
@@ -374,7 +377,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's memory, 0 if it has none; the tensor itself if it only wraps others."""
+    """Returns the address of a tensor's memory, 0 if it has none; ``id`` of a wrapper subclass."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

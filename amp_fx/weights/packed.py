@@ -112,8 +112,8 @@ class Constants:
         sources = {
             n: self.copies[str(n.target)] for n in attributes if str(n.target) in self.copies
         }
-        kept = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
-        copies = copy_prepared(gm, sources, self.prepare, skipped=kept)
+        returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
+        copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
         values: dict[fx.Node, Any] = {}
         with unset_fake_temporarily(), torch.no_grad():
             for node in copies:

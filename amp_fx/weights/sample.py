@@ -1,18 +1,18 @@
-"""Compares some elements of weights on accelerators with what they were, without waiting.
+"""Detects writes without a signal on accelerators by sampling weights asynchronously.
 
-When a value is made, some elements of each of its weights are remembered on the device
-(``remember``). Now and then a call of a graph queues one comparison of all its weights on its
-stream; a later call finds the answer on the host. On the CPU ``csrc/watch.cpp`` does the same
-for one element per call.
+When a value is computed, some elements of each of its weights are copied on the device
+(``remember``). Some later calls of a graph start a comparison of all its weights on their stream,
+and a call after that reads the result on the host. On the CPU, ``csrc/watch.cpp`` compares one
+element per call.
 
-A comparison is due in each of the first few calls with some weights, then in every 16th, as soon
-as the answer of the one before is there. It finds any write of a whole weight, and of a 64th of a
-weight that lies in one piece. It finds other writes if they happen to change a remembered element:
-there are 64 of each weight or more, at equal distances. Weights may have gaps or be expanded.
+Each of the first calls with a set of weights starts a comparison, then every 16th call, unless one
+is still running. A comparison detects every write of a whole weight, and of a contiguous 64th of
+one. It detects other writes if they change a sampled element: at least 64 of each weight are
+sampled, at equal distances. Weights may be strided or expanded.
 
-An answer counts only for values that were not made again meanwhile and are fresh when it is read.
-So no write that a signal told of is ever taken for one that was not seen. ``STORE.exclusive``
-guards all that is done here but ``DeviceSample.read``.
+A result counts only for values that were not refreshed since and are fresh when it is read, so that
+a write with a signal is never reported. ``STORE.locked`` protects everything here except
+``DeviceSample.read``.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from amp_fx.devices.host_copy import HostCopy
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.store import STORE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amp_fx.weights.store import Entry, Weights
+    from amp_fx.weights.entry import Entry, Weights
 
-LEAST_SAMPLED = 64
-"""Elements that are remembered of each weight at least; all of a dense one with fewer than 128."""
+MIN_SAMPLED = 64
+"""Minimum of sampled elements per weight; dense weights below 128 elements are sampled whole."""
 
-MOST_SAMPLED = 4 * LEAST_SAMPLED
-"""No more are remembered: distances are whole numbers, of up to twice as many elements."""
+MAX_SAMPLED = 4 * MIN_SAMPLED
+"""Maximum number: distances are whole numbers."""
 
 CALLS_BETWEEN = 16
-"""Calls from one comparison to the next, once the first few calls compared."""
+"""Calls between two comparisons after the first calls."""
 
 FIRST_CALLS = 4
 
 
-class Place(tuple["Entry", ...]):
-    """The entries of one set of weights that a graph is called with."""
+class SampledEntries(tuple["Entry", ...]):
+    """The entries for one set of weights of a graph, with the state of their comparisons."""
 
     num_calls = 0
     due = 1
@@ -55,16 +56,16 @@ class Place(tuple["Entry", ...]):
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
 
     def room(self, device: torch.device, dtype: torch.dtype) -> int:
-        """How many elements comparisons may have: a later call must not pin more memory."""
+        """Returns the most elements of a comparison: later calls must not pin more memory."""
         weights = [weight for entry in self for weight in entry.weights() or ()]
         alike = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
-        return sum(min(weight.numel(), MOST_SAMPLED) for weight in alike)
+        return sum(min(weight.numel(), MAX_SAMPLED) for weight in alike)
 
     def is_due(self) -> bool:
-        """Counts a call; returns whether it is to compare."""
+        """Counts a call; returns True if it has to start a comparison."""
         self.num_calls += 1
-        is_waiting = any(answer.is_under_way for answer in self.answers.values())
-        if is_waiting or self.num_calls < self.due:
+        is_running = any(answer.is_under_way for answer in self.answers.values())
+        if is_running or self.num_calls < self.due:
             return False
         self.due = self.num_calls + (1 if self.num_calls < FIRST_CALLS else CALLS_BETWEEN)
         return True
@@ -79,13 +80,13 @@ class _Grid(NamedTuple):
 
     @classmethod
     def over(cls, tensor: torch.Tensor) -> _Grid:
-        """Chooses at least ``LEAST_SAMPLED`` of the distinct elements, at most ``MOST_SAMPLED``.
+        """Chooses at least ``MIN_SAMPLED`` of the distinct elements, at most ``MAX_SAMPLED``.
 
-        Outer dimensions are sampled first. A part in one piece, of a 64th of all, has one of them.
+        Outer dimensions are sampled first. Every contiguous 64th of the elements contains a sample.
         """
         sizes: list[int] = []
         strides: list[int] = []
-        start, least = 0, LEAST_SAMPLED
+        start, least = 0, MIN_SAMPLED
         for stride, size in _distinct_elements(tensor):
             spread = 1 + _random.random() if not sizes else 1
             step = max(1, int(size / least / spread))
@@ -103,9 +104,10 @@ class _Grid(NamedTuple):
 
 
 def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Returns strides and sizes of the dimensions, by address, neighbours that lie as one merged.
+    """Returns strides and sizes of the dimensions in order of address.
 
-    Expanded dimensions are left out. A dense tensor has one dimension, whatever its layout.
+    Expanded dimensions are omitted, and adjacent ones are merged: a dense tensor has one dimension
+    in any layout.
     """
     pairs = zip(tensor.stride(), tensor.size(), strict=True)
     merged: list[tuple[int, int]] = []
@@ -117,84 +119,84 @@ def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return merged
 
 
-class _Some(NamedTuple):
-    """Some elements of one weight of an entry, as they were when its value was made."""
+class _WeightSample(NamedTuple):
+    """Elements of one weight of an entry at the time when its value was computed."""
 
     position: int
     grid: _Grid
     then: torch.Tensor
 
     def now(self, weights: Weights) -> torch.Tensor:
-        """Returns the samples as they are now."""
+        """Returns the elements as they are now."""
         return self.grid.of(weights[self.position])
 
 
-_remembered: weakref.WeakKeyDictionary[Entry, tuple[int, list[_Some]]]
-_remembered = weakref.WeakKeyDictionary()
-"""By entry, how often its value had been made, and the elements of its weights."""
+_samples: weakref.WeakKeyDictionary[Entry, tuple[int, list[_WeightSample]]]
+_samples = weakref.WeakKeyDictionary()
+"""For each entry, the number of computations and the samples of its weights at that time."""
 
-_random = random.Random()  # not the user's, whose state is theirs
+_random = random.Random()  # leaves the user's random state alone
 
 
 def remember(entries: Iterable[Entry]) -> None:
-    """Remembers elements of the weights of fresh values, unless that was done for these values.
+    """Samples the weights of fresh values that have no samples yet.
 
-    It reads the weights on the current streams, behind what made the values.
+    It reads the weights on the current streams, after the computation of the values.
     """
-    with making_values():
-        groups: defaultdict[Any, list[tuple[list[_Some], int, _Grid, torch.Tensor]]]
+    with computing_values():
+        groups: defaultdict[Any, list[tuple[list[_WeightSample], int, _Grid, torch.Tensor]]]
         groups = defaultdict(list)
         for entry in entries:
-            weights = None if _is_remembered(entry) else _fresh_weights(entry)
+            weights = None if _has_sample(entry) else _fresh_weights(entry)
             if weights is None:
                 continue
-            found: list[_Some] = []
+            found: list[_WeightSample] = []
             for i, weight in enumerate(weights):
                 if _is_comparable(weight):
                     grid = _Grid.over(weight)
                     some = found, i, grid, grid.of(weight)
                     groups[weight.device, weight.dtype].append(some)
-            _remembered[entry] = entry.kept.made, found
+            _samples[entry] = entry.slot.made, found
         for group in groups.values():
             now = [elements for *_, elements in group]
             then = torch.cat(now).split_with_sizes([each.numel() for each in now])
             for (found, i, grid, _), elements in zip(group, then, strict=True):
-                found.append(_Some(i, grid, elements))
+                found.append(_WeightSample(i, grid, elements))
 
 
 def remember_again(entries: Iterable[Entry]) -> None:
-    """Remembers elements again of those weights of which some were, if values were made since."""
-    remember([entry for entry in entries if entry in _remembered])
+    """Samples weights again that were sampled before, if their values were recomputed since."""
+    remember([entry for entry in entries if entry in _samples])
 
 
-def _is_remembered(entry: Entry) -> bool:
-    made, _ = _remembered.get(entry, (-1, ()))
-    return bool(made == entry.kept.made)
+def _has_sample(entry: Entry) -> bool:
+    made, _ = _samples.get(entry, (-1, ()))
+    return bool(made == entry.slot.made)
 
 
 class DeviceSample:
-    """The comparisons of one graph, whatever weights it is called with."""
+    """The comparisons of one graph, for all sets of weights."""
 
     def __init__(self) -> None:
         self._under_way: deque[_Comparison] = deque()
         self._reading = threading.Lock()
 
-    def start(self, place: Place) -> None:
-        """Queues a comparison of the weights of all values of a place that are fresh."""
-        with torch.profiler.record_function("amp_fx::sample"), making_values():
-            groups: defaultdict[Any, list[tuple[Entry, _Some, Weights]]] = defaultdict(list)
-            for entry in place:
+    def start(self, entries: SampledEntries) -> None:
+        """Starts a comparison of the weights of all fresh values."""
+        with torch.profiler.record_function("amp_fx::sample"), computing_values():
+            groups: defaultdict[Any, list[tuple[Entry, _WeightSample, Weights]]] = defaultdict(list)
+            for entry in entries:
                 weights = _fresh_weights(entry)
-                if weights is not None and _is_remembered(entry):
-                    for some in _remembered[entry][1]:
+                if weights is not None and _has_sample(entry):
+                    for some in _samples[entry][1]:
                         weight = weights[some.position]
                         groups[weight.device, weight.dtype].append((entry, some, weights))
             for key, sampled in groups.items():
-                comparison = _Comparison(place.answers[key], sampled, place.room(*key))
+                comparison = _Comparison(entries.answers[key], sampled, entries.room(*key))
                 self._under_way.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
-        """The weights that comparisons found changed, by name, as far as these are done."""
+        """Returns names and tensors of changed weights, from comparisons that have finished."""
         if not self._under_way or not self._reading.acquire(blocking=False):
             return []
         try:
@@ -207,21 +209,21 @@ class DeviceSample:
 
 
 class _Comparison:
-    """A comparison of remembered elements on one device, of one dtype.
+    """A comparison of samples on one device, of one dtype.
 
-    It refers to no weight: ``torch.utils.swap_tensors`` refuses tensors with weak references.
+    It has no references to weights, which ``torch.utils.swap_tensors`` would reject.
 
     Args:
-        answer: Takes the answer to the host.
-        sampled: The elements, each with its entry and the weights of that.
-        room: How many elements a later comparison may have.
+        answer: Copies the result to the host.
+        sampled: The samples, each with its entry and the weights of the entry.
+        room: The most elements that a later comparison may have.
     """
 
     def __init__(
-        self, answer: HostCopy, sampled: Sequence[tuple[Entry, _Some, Weights]], room: int
+        self, answer: HostCopy, sampled: Sequence[tuple[Entry, _WeightSample, Weights]], room: int
     ) -> None:
         self.answer = answer
-        self._of = [(weakref.ref(e), e.kept.made, some.position) for e, some, _ in sampled]
+        self._of = [(weakref.ref(e), e.slot.made, some.position) for e, some, _ in sampled]
         self._lengths = [some.then.numel() for _, some, _ in sampled]
         then = [some.then for _, some, _ in sampled]
         STORE.streams.hold([*(weights[some.position] for _, some, weights in sampled), *then])
@@ -230,26 +232,26 @@ class _Comparison:
         self.answer.start(now.view(bits) != torch.cat(then).view(bits), room=room)
 
     def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """The weights with an element that differs and that no signal told of, by name."""
+        """Returns names and tensors of weights with a difference that no signal explains."""
         found: list[tuple[str, torch.Tensor]] = []
         if not answer.any():
             return found
         answers = answer.split_with_sizes(self._lengths)
         for (ref, made, position), differs in zip(self._of, answers, strict=True):
             entry = ref()
-            if entry is not None and differs.any() and entry.kept.made == made:
+            if entry is not None and differs.any() and entry.slot.made == made:
                 weights = _fresh_weights(entry)
                 if weights is not None:
-                    found.append((entry.wanted.names[position], weights[position]))
+                    found.append((entry.spec.names[position], weights[position]))
         return found
 
 
 def _fresh_weights(entry: Entry) -> Weights | None:
-    """The weights of a fresh value, where they lie now; None if it is stale or the weights' own."""
-    weights = None if entry.wanted.is_alias else entry.weights()
-    # Another thread may give a weight other data meanwhile.
-    here = None if weights is None else tuple(weight.detach() for weight in weights)
-    return here if here is not None and entry.kept.is_fresh(here) else None
+    """Returns the weights of a fresh value; None if it is stale, or an alias of its weight."""
+    weights = None if entry.spec.is_alias else entry.weights()
+    # Another thread may assign other data to a weight: read its memory once.
+    current = None if weights is None else tuple(weight.detach() for weight in weights)
+    return current if current is not None and entry.slot.is_fresh(current) else None
 
 
 def _is_comparable(weight: torch.Tensor) -> bool:

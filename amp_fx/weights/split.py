@@ -147,7 +147,7 @@ class CachedValueSpec:
         graph.output(tuple(copies[node] for node in self.outputs))
         return fx.GraphModule(constants, graph)
 
-    def laid_out(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def cast_layout(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Returns dtype and strides of the value if it is a cast of one weight, else None."""
         del weight  # Dynamo guards its strides: they are those that the graph was compiled for
         if not self.is_cast:
@@ -502,8 +502,8 @@ def cached_nodes(
         prepare: Everything that depends on weights alone is copied there.
         num_returned: How many of its first outputs the caller gets.
     """
-    kept = escaping(gm, num_returned) - set(gm.graph.find_nodes(op="placeholder"))
-    copies = copy_prepared(gm, sources, prepare, skipped=kept)
+    returned = escaping(gm, num_returned) - set(gm.graph.find_nodes(op="placeholder"))
+    copies = copy_prepared(gm, sources, prepare, skipped=returned)
     return {n: copies[n] for n in values_read(copies, prepare, sources, has_views=False)}
 
 

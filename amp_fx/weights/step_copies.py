@@ -1,17 +1,15 @@
-"""Optimizer steps that write the kept copies of their weights along with the weights.
+"""Optimizer steps that write cached values together with the weights.
 
-Written are casts, and values whose bits no compiler changes, such as float8 data. The next call
-computes all others.
+A step writes casts, and values with the same bits under every compiler, such as float8 data. The
+next call computes the others.
 
-Such a step writes a weight through an alias: the same bytes in a storage of its own. So the
-weight stays watched throughout, and a write by anybody else, before, meanwhile or afterwards,
-is seen as ever. The step says itself that it writes, and once it has, its copies are those of
-the weights as they then are (``finish_step`` in ``csrc/watch.cpp``).
+The step writes a weight through an alias, which shares its memory and has another storage. So the
+weight stays watched, and writes by other code are detected as always. The step records its own
+write, and its values are fresh afterwards (``finish_step`` in ``csrc/watch.cpp``).
 
-A copy that a call or a backward may still read is not written: a new one takes its place.
-Where weights cannot be written so (``csrc/watch.cpp`` is not there, torch has no hook on
-storages, a CUDA graph is recorded), the step writes them as any other code does, and their
-copies are made again by the next call.
+A value that a call or a backward may still read is not overwritten: a new one replaces it. If
+weights cannot be written this way (``csrc/watch.cpp`` cannot be built, or a CUDA graph is being
+captured), the step writes them as any other code does, and the next call computes the values.
 """
 
 from __future__ import annotations
@@ -24,22 +22,23 @@ import torch
 from torch.utils._pytree import tree_map
 
 from amp_fx.weights.engine import engine, is_available
+from amp_fx.weights.entry import computing_values
 from amp_fx.weights.sample import remember_again
 from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.spread import parts_of
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from amp_fx.weights.store import Entry
+    from amp_fx.weights.entry import Entry
 
     Computed = tuple[torch.Tensor, Callable[..., Any], tuple[torch.Tensor, ...]]
 
-MOST_UNUSED = 8
-"""Steps in a row after which a copy that no call took is written no more."""
+MAX_UNUSED = 8
+"""Number of steps in a row that write a value which no call uses."""
 
 
 class Targets(NamedTuple):
@@ -71,7 +70,7 @@ class HitTracker:
     def is_used(self, entry: Entry) -> bool:
         """Returns True if a value is worth recomputing; call it each time before that is done."""
         hits, num_unused = self._seen.get(entry, (-1, 0))
-        now = entry.kept.hits
+        now = entry.slot.hits
         num_unused = num_unused + 1 if hits == now else 0
         self._seen[entry] = now, num_unused
         return num_unused <= self._max_unused
@@ -93,7 +92,7 @@ class StepCopies:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._hits = HitTracker(MOST_UNUSED)
+        self._hits = HitTracker(MAX_UNUSED)
         _steps.add(self)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -102,7 +101,7 @@ class StepCopies:
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
-        """Lets a step write weights and their copies; the step must end before the context does."""
+        """Context in which a step writes weights and their cached values."""
         devices = accelerator_devices(weights)
         pairs = [] if not is_available() or is_capturing(devices) else self._pairs(weights)
         begun = _begin(pairs, devices)
@@ -121,15 +120,15 @@ class StepCopies:
                 engine().mark([weight for _, weight in pairs])
 
     def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:
-        """The copies of the weights that calls find where they lie now."""
+        """Returns the cached values of the weights, each with its weight."""
         return [
             (entry, weight)
             for weight in weights
             for entry in STORE.of_weight(weight)
-            if _can_be_written(entry.wanted)
+            if _can_be_written(entry.spec)
             and entry.value is not None
             and not engine().is_distrusted(weight)
-            and entry.kept.lies_where((weight,))
+            and entry.slot.matches((weight,))
             and self._hits.is_used(entry)
         ]
 
@@ -148,7 +147,7 @@ def _targets(
     lows: dict[int, list[torch.Tensor]] = {}
     computed: list[Computed] = []
     for (entry, weight), value in zip(pairs, values, strict=True):
-        spec: Any = entry.wanted
+        spec: Any = entry.spec
         if spec.is_cast:
             lows.setdefault(id(weight), []).append(value)
         else:
@@ -161,23 +160,27 @@ def _targets(
 def _begin(
     pairs: Sequence[tuple[Entry, torch.Tensor]], devices: tuple[torch.device, ...]
 ) -> tuple[Any, list[Any]] | None:
-    """Notes what the weights are now; returns that and the tensors for copies, or None.
+    """Records the state of the weights before a step.
 
-    The weights are written from here on, and whoever holds such a tensor keeps other threads
-    from making the copy again in it.
+    References to the returned tensors prevent other threads from refreshing values in their
+    memory.
+
+    Returns:
+        The state for ``_end`` and the tensors to write; None if the step cannot write values.
     """
     if not pairs:
         return None
-    with STORE.exclusive() as is_first, making_values():
-        if not is_first or any(entry.value is None for entry, _ in pairs):  # dropped meanwhile
+    with STORE.locked() as is_outermost, computing_values():
+        if not is_outermost or any(entry.value is None for entry, _ in pairs):  # dropped in between
             return None
         STORE.streams.wait(devices)
         makes_new = STORE.streams.are_several(devices)
         engine().mark([weight for _, weight in pairs])
         sources = tuple(weight for _, weight in pairs)
-        started = engine().Kept(sources, False)  # of this step: others may start what it writes
+        # Other threads may start the slots of the entries.
+        started = engine().CacheSlot(sources, False)
         engine().start((started,), (sources,))
-        olds = engine().reusable(tuple(entry.kept for entry, _ in pairs))
+        olds = engine().reusable(tuple(entry.slot for entry, _ in pairs))
         return started, [
             _empty_like(entry.value) if old is None or makes_new else old
             for (entry, _), old in zip(pairs, olds, strict=True)
@@ -194,11 +197,10 @@ def _end(
     values: Sequence[Any],
     devices: tuple[torch.device, ...],
 ) -> None:
-    with STORE.exclusive():
-        kepts = tuple(entry.kept for entry, _ in pairs)
-        for i, kept in enumerate(kepts):
-            kept.adopt(started, (i,))
-        engine().finish_step(kepts, tuple(values), tuple((weight,) for _, weight in pairs))
+    with STORE.locked():
+        slots = tuple(entry.slot for entry, _ in pairs)
+        own_weights = tuple((weight,) for _, weight in pairs)
+        engine().finish_step(started, slots, tuple(values), own_weights)
         if devices:
             remember_again(entry for entry, _ in pairs)
         STORE.streams.record(devices)

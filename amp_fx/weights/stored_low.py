@@ -1,7 +1,7 @@
-"""Marks weights that were stored low for the sake of memory: nothing is kept of them besides.
+"""Marks weights that ``store_low`` converted to save memory: no values of them are cached.
 
-The mark is an attribute of the module that owns the weight, so that it outlives copies, pickles
-and moves to another device, which make other tensors.
+The mark is an attribute of the module that owns the weight. It survives copies, pickles and moves
+to another device, which create other tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def mark_stored(module: nn.Module, name: str) -> None:
 
 
 def stored_names(module: nn.Module) -> frozenset[str]:
-    """The marked parameters and buffers of a module, without those of modules inside."""
+    """Returns the marked parameters and buffers of a module, without those of submodules."""
     found: frozenset[str] = vars(module).get(_ATTRIBUTE, frozenset())
     return found
 
 
 def stored_tensors(modules: Iterable[Any]) -> set[int]:
-    """Identities of all marked tensors of some modules, those inside included."""
+    """Returns the identities of all marked tensors of modules and their submodules."""
     found = set()
     for root in modules:
         for module in root.modules() if isinstance(root, nn.Module) else ():
@@ -44,7 +44,7 @@ def stored_tensors(modules: Iterable[Any]) -> set[int]:
 
 
 def forget(weight: torch.Tensor) -> None:
-    """Drops what is kept of a weight, and watches it no longer."""
+    """Drops the values of a weight and stops watching it."""
     if STORE.of_weight(weight) and weight.device.type != "meta":
         engine().unwatch(weight)
     drop(weight)

@@ -1,8 +1,7 @@
-"""Makes every stream wait for refreshes of kept copies that another stream made.
+"""Orders streams that refresh cached values and streams that use them.
 
-A copy is refreshed on the stream of the call that found it stale; a call on another
-stream may use it without any synchronisation of its own, so that the cache has to order
-the two. On the CPU there is nothing to do.
+The call that finds a value stale refreshes it on its stream. A call on another stream may use the
+value without synchronization, so the cache makes that stream wait. CPUs have no streams.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ if TYPE_CHECKING:
 
 
 class StreamOrder:
-    """The streams that calls came on, and the last refresh on each, by device."""
+    """The streams that calls used, and the last refresh on each, for each device."""
 
     def __init__(self) -> None:
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
         self._streams: dict[torch.device, set[int]] = {}
 
     def record(self, devices: Iterable[torch.device]) -> None:
-        """Notes that copies on these devices were just refreshed on the current streams."""
+        """Records that values on these devices were refreshed on the current streams."""
         for device in devices:
             stream = torch.accelerator.current_stream(device)
             self._events.setdefault(device, {})[stream.stream_id] = stream.record_event()
 
     def note(self, devices: Iterable[torch.device]) -> None:
-        """Notes that a call came on the current streams: before it looks for what is fresh."""
+        """Records that a call uses the current streams; call it before looking for fresh values."""
         for device in devices:
             stream = torch.accelerator.current_stream(device)
             self._streams.setdefault(device, set()).add(stream.stream_id)
 
     def wait(self, devices: Iterable[torch.device]) -> None:
-        """Lets the current streams wait for what was refreshed on others."""
+        """Makes the current streams wait for refreshes on other streams."""
         for device in devices:
             stream = torch.accelerator.current_stream(device)
             for stream_id, event in list(self._events.get(device, {}).items()):
@@ -43,25 +42,25 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def are_several(self, devices: Iterable[torch.device] | None = None) -> bool:
-        """Whether calls came on more than one stream: kernels of another may still read copies.
+        """Returns True if calls used several streams: another one may still read a value.
 
         Args:
-            devices: Those that are asked about; None for all.
+            devices: The devices to look at; None for all.
         """
         known = self._streams if devices is None else devices
         return any(len(self._streams.get(device, ())) > 1 for device in known)
 
-    def hold(self, lows: Sequence[torch.Tensor]) -> None:
-        """Keeps the memory of copies until the current streams have read it."""
-        for low in lows:
-            if len(self._streams.get(low.device, ())) > 1:
-                low.record_stream(torch.accelerator.current_stream(low.device))
+    def hold(self, values: Sequence[torch.Tensor]) -> None:
+        """Delays the reuse of values' memory until the current streams have read it."""
+        for value in values:
+            if len(self._streams.get(value.device, ())) > 1:
+                value.record_stream(torch.accelerator.current_stream(value.device))
 
 
-_WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps runs everything on one
+_WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps has one stream
 
 
 def accelerator_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices of tensors that have streams; none for the CPU."""
+    """Returns the devices of tensors that have streams; none for the CPU."""
     found = dict.fromkeys(t.device for t in tensors if t.device.type not in _WITHOUT_STREAMS)
     return tuple(found)

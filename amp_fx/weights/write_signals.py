@@ -1,29 +1,28 @@
-"""How a write to a weight is noticed: which signal tells of which kind of write, where.
+"""The signals that detect writes to weights.
 
-A kept copy is fresh as long as no signal tells otherwise. No single one sees every write:
+A cached value is fresh until a signal indicates a write. No single signal detects every write:
 
 storage
-    Somebody asked the weight's storage for a pointer to write through
-    (``csrc/watch.cpp``). The kernels of plain in-place
-    ops do, on ``.data`` and under ``inference_mode`` too, and those of inductor, collectives,
-    NumPy, DLPack and ``data_ptr()``. Kernels that take lists do not on accelerators:
-    their pointers are ``const_data_ptr`` (``MultiTensorApply.cuh``, the fused optimizers).
+    Code requested a mutable pointer to the weight's storage (``csrc/watch.cpp``). In-place ops do,
+    also on ``.data`` and in inference mode; so do inductor's kernels, collectives, NumPy, DLPack
+    and ``data_ptr()``. Foreach and fused kernels on accelerators do not: they take
+    ``const_data_ptr`` (``MultiTensorApply.cuh``).
 version
-    ``Tensor._version`` rose. It is the weight's own: writes through ``.data`` leave it alone.
+    ``Tensor._version`` increased. Writes through ``.data`` do not increase it.
 list op
-    A kernel of ours in front of each op that writes a list of tensors (``_foreach_*_``,
-    ``_fused_*_``), whoever calls it on whatever tensors.
+    An op that writes a list of tensors was called (``_foreach_*_``, ``_fused_*_``). amp_fx
+    registers a kernel before each of them.
 step
-    An optimizer's ``step`` ended (``register_optimizer_step_post_hook``): any of its weights
-    may have been written, by kernels of its own too.
+    An optimizer's ``step`` ended (``register_optimizer_step_post_hook``): it may have written any
+    of its weights, also by its own kernels.
 sample
-    An element is not what it was when a value was made: ``options={"verify": ...}``. On
-    accelerators the answer is read at a later call (``amp_fx.weights.sample``).
+    An element changed since the value was computed (``options={"verify": ...}``). On accelerators
+    a later call reads the result (``amp_fx.weights.sample``).
 place
-    The weight lies elsewhere: another storage, offset, shape or layout.
+    The weight has another storage, offset, shape or layout.
 
-``CAUGHT_BY`` says which of them catch what. A device that is not in it keeps no casts: MPS
-kernels ask no storage at all, and of other backends nothing is known.
+``CAUGHT_BY`` lists the signals for each kind of write. Nothing is cached on devices that are not in
+it: MPS kernels do not request pointers from storages, and other backends were not examined.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ CAUGHT_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "xpu": ("sample",),
     },
 }
-"""By kind of write and device type, the signals that tell of it; one would do."""
+"""For each kind of write and device type, the signals that detect it; one is enough."""
 
 DEVICES = ("cpu", "cuda", "xpu")
 
@@ -92,7 +91,7 @@ def _watch_steps() -> None:
 
 
 def install() -> None:
-    """Notices list ops, collectives and optimizer steps from here on, for the process."""
+    """Starts to detect list ops, collectives and optimizer steps in this process."""
     with _install_lock:
         _watch_steps()
         engine().watch_list_ops()
@@ -102,29 +101,29 @@ _install_lock = threading.Lock()
 
 
 def after_step(optimizer: Any, *_: Any) -> None:
-    """Takes all weights of an optimizer for written."""
+    """Records a write to all weights of an optimizer."""
     if torch.compiler.is_compiling():
-        return  # a compiled step writes through pointers that its kernels ask for
+        return  # kernels of a compiled step request pointers
     weights = parts_of([p for group in optimizer.param_groups for p in group["params"]])
     engine().mark(weights)
     if is_capturing({weight.device for weight in weights}):
         for weight in weights:
-            engine().distrust(weight)  # replays write unseen
+            engine().distrust(weight)  # replays write without a signal
 
 
 def is_capturing(devices: Iterable[torch.device]) -> bool:
-    """Whether what is done on CUDA devices now is recorded in a CUDA graph, not done.
+    """Returns True if a CUDA graph is being captured.
 
-    Builds without CUDA raise when asked, which they are not.
+    It asks torch only about CUDA devices: builds without CUDA raise an error.
     """
     has_cuda = any(device.type == "cuda" for device in devices)
     return has_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_watchable(weight: Any) -> bool:
-    """Whether every write to a weight would be noticed: a plain tensor, on a known device.
+    """Returns True if all writes to a weight are detected.
 
-    Its storage must be its own to keep, too (``amp_fx.weights.spread``).
+    That needs a plain tensor on a known device that no library shards (``amp_fx.weights.spread``).
     """
     return (
         type(weight) in (torch.Tensor, torch.nn.Parameter)

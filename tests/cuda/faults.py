@@ -187,7 +187,7 @@ def _made(change: Callable[[list[Any], list[Any]], None]) -> Plant:
     """Changes casts right after they were computed."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = store.Store._made
+        original = store.Store._recompute
 
         def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
             values = original(self, entries, sources, olds)
@@ -197,7 +197,7 @@ def _made(change: Callable[[list[Any], list[Any]], None]) -> Plant:
                 change([value for value, _ in casts_made], [weight for _, weight in casts_made])
             return values
 
-        patch.setattr(store.Store, "_made", made)
+        patch.setattr(store.Store, "_recompute", made)
 
     return plant
 
@@ -239,7 +239,7 @@ def _merge_all(patch: pytest.MonkeyPatch) -> None:
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
     """Of several stale values only the first is made again."""
-    original = store.Store._made
+    original = store.Store._recompute
 
     def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
         before = [None if old is None else old.clone() for old in olds]
@@ -249,7 +249,7 @@ def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
                 value.copy_(old)
         return values
 
-    patch.setattr(store.Store, "_made", made)
+    patch.setattr(store.Store, "_recompute", made)
 
 
 FAULTS = {

@@ -18,7 +18,7 @@ from tests.cuda import needs
 needs.start()
 
 from tests.cuda.cases import build, cuda_cases  # noqa: E402
-from tests.parity import oracle  # noqa: E402
+from tests.parity import exceptions, oracle  # noqa: E402
 from tests.parity.oracle import LOW_DTYPES, Way  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,15 +26,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def params() -> list[Any]:
     return [
-        pytest.param(name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}")
+        _param(name, way, dtype, has_gradients)
         for name, case in cuda_cases().items()
         for way in case.ways
         for dtype in LOW_DTYPES
+        for has_gradients in (True, False)
     ]
 
 
-@pytest.mark.parametrize("has_gradients", [True, False])
-@pytest.mark.parametrize(("name", "way", "dtype"), params())
+def _param(name: str, way: Way, dtype: torch.dtype, has_gradients: bool) -> Any:
+    """Returns a case; the CPU's exceptions, which are about sums of gradients, hold here too."""
+    case = f"{name}-{way.value}-{dtype_name(dtype)}"
+    table = exceptions.MODELS if has_gradients else {}
+    marks = [pytest.mark.xfail(strict=True, reason=table[case])] if case in table else []
+    values = name, way, dtype, has_gradients
+    return pytest.param(*values, id=f"{case}-{has_gradients}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "way", "dtype", "has_gradients"), params())
 def test_bits_of_eager_autocast(
     name: str, way: Way, dtype: torch.dtype, has_gradients: bool
 ) -> None:

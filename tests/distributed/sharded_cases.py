@@ -149,10 +149,10 @@ def stand_in(rank: int) -> Any:  # noqa: ARG001
     part = weight._local_tensor
     watch = engine()
     watch.watch(part)
-    kept = watch.Kept((part,), False)
+    kept = watch.CacheSlot((part,), False)
     watch.start((kept,), ((part,),))
     watch.finish((kept,), (part.bfloat16(),))
-    watch.stands_for(weight, part)
+    watch.share_record(weight, part)
     before = kept.is_fresh((part,))
     watch.mark([weight])
     return before, kept.is_fresh((part,))

@@ -89,7 +89,7 @@ def test_one_quantization_per_weight_layout_and_update(
         *FLOAT8,
         torch.float32,
     }
-    assert not any(e.wanted.is_alias for w in net.parameters() for e in STORE.of_weight(w))
+    assert not any(e.spec.is_alias for w in net.parameters() for e in STORE.of_weight(w))
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])

@@ -13,7 +13,8 @@ from amp_fx import Policy
 from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights import step_copies
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.store import STORE
 from tests.float8.test_keep import count_float8
 from tests.weights import writes
 from tests.weights.nets import assert_same
@@ -95,9 +96,9 @@ def test_both_layouts_are_written_with_the_bits_of_a_call(recipe: str) -> None:
     for weight in model.parameters():
         for entry in STORE.of_weight(weight):
             assert entry.is_fresh()
-            with making_values():
-                assert_same(entry.value, entry.wanted.make((weight.detach(),)))
-            found += not getattr(entry.wanted, "is_cast", False)
+            with computing_values():
+                assert_same(entry.value, entry.spec.make((weight.detach(),)))
+            found += not getattr(entry.spec, "is_cast", False)
     assert found == NUM_VALUES[recipe]
 
 

@@ -122,12 +122,12 @@ def test_a_pass_that_changes_bits_is_named_with_its_node(
 
 @needs.HOOK
 def test_a_cached_value_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Store._made
+    made = Store._recompute
 
     def wrong(*args: Any) -> list[Any]:
         return [value.mul_(1 + 2**-7) for value in made(*args)]
 
-    monkeypatch.setattr(Store, "_made", wrong)
+    monkeypatch.setattr(Store, "_recompute", wrong)
     options = {"compiler": "aot_eager", "weight_cache": "training"}
     report = amp_fx.verify(net(), options=options)(x())
     assert "cached value" in report.cause
@@ -421,13 +421,13 @@ def test_a_write_that_no_call_sees_is_found_in_the_second_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights of the optimizer's step, computed with as if they were not written."""
-    made = Store._made
+    made = Store._recompute
 
     def made_once(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:
         new = made(self, entries, sources, [None] * len(entries))
         return [value if old is None else old for value, old in zip(new, olds, strict=True)]
 
-    monkeypatch.setattr(Store, "_made", made_once)
+    monkeypatch.setattr(Store, "_recompute", made_once)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"compiler": "aot_eager", "weight_cache": "training"}

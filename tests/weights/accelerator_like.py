@@ -97,9 +97,9 @@ class _WithoutHostSamples:
     def __getattr__(self, name: str) -> Any:
         return getattr(engine(), name)
 
-    def Look(self, *args: Any) -> Any:  # noqa: N802
-        """A ``Look`` that does not sample."""
-        return engine().Look(*args[:-1], False)
+    def GraphCache(self, *args: Any) -> Any:  # noqa: N802
+        """Returns a ``GraphCache`` that does not sample."""
+        return engine().GraphCache(*args[:-1], False)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from tests.weights.writes import WRITES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.weights.store import Entry
+    from amp_fx.weights.entry import Entry
     from tests.weights.nets import Program
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
@@ -54,7 +54,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 def constants() -> list[Entry]:
     """What frozen graphs keep besides the weights' own bytes."""
-    entries = [e for e in STORE.entries.values() if not e.wanted.is_alias]
+    entries = [e for e in STORE.entries.values() if not e.spec.is_alias]
     assert entries, "nothing is frozen"
     return entries
 
@@ -126,7 +126,7 @@ def test_never_stale_after_writes() -> None:
             LIST_WRITES[name](of_data(model), i)
         FROZEN.check(compiled, net, twin)
         FROZEN.check(compiled, net, twin)
-    assert min(entry.kept.hits for entry in constants()) >= 4
+    assert min(entry.slot.hits for entry in constants()) >= 4
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def check_made_again(name: str, frozen: Graph) -> None:
             torch.testing.assert_close(actual, expected, rtol=0.04, atol=0.04)
     found = list(STORE.entries.values())
     assert found, "nothing is frozen"
-    assert all(entry.kept.hits >= 3 for entry in found), "each is found fresh after each write"
+    assert all(entry.slot.hits >= 3 for entry in found), "each is found fresh after each write"
 
 
 @needs.FROZEN_GRAPHS
@@ -434,7 +434,7 @@ def test_a_refresh_that_fails_leaves_nothing_stale(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "make", fail)
+        patch.setattr(store, "compute", fail)
         for model in (net, twin):
             model.a.weight.mul_(2)
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -19,9 +19,9 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.sample import (
     CALLS_BETWEEN,
     FIRST_CALLS,
-    LEAST_SAMPLED,
-    MOST_SAMPLED,
-    Place,
+    MAX_SAMPLED,
+    MIN_SAMPLED,
+    SampledEntries,
     _Grid,
 )
 from amp_fx.weights.step_copies import StepCopies
@@ -134,7 +134,7 @@ def test_each_weight_is_told_of_once(accelerator: Accelerator) -> None:
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 100, 127, 128, 191, 1000, 4097])
 def test_a_part_in_one_piece_is_always_found(accelerator: Accelerator, numel: int) -> None:
     """A 64th of the weight, wherever it lies."""
-    length = -(-numel // LEAST_SAMPLED)
+    length = -(-numel // MIN_SAMPLED)
     for begin in (*range(0, numel - length, max(1, numel // 9)), numel - length):
         scene = Scene(accelerator, weight_of(numel))
         with alarms():
@@ -213,7 +213,7 @@ def test_as_many_distinct_elements_as_it_takes(kind: str) -> None:
     distinct = torch.as_tensor(sorted(set(tensor.flatten().tolist())))
     for _ in range(50):
         found = _Grid.over(tensor).of(tensor)
-        assert min(distinct.numel(), LEAST_SAMPLED) <= found.numel() <= MOST_SAMPLED
+        assert min(distinct.numel(), MIN_SAMPLED) <= found.numel() <= MAX_SAMPLED
         assert len(set(found.tolist())) == found.numel()
         assert torch.isin(found, distinct).all()
 
@@ -586,7 +586,7 @@ def test_an_error_while_comparing_ends_the_call(
         with pytest.raises(RuntimeError, match="out of memory"):
             scene.call()
     (entry,) = STORE.of_weight(scene.weights[0])
-    assert engine().reusable((entry.kept,)) == [entry.value]
+    assert engine().reusable((entry.slot,)) == [entry.value]
 
 
 # ---------------------------------------------------------------------------- the order of streams
@@ -637,17 +637,17 @@ def test_what_another_thread_remembers_right_before_a_comparison_is_waited_for(
     first, second = accelerator.streams
     scene = Scene(accelerator, weight_of(4, 4))
     on_two_streams(accelerator, scene)
-    is_due = Place.is_due
+    is_due = SampledEntries.is_due
 
-    def meanwhile(place: Place) -> bool:
-        monkeypatch.setattr(Place, "is_due", is_due)
+    def meanwhile(place: SampledEntries) -> bool:
+        monkeypatch.setattr(SampledEntries, "is_due", is_due)
         accelerator.current = second
         scene.weights[0].add_(1.0)
         scene.call()
         accelerator.current = first
         return is_due(place)
 
-    monkeypatch.setattr(Place, "is_due", meanwhile)
+    monkeypatch.setattr(SampledEntries, "is_due", meanwhile)
     assert scene.call() == [16.0], "it began before the write"
     assert second.recorded[-1] in first.waited
 

@@ -14,8 +14,9 @@ from torch import nn
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.weights import step_copies
-from amp_fx.weights.step_copies import MOST_UNUSED, StepCopies
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.step_copies import MAX_UNUSED, StepCopies
+from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.nets import (
     HALF,
@@ -72,7 +73,7 @@ def assert_copies_are_the_weights(net: nn.Module) -> int:
     fresh = 0
     for param in net.parameters():
         for entry in STORE.of_weight(param):
-            is_copy = getattr(entry.wanted, "is_cast", False)
+            is_copy = getattr(entry.spec, "is_cast", False)
             if is_copy and entry.is_fresh():
                 assert_same(entry.value, param.detach().to(entry.value.dtype))
                 fresh += 1
@@ -253,7 +254,7 @@ def test_where_weights_cannot_be_aliased_they_are_written_as_ever(
 
 def keep(weight: Tensor, *specs: CachedValueSpec) -> list[Any]:
     """Makes copies of a weight, as calls of graphs do."""
-    with STORE.exclusive(), making_values():
+    with STORE.locked(), computing_values():
         entries: list[Any] = [
             STORE.entry(s, (weight,), "a test") for s in specs or [cast_spec(weight)]
         ]
@@ -370,7 +371,7 @@ def test_a_copy_that_no_call_takes_is_written_no_more() -> None:
     weight = nn.Parameter(random(4))
     (copy,) = keep(weight)
     step = step_of(weight)
-    for i in range(MOST_UNUSED + 1):
+    for i in range(MAX_UNUSED + 1):
         write(step, [weight], float(i))
         assert copy.is_fresh()
     assert write(step, [weight], 9.0).lows == [[]]

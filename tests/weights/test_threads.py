@@ -87,7 +87,7 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
     for model in (net, twin):
         model.a.weight.data.mul_(2)
     started, finished = threading.Event(), threading.Event()
-    original = STORE._made
+    original = STORE._recompute
 
     def slow(*args: Any) -> Any:
         if not started.is_set():
@@ -95,7 +95,7 @@ def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -
             finished.wait(1)
         return original(*args)
 
-    monkeypatch.setattr(STORE, "_made", slow)
+    monkeypatch.setattr(STORE, "_recompute", slow)
     results: list[torch.Tensor] = []
 
     def first() -> None:

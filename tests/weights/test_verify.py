@@ -12,7 +12,7 @@ import torch
 
 from amp_fx import weight_cache
 from amp_fx.errors import StaleWeightError
-from amp_fx.weights.store import same_bits
+from amp_fx.weights.entry import same_bits
 from tests.weights.nets import Net, Weight, assert_same, autocast, compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:

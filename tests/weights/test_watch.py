@@ -19,7 +19,8 @@ from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.specs import cast_spec
 
@@ -173,9 +174,9 @@ def kept_copy() -> Any:
     p = torch.nn.Parameter(torch.ones(4, 4))
     entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
-    with making_values():
+    with computing_values():
         STORE.refresh([entry], [(p,)])
-    return p, entry.kept
+    return p, entry.slot
 
 
 def test_a_value_is_free_unless_something_holds_it() -> None:

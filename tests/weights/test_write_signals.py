@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from amp_fx.weights.engine import engine
-from amp_fx.weights.store import STORE, making_values
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.store import STORE
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
 from tests.weights.cuda_like import cuda_like, list_writes
@@ -20,7 +21,7 @@ from tests.weights.specs import cast_spec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.weights.store import Entry
+    from amp_fx.weights.entry import Entry
 
 pytestmark = needs.WATCH
 
@@ -98,7 +99,7 @@ def kept(p: torch.nn.Parameter) -> Entry:
     """A low-precision copy that was made just now."""
     entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
-    with making_values():
+    with computing_values():
         STORE.refresh([entry], [(p,)])
     assert entry.is_fresh()
     return entry
@@ -106,7 +107,7 @@ def kept(p: torch.nn.Parameter) -> Entry:
 
 def lies_where(entry: Entry, p: torch.nn.Parameter) -> bool:
     """Whether a weight lies where it lay when its copy was made."""
-    return bool(entry.kept.lies_where((p,)))
+    return bool(entry.slot.matches((p,)))
 
 
 def observed(entry: Entry, p: torch.nn.Parameter, version: int) -> set[str]:
