@@ -44,7 +44,6 @@ TRAINING = {
 }
 INFERENCE = {
     "flex_attention_in_eval": "inductor has a kernel of its own, eager code a sum of parts",
-    "transformer_encoder_eval": "Dynamo does not capture the fused kernel of eager code",
 }
 """By case, why it has other bits."""
 FAST = ("decoder_only_with_tied_weights_and_loss", "graph_break_in_the_middle", "normalisations")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from torch.fx.node import map_aggregate, map_arg
 from amp_fx.errors import BannedOpError, PolicyError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
+from amp_fx.graphs.opened_kernels import OPENED
 from amp_fx.graphs.traffic import hint
 from amp_fx.graphs.values import (
     analysis,
@@ -297,15 +299,25 @@ class _PolicyTable:
         return NotImplemented if has_policy else self._look_into(op, args, kwargs)
 
     def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op._schema.is_mutable or not is_composite(op):
+        function = _function_of(op, args)
+        if function is None:
             return NotImplemented
         num_changed = self.num_changed
         with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
-            result = op._op_dk(_COMPOSITE, *args, **kwargs)
+            result = function(*args, **kwargs)
         return result if self.num_changed > num_changed else NotImplemented
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Returns a function that calls the ops inside an op; None if the op stays whole."""
+    if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
+        return OPENED[op]
+    if op._schema.is_mutable or not is_composite(op):
+        return None
+    return functools.partial(op._op_dk, _COMPOSITE)
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -1,0 +1,91 @@
+"""``torch.nn.TransformerEncoder`` in evaluation mode, whose layers are one op each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_fx
+from tests import needs
+from tests.parity import oracle
+from tests.parity.oracle import Subject, Way
+
+CASES: dict[str, dict[str, Any]] = {
+    "relu": {},
+    "gelu": {"activation": "gelu"},
+    "norm first": {"norm_first": True},
+    "causal": {"is_causal": True},
+    "padded and causal": {"is_causal": True, "is_padded": True},
+    "padded": {"is_padded": True},
+}
+COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=needs.CPP_COMPILER)]
+
+
+class Encoder(nn.Module):
+    def __init__(self, *, is_causal: bool = False, is_padded: bool = False, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, **options)
+        # Eager autocast fails for the nested tensors of padded batches.
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 4)
+        self.options: dict[str, Any] = {}
+        if is_causal:
+            mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+            self.options = {"mask": mask, "is_causal": True}
+        if is_padded:
+            self.options["src_key_padding_mask"] = torch.arange(8).expand(3, -1) >= 5
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x, **self.options))  # type: ignore[no-any-return]
+
+
+def program(name: str) -> Subject:
+    torch.manual_seed(0)
+    return Subject(Encoder(**CASES[name]), (torch.randn(3, 8, 32),))
+
+
+def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
+    subject = program(name)
+    assert isinstance(subject.program, nn.Module)
+    return subject.program, subject.args[0]
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_eager_autocast(name: str, way: Way) -> None:
+    with torch.no_grad():
+        assert oracle.check(lambda: program(name), way, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", CASES)
+def test_each_compiler_has_the_bits(name: str, compiler: str) -> None:
+    """AOTAutograd calls the op of a layer with autocast off."""
+    model, x = model_and_input(name)
+    numerics = {"numerics": "eager"} if compiler == "inductor" else {}
+    compiled = torch.compile(model, backend="amp_fx", options={"compiler": compiler, **numerics})
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, result = model(x), compiled(x)
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected)
+
+
+@torch.no_grad()
+def test_an_empty_batch() -> None:
+    model, x = model_and_input("relu")
+    compiled = torch.compile(model, backend="amp_fx", options={"compiler": "aot_eager"})
+    assert compiled(x[:0]).shape == (0, 8, 4)
+
+
+@needs.CPP_COMPILER
+@torch.no_grad()
+def test_weights_are_cached() -> None:
+    model, x = model_and_input("relu")
+    amp_fx.weight_cache.clear()
+    torch.compile(model, backend="amp_fx")(x)
+    names = {name for value in amp_fx.weight_cache.stats().values for name in value.weights}
+    assert {"encoder.layers.0.self_attn.in_proj_weight", "encoder.layers.1.linear1.weight"} <= names
