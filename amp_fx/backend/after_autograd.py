@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,11 @@ from amp_fx.devices.product_costs import Sizes, pays
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
+from amp_fx.passes import flatten_products as flattening
 from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import raise_casts as raising
 from amp_fx.passes import widen_products as widening
+from amp_fx.passes.flatten_products import flatten_products
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
@@ -39,7 +42,7 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types with kernels of ``aten.mm.dtype`` and ``aten.bmm.dtype``."""
 
-_PASSES = (*(m.__file__ for m in (casting, generated, keeping, raising, widening)),)
+_PASSES = (*(m.__file__ for m in (casting, flattening, generated, keeping, raising, widening)),)
 
 
 @functools.cache
@@ -101,7 +104,7 @@ class AfterAutograd(CustomGraphPass):
         """Rewrites a graph in place."""
         if self.has_wide_grads and is_backward(graph):
             widen_weight_grads(graph)
-        self.widen_products(graph)
+        self.change_products(graph)
         if self.raises_casts and raise_casts(graph):
             graph.lint()
         if self.keeps_kernels:
@@ -109,13 +112,12 @@ class AfterAutograd(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def widen_products(self, graph: fx.Graph) -> int:
-        """Widens the products that are to be wide, and counts them."""
-        if not self.products:
-            return 0
-        found = widen_products(graph, functools.partial(pays, self.products))
-        record({"wide_products": found})
-        return found
+    def change_products(self, graph: fx.Graph) -> None:
+        """Flattens products, and computes some in float32; weights are packed after that."""
+        counts = Counter(flattened_products=flatten_products(graph))
+        if self.products:
+            counts["wide_products"] = widen_products(graph, functools.partial(pays, self.products))
+        record(+counts)
 
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches; None if there is none.

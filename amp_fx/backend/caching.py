@@ -154,7 +154,7 @@ class Caching:
     def _packed_values(
         self, gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]
     ) -> list[CachedValue]:
-        after_autograd(self.options).widen_products(gm.graph)
+        after_autograd(self.options).change_products(gm.graph)
         fakes = {i: inputs[i] for i in names}
         folds = self.options.fold_batch_norm
         constants, _, _ = pack(gm, inputs, fakes, names, folds_batch_norm=folds, run=run_fake)
@@ -316,7 +316,7 @@ class Caching:
         with unset_fake_temporarily():
             started = STORE.start(tuple(tensors.values()))
             aliases = constants_for(tensors)
-        after_autograd(self.options).widen_products(gm.graph)
+        after_autograd(self.options).change_products(gm.graph)
         with _plain_epilogues(self.options):
             packed, values = compile_packed(
                 gm,

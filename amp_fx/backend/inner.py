@@ -241,10 +241,8 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
     wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     settings = {**numerics_config(options), **wrapper.config}
-    is_any_on = options.has_wide_weight_grads or options.raise_casts
-    if is_any_on or wide_products(options) or options.numerics == "eager":
-        name = "post_grad_custom_pre_pass"
-        settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
+    name = "post_grad_custom_pre_pass"
+    settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
     return settings
 
 

@@ -170,7 +170,7 @@ def _never_stale(patch: pytest.MonkeyPatch) -> None:
     def enter(self: Any, args: Any) -> Any:
         if id(self) not in made:
             return None
-        self._look.begin()
+        self._cache.begin()
         run, values = made[id(self)]
         return run, [*[args[i] for i in self.passed], *values]
 

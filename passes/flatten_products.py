@@ -1,0 +1,88 @@
+"""Flattens batched products whose batch shares one matrix into one product.
+
+Before:
+    %rows    = aten.expand(%x, [64, 4, 192])
+    %weights = aten.expand(%weight, [64, 192, 576])
+    %y       = aten.bmm(%rows, %weights)
+After:
+    %flat    = aten.reshape(%rows, [256, 192])
+    %matrix  = aten.select(%weights, 0, 0)
+    %product = aten.mm(%flat, %matrix)
+    %y       = aten.reshape(%product, [64, 4, 576])
+
+Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is not
+contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
+``torch.nn.MultiheadAttention`` with ``batch_first=True``. On the CPU, inductor copies the expanded
+matrix once per batch element in every call, and does not pack the weight. The flattened product has
+the same bits (``tests/passes/test_flatten_products.py``).
+
+The graphs are AOTAutograd's. Left alone on purpose: other devices, whose kernels read an expanded
+matrix as it is; other dtypes, whose kernels add up in another order; two symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.graphs.casts import evaluate
+from amp_fx.graphs.metadata import VALUE
+
+if TYPE_CHECKING:
+    from torch import fx
+
+aten = torch.ops.aten
+
+
+def flatten_products(graph: fx.Graph) -> int:
+    """Rewrites a graph in place.
+
+    Args:
+        graph: A graph of AOTAutograd; its nodes have their values in ``meta["val"]``.
+
+    Returns:
+        The number of products that were flattened.
+    """
+    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
+    flattened = [product for product in products if _flatten(graph, product)]
+    if flattened:
+        graph.eliminate_dead_code()
+        graph.lint()
+    return len(flattened)
+
+
+def _flatten(graph: fx.Graph, product: fx.Node) -> bool:
+    """Replaces one product if its batch shares the second matrix; returns True if it did."""
+    left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
+    sizes = _sizes(VALUE.of(product))
+    if sizes is None or not _is_shared(VALUE.of(right)):
+        return False
+    with graph.inserting_before(product):
+        flat = _call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
+        matrix = _call(graph, aten.select.int, right, 0, 0)
+        rows = _call(graph, aten.mm.default, flat, matrix)
+        replaced = _call(graph, aten.reshape.default, rows, sizes)
+    replaced.meta = {**product.meta, **replaced.meta}
+    product.replace_all_uses_with(replaced)
+    return True
+
+
+def _is_shared(matrices: torch.Tensor) -> bool:
+    """Returns True for a bfloat16 matrix on the CPU that is expanded over a batch."""
+    if matrices.device.type != "cpu" or matrices.dtype is not torch.bfloat16:
+        return False
+    has_sizes = not any(isinstance(size, torch.SymInt) for size in matrices.shape[1:])
+    return has_sizes and matrices.stride(0) == 0 and matrices.size(0) != 1
+
+
+def _sizes(product: torch.Tensor) -> list[int] | None:
+    """Returns the sizes of a product with -1 for a symbolic one; None if several are symbolic."""
+    sizes = [-1 if isinstance(size, torch.SymInt) else size for size in product.shape]
+    return sizes if sizes.count(-1) <= 1 else None
+
+
+def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(op, args)
+    evaluate(node)
+    return node

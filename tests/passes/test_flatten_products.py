@@ -1,0 +1,129 @@
+"""Products whose batch shares a matrix: one product, with the bits of the batched one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import amp_fx
+from amp_fx.passes.flatten_products import flatten_products
+from tests import needs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+aten = torch.ops.aten
+
+
+def traced(program: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> fx.GraphModule:
+    return make_fx(program, tracing_mode="fake")(*inputs)
+
+
+def shared_matrix(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Computes what ``linear`` does for an input that is not contiguous."""
+    return torch.bmm(x, weight.t().expand(x.size(0), -1, -1))
+
+
+def num_batched(gm: fx.GraphModule) -> int:
+    return len(gm.graph.find_nodes(op="call_function", target=aten.bmm.default))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(1, 40)] * 4),
+    order=st.permutations([0, 1, 2]),
+    seed=st.integers(0, 2**16),
+)
+def test_bits_of_the_batched_product(sizes: tuple[int, ...], order: list[int], seed: int) -> None:
+    """Inputs of any layout."""
+    batch, rows, terms, columns = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shape = [(batch, rows, terms)[i] for i in order]
+    stored = torch.randn(shape, generator=generator).bfloat16()
+    x = stored.permute([order.index(i) for i in range(3)])
+    weight = torch.randn(columns, terms, generator=generator).bfloat16()
+    gm = traced(shared_matrix, x, weight)
+    expected = gm(x, weight)
+
+    assert flatten_products(gm.graph) == (batch > 1)
+    gm.recompile()
+    result = gm(x, weight)
+    assert torch.equal(result, expected)
+    assert (result.stride(), num_batched(gm)) == (expected.stride(), batch == 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs"),
+    [
+        pytest.param(shared_matrix, (torch.ones(2, 3, 4), torch.ones(5, 4)), id="float32"),
+        pytest.param(
+            shared_matrix, (torch.ones(2, 3, 4).half(), torch.ones(5, 4).half()), id="float16"
+        ),
+        pytest.param(
+            torch.bmm,
+            (torch.ones(2, 3, 4).bfloat16(), torch.ones(2, 4, 5).bfloat16()),
+            id="a matrix for each",
+        ),
+        pytest.param(
+            lambda x, w: torch.bmm(w.expand(2, -1, -1), x),
+            (torch.ones(2, 3, 4).bfloat16(), torch.ones(5, 3).bfloat16()),
+            id="the first matrix is shared",
+        ),
+    ],
+)
+def test_left_alone(program: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
+    gm = traced(program, *inputs)
+    assert flatten_products(gm.graph) == 0
+    assert num_batched(gm) == 1
+
+
+def attention() -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    # With an even number of heads, evaluation calls one op for each layer.
+    layer = torch.nn.TransformerEncoderLayer(48, 3, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return encoder.eval(), torch.randn(3, 8, 48)
+
+
+@needs.CPP_COMPILER
+@torch.no_grad()
+def test_the_weights_of_attention_are_packed() -> None:
+    """``MultiheadAttention`` with ``batch_first=True`` transposes its input."""
+    model, x = attention()
+    amp_fx.weight_cache.clear()
+    compiled = torch.compile(model, backend="amp_fx")
+    compiled(x)
+    packed = [v for v in amp_fx.weight_cache.stats().values if "in_proj_weight" in v.weights[0]]
+    assert len(packed) == 2
+    assert all(any("_reorder_linear_weight" in op for op in value.ops) for value in packed)
+
+
+@needs.CPP_COMPILER
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_attention_has_the_bits_of_eager_autocast(has_gradients: bool) -> None:
+    model, x = attention()
+    with torch.set_grad_enabled(has_gradients):
+        compiled = torch.compile(model, backend="amp_fx", options={"numerics": "eager"})
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+            result = compiled(x)
+    assert torch.equal(result, expected)
+
+
+@needs.CPP_COMPILER
+@torch.no_grad()
+def test_dynamic_sizes() -> None:
+    model, _ = attention()
+    compiled = torch.compile(model, backend="amp_fx", dynamic=True)
+    for batch, length in ((3, 8), (5, 7), (2, 11)):
+        x = torch.randn(batch, length, 48)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+        assert (compiled(x) - expected).abs().max() < 0.05
