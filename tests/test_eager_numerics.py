@@ -43,7 +43,7 @@ TRAINING = {
     "vmap_of_shared_weight_only": "as vmap",
 }
 INFERENCE = {
-    "flex_attention_in_eval": "inductor has a kernel of its own, eager code a sum of parts",
+    "flex_attention_in_eval": "inductor has a kernel of its own, eager code a sum of parts"
 }
 """By case, why it has other bits."""
 FAST = ("decoder_only_with_tied_weights_and_loss", "graph_break_in_the_middle", "normalisations")

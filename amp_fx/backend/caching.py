@@ -463,15 +463,17 @@ def may_pack(options: Options, example_inputs: Sequence[Any]) -> bool:
     is_any_on = functools.partial(_is_any_on, inductor_config(options))
     if device_type in ACCELERATORS:
         is_wanted = options.freezing is True or is_any_on("freezing")
-        return is_wanted and not is_any_on(*_HOLDING, "triton.cudagraphs")
-    return device_type == "cpu" and not is_any_on(*_HOLDING)
+        return is_wanted and not is_any_on(*_OPAQUE, *_OPAQUE_ON_ACCELERATORS)
+    return device_type == "cpu" and not is_any_on(*_OPAQUE)
 
 
 ACCELERATORS = ("cuda", "xpu")
 """Devices for which inductor compiles with Triton, and every write to a weight is noticed."""
 
-_HOLDING = ("max_autotune", "max_autotune_gemm", "cpp_wrapper")
-"""Settings of inductor under which its code holds weights in forms that no graph shows."""
+_OPAQUE = ("cpp_wrapper",)
+"""Settings of inductor whose code holds constants where they cannot be replaced."""
+
+_OPAQUE_ON_ACCELERATORS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs")
 
 
 def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:

@@ -30,6 +30,7 @@ from amp_fx.weights.split import (
     values_read,
     written_inputs,
 )
+from amp_fx.weights.template_constants import TemplateConstants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -163,9 +164,7 @@ def compile_packed(
     Raises:
         CannotPackError: Nothing can be cached, or inductor computed constants of its own.
     """
-    from torch._inductor import config
-
-    with config.patch(always_keep_tensor_constants=True):  # small ones become literals otherwise
+    with _compiling_constants():
         constants, taken, layout_opt = pack(
             gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm
         )
@@ -173,20 +172,22 @@ def compile_packed(
         new = {old: i for i, old in enumerate(taken)}
         static = [new[i] for i in kwargs.get("static_input_idxs") or () if i in new]
         kwargs = {**kwargs, "static_input_idxs": static, "layout_opt": layout_opt}
-        with _real_constants(example_inputs), _packed_in_cache_keys():
+        of_templates = TemplateConstants(constants.prepare)
+        for attribute, node in constants.copies.items():
+            if attribute in gm._buffers:
+                of_templates.add(gm.get_buffer(attribute), node)
+        with _real_constants(example_inputs), _packed_in_cache_keys(), of_templates.following():
             compiled = compile_graph(gm, inputs, **kwargs)
-    code, by_name = _code_of(gm, compiled, constants)
+    code, by_name = _code_of(gm, compiled, constants, of_templates)
     outputs: dict[fx.Node, list[str]] = {}
-    made = {}
-    for name, attribute in by_name.items():
-        outputs.setdefault(constants.copies[attribute], []).append(name)
-        made[constants.copies[attribute]] = gm._buffers.pop(attribute, None)
-    for (
-        attribute
-    ) in constants.copies:  # the graph is part of a cycle that lives until it is collected
+    computed = {}
+    for name, (node, tensor) in by_name.items():
+        outputs.setdefault(node, []).append(name)
+        computed[node] = tensor
+    for attribute in constants.copies:  # gm is in a reference cycle
         gm._buffers.pop(attribute, None)
     specs = specs_of(constants.prepare, outputs)
-    tuples = [tuple(made[n] for n in spec.outputs) for spec in specs]
+    tuples = [tuple(computed[n] for n in spec.outputs) for spec in specs]
     return (
         PackedGraph(
             tuple(specs),
@@ -334,10 +335,27 @@ def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
     )
 
 
+def _compiling_constants() -> contextlib.AbstractContextManager[None]:
+    """Sets how inductor compiles graphs whose constants are replaced later.
+
+    Code from a cache on disk does not tell what its templates computed.
+    """
+    from torch._inductor import config
+
+    has_templates = config.max_autotune or config.max_autotune_gemm
+    settings = {"always_keep_tensor_constants": True}  # small ones become literals otherwise
+    if has_templates:
+        settings |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    patch: contextlib.AbstractContextManager[None] = config.patch(settings)
+    return patch
+
+
 def _code_of(
-    gm: fx.GraphModule, compiled: Any, constants: Constants
-) -> tuple[FunctionType | MethodType, dict[str, str]]:
+    gm: fx.GraphModule, compiled: Any, constants: Constants, of_templates: TemplateConstants
+) -> tuple[FunctionType | MethodType, dict[str, tuple[fx.Node, torch.Tensor]]]:
     """Returns the code of a compiled graph, and its constants by their names in the code.
+
+    Each constant comes with the node of ``prepare`` that computes it.
 
     Relies on ``CompiledFxGraph.constants``, ``frozen_param_names`` (by the names in the code,
     those of the graph's attributes) and ``current_callable``.
@@ -345,13 +363,19 @@ def _code_of(
     Raises:
         CannotPackError: The code has other constants, or does not look them up as globals.
     """
-    names = dict(getattr(compiled, "frozen_param_names", {}))
-    if not names or not all(attribute in constants.copies for attribute in names.values()):
-        raise CannotPackError("nothing in it depends on weights alone")
+    names: dict[str, tuple[fx.Node, torch.Tensor]] = {}
+    for name, attribute in getattr(compiled, "frozen_param_names", {}).items():
+        if attribute in constants.copies:
+            names[name] = constants.copies[attribute], gm.get_buffer(attribute)
     own = [*vars(gm).values(), *gm._buffers.values(), *gm._parameters.values()]
     for name, constant in compiled.constants.items():
         if not any(constant is value for value in own):
-            raise CannotPackError(f"inductor made {name} of weights while it generated code")
+            node = of_templates.node_of(constant)
+            if node is None:
+                raise CannotPackError(f"inductor computed {name} while it generated code")
+            names[name] = node, constant
+    if not names:
+        raise CannotPackError("nothing in it depends on weights alone")
     code = compiled.current_callable
     function = getattr(code, "__func__", code)
     if not isinstance(code, (FunctionType, MethodType)) or not isinstance(function, FunctionType):

@@ -269,15 +269,23 @@ class Prepare:
         copy = self.graph.node_copy(node, copies.__getitem__)
         if node.op == "get_attr":
             CONSTANT.put(copy, constant)
-        text = _text(copy, lambda n: n.name)
+        return self._merge(copy)
+
+    def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> fx.Node:
+        """Adds a call of an op on nodes; returns it, or an equal node that was there before."""
+        return self._merge(self.graph.call_function(op, args, kwargs))
+
+    def _merge(self, node: fx.Node) -> fx.Node:
+        """Erases a new node if there is an equal one; returns the node that stays."""
+        text = _text(node, lambda n: n.name)
         if text in self._merged:
-            self.graph.erase_node(copy)
+            self.graph.erase_node(node)
             return self._merged[text]
-        self._merged[text] = copy
-        self._sources[copy] = frozenset().union(
-            *map(self._sources.__getitem__, copy.all_input_nodes)
+        self._merged[text] = node
+        self._sources[node] = frozenset().union(
+            *map(self._sources.__getitem__, node.all_input_nodes)
         )
-        return copy
+        return node
 
     def weights_of(self, copy: fx.Node) -> frozenset[fx.Node]:
         """Returns the weights that a node depends on."""

@@ -492,12 +492,11 @@ def test_a_graph_of_other_weights_is_found_on_disk() -> None:
 
 @needs.FROZEN_GRAPHS
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"cpp_wrapper": True}], ids=str)
-def test_code_that_holds_weights_itself_is_not_frozen(options: dict[str, Any]) -> None:
+def test_code_that_holds_weights_itself_is_not_frozen() -> None:
     weight_cache.clear()
     net = make_net()
     twin = twin_of(net)
-    compiled = FROZEN.compile(net, **options)
+    compiled = FROZEN.compile(net, cpp_wrapper=True)
     for factor in (1.5, -2.0):
         FROZEN.check(compiled, net, twin)
         for model in (net, twin):

@@ -1,0 +1,80 @@
+"""Follows what inductor's C++ templates compute from constants while they generate code.
+
+With ``max_autotune``, a template may be faster than oneDNN's packed product. It then blocks the
+weight for its kernel and adds the result as a constant of the code. The ops that compute it are
+recorded in ``prepare``, so that the constant can be computed again after a write to the weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from amp_fx.graphs.purity import is_pure
+from amp_fx.replaced import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import fx
+
+    from amp_fx.weights.split import Prepare
+
+
+class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records ops on constants as nodes of ``prepare``.
+
+    Args:
+        prepare: The graph of everything that is computed from weights.
+    """
+
+    def __init__(self, prepare: Prepare) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._prepare = prepare
+        self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def add(self, constant: torch.Tensor, node: fx.Node) -> None:
+        """Says which node of ``prepare`` computes a constant."""
+        self._nodes[constant] = node
+
+    def node_of(self, constant: torch.Tensor) -> fx.Node | None:
+        """Returns the node that computes a constant; None if it was not followed."""
+        node: fx.Node | None = self._nodes.get(constant)  # type: ignore[no-untyped-call]
+        return node
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_known = bool(tensors) and all(tensor in self._nodes for tensor in tensors)
+        if is_known and isinstance(result, torch.Tensor):
+            nodes = tree_map_only(torch.Tensor, self._nodes.__getitem__, (args, kwargs))
+            node = self._prepare.call(func, *nodes)
+            if is_pure(node):
+                self._nodes[result] = node
+        return result
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Records while a template that was chosen makes its constants, and not while it is timed.
+
+        Relies on ``DataProcessorChoiceCallerWrapper.output_node`` of
+        ``torch._inductor.select_algorithm``.
+        """
+        from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper as Choice
+
+        output_node = Choice.output_node
+
+        @functools.wraps(output_node)
+        def recorded(choice: Choice) -> Any:
+            with self:
+                return output_node(choice)
+
+        with replaced((Choice, "output_node", recorded)):
+            yield

@@ -1,0 +1,109 @@
+"""Weights that inductor's C++ templates block for their kernels, under ``max_autotune``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from amp_fx import weight_cache
+from tests import needs
+from tests.weights.keeping import Way, batch, check, make_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.weights.keeping import Line
+
+pytestmark = [needs.FROZEN_GRAPHS, needs.PACKING]
+
+TEMPLATES = Way("templates", (("max_autotune", True), ("max_autotune_gemm_backends", "CPP")))
+"""Only templates compute products."""
+
+WRITES: dict[str, Callable[[Line, int], Any]] = {
+    "in place": lambda model, i: model.weight(i).mul_(-2),
+    "data": lambda model, i: model.weight(i).data.add_(0.5),
+    "other data": lambda model, i: setattr(model.weight(i), "data", model.weight(i) * 3),
+    "foreach": lambda model, i: torch._foreach_mul_([model.weight(i)], 0.5),
+    "numpy": lambda model, i: model.weight(i).numpy().fill(0.25),
+    "state dict": lambda model, i: model.layers[i].load_state_dict(
+        {"weight": torch.full_like(model.weight(i), 0.125)}
+    ),
+    "other parameter": lambda model, i: setattr(
+        model.layers[i], "weight", nn.Parameter(model.weight(i) - 1)
+    ),
+}
+
+
+def blocked() -> list[weight_cache.KeptValue]:
+    """Returns the values that templates computed: nothing else pads a weight."""
+    return [v for v in weight_cache.stats().values if "constant_pad_nd" in v.ops]
+
+
+def held(model: Line) -> list[torch.Tensor]:
+    return [model.weight(i).detach().clone() for i in range(len(model.layers))]
+
+
+@torch.no_grad()
+def test_templates_are_used() -> None:
+    weight_cache.clear()
+    model, _ = make_line()
+    TEMPLATES.warm(TEMPLATES.compile(model), batch())
+    assert len(blocked()) == len(model.layers)
+
+
+@settings(max_examples=15, deadline=None)
+@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
+@torch.no_grad()
+def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
+    model, _ = make_line()
+    program = TEMPLATES.compile(model)
+    TEMPLATES.warm(program, batch())
+    for name, i in writes:
+        WRITES[name](model, i)
+        check(TEMPLATES, program, held(model), batch())
+    check(TEMPLATES, program, held(model), batch())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [17, 32, 100])
+def test_a_refresh_gives_the_bits_of_a_new_compilation(columns: int) -> None:
+    """Of padded weights, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, columns), nn.ReLU(), nn.Linear(columns, 48))
+    x = torch.randn(4, 64)
+    program = TEMPLATES.compile(model)
+    program(x)
+    for parameter in model.parameters():
+        parameter.mul_(-1.5)
+    refreshed = program(x)
+    torch._dynamo.reset()
+    weight_cache.clear()
+    assert torch.equal(refreshed, TEMPLATES.compile(model)(x))
+
+
+@torch.no_grad()
+def test_one_graph_serves_two_models() -> None:
+    """A second model finds the code of the first in Dynamo's cache of its function."""
+    models = [make_line()[0] for _ in range(2)]
+    models[1].weight(0).mul_(-1)
+    programs = [TEMPLATES.compile(model) for model in models]
+    for _ in range(2):
+        for model, program in zip(models, programs, strict=True):
+            check(TEMPLATES, program, held(model), batch())
+
+
+@torch.no_grad()
+def test_a_new_process_of_the_same_graph_sees_writes() -> None:
+    """It does not take code from the disk, which does not tell what templates computed."""
+    for factor in (1.0, -3.0):
+        torch._dynamo.reset()
+        model, _ = make_line()
+        program = TEMPLATES.compile(model)
+        TEMPLATES.call(program, batch())
+        model.weight(1).mul_(factor)
+        check(TEMPLATES, program, held(model), batch())
