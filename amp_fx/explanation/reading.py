@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -19,7 +19,7 @@ from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
 from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
-from amp_fx.graphs.traffic import Moved, TrafficMode, num_bytes, tensor_bytes
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
 
@@ -105,37 +105,21 @@ def clean_reason(reason: str) -> str:
     return reason.removeprefix("aten.")
 
 
-class Work(NamedTuple):
-    """What one call of a node has to do."""
-
-    flops: int = 0
-    moved: Moved = Moved()
-    is_counted: bool = True
-
-
-NOTHING = Work()
-"""Of a view, say."""
-UNKNOWN = Work(is_counted=False)
-"""Of what cannot be called by itself."""
-
-
-class WorkMeter:
-    """Calls single nodes on fake tensors and counts what they do; equal calls are counted once."""
+class FlopMeter:
+    """Counts the operations of single nodes by calling them on fake tensors; equal calls once."""
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
         self._fake_mode = fake_mode
-        self._memo: dict[Any, Work] = {}
+        self._memo: dict[Any, int] = {}
 
-    def measure(self, node: fx.Node) -> Work:
-        """What one call of a node does."""
+    def count(self, node: fx.Node) -> int:
+        """Returns the floating-point operations of one call; 0 if it cannot be called by itself."""
         if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
-            return NOTHING
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return _at_its_border(node)
-        if not tensors_in([recorded_value(n) for n in (node, *node.all_input_nodes)]):
-            return NOTHING
+            return 0
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or not _may_multiply(node):
+            return 0
         if self._fake_mode is None or any(not VALUE.is_on(n) for n in node.all_input_nodes):
-            return UNKNOWN
+            return 0
         try:
             key = call_key(node, node.all_input_nodes)
         except NotPlainError:
@@ -146,9 +130,7 @@ class WorkMeter:
             self._memo[key] = self._call(node)
         return self._memo[key]
 
-    def _call(self, node: fx.Node) -> Work:
-        traffic, counter = TrafficMode(), FlopCounterMode(display=False)
-        may_multiply = _may_multiply(node)
+    def _call(self, node: fx.Node) -> int:
         with contextlib.ExitStack() as stack:
             if ISLAND.is_on(node):
                 stack.enter_context(native_autocast(node, self._fake_mode))
@@ -158,23 +140,11 @@ class WorkMeter:
             try:
                 given = argument_values(node)
                 args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, given)
-                if may_multiply:
-                    stack.enter_context(counter)
-                stack.enter_context(traffic)
+                counter = stack.enter_context(FlopCounterMode(display=False))
                 call_target(node, args, kwargs)
             except Exception:  # noqa: BLE001 - neither islands nor bodies of vmap may run elsewhere
-                return UNKNOWN
-        flops = int(counter.get_total_flops()) if may_multiply else 0
-        return Work(flops, traffic.moved)
-
-
-def _at_its_border(node: fx.Node) -> Work:
-    """What a higher-order op takes and gives, if its bodies are not read by themselves."""
-    if is_rewritten(node):
-        return NOTHING
-    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
-    made = tensors_in(recorded_value(node))
-    return Work(0, Moved(sum(map(tensor_bytes, given)), sum(map(tensor_bytes, made))))
+                return 0
+        return int(counter.get_total_flops())
 
 
 def _may_multiply(node: fx.Node) -> bool:
@@ -196,7 +166,7 @@ class GraphReader:
     frame: CompileFrame
     _: dataclasses.KW_ONLY
     device: str | None = None
-    meter: WorkMeter | None = None
+    meter: FlopMeter | None = None
     fallback: str = ""
     names: dict[fx.Node, tuple[str, ...]] = dataclasses.field(init=False, default_factory=dict)
     _records: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
@@ -237,7 +207,6 @@ class GraphReader:
         kind = kind_of(node)
         place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
-        work = self.meter.measure(node) if self.meter is not None else NOTHING
         return NodeRecord(
             name=prefix + node.name,
             kind=kind,
@@ -253,10 +222,7 @@ class GraphReader:
             decisions=self._decisions(node),
             origin=origin,
             reason=reason.replace("cpu ", f"{self.device} ") if self.device else reason,
-            flops=work.flops,
-            bytes_read=work.moved.read,
-            bytes_written=work.moved.written,
-            is_counted=work.is_counted,
+            flops=self.meter.count(node) if self.meter is not None else 0,
         )
 
     def _label(self, node: fx.Node, kind: str) -> str:

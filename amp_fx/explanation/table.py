@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.reports import SHORT, dtype_cell, human, new_table, times
+from amp_fx.reports import dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from amp_fx.explanation.explanation import Explanation
-    from amp_fx.explanation.records import CollectiveRecord, GraphRecord, NodeRecord, StepRecord
-    from amp_fx.explanation.totals import Totals
+    from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
 
 CASTS = ("cast", "kept_cast")
 """Kinds of nodes that stand for a cast."""
@@ -73,15 +72,10 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def render(explanation: Explanation) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
-    parts += _of_passes(explanation)
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
-    if explanation.step is not None:
-        parts.append(_of_step(explanation.step))
     for graph in explanation.forward:
         parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
-    if any(graph.collectives for graph in explanation.graphs):
-        parts += [Text(""), _collectives_table(explanation.graphs)]
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -100,12 +94,7 @@ def _summary(totals: Totals, stage: str) -> Text:
         f"{stage}: {_count(totals.num_graphs, 'graph')}, {_count(totals.num_ops, 'op')}"
         + (f" ({ops})" if ops else ""),
         f"  FLOPs  {human(sum(totals.flops.values()), '')}: {share or 'none'}",
-        f"  bytes  {human(totals.bytes_read)} read, {human(totals.bytes_written)} written, op by op"
-        + (f" ({_count(totals.num_uncounted, 'op')} not counted)" if totals.num_uncounted else ""),
     ]
-    if totals.num_kernels:
-        kernels = _count(totals.num_kernels, "kernel")
-        lines.append(f"  fused  {human(totals.fused_bytes)} read and written by {kernels}")
     if stage == "forward":
         lines.append(
             f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
@@ -115,32 +104,7 @@ def _summary(totals: Totals, stage: str) -> Text:
         lines += _kept(totals)
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
-        lines.append(f"  saved  {human(totals.saved_bytes)} by the forward")
-    if totals.bytes_sent_before:
-        less = f" ({human(totals.wire_bytes_before)} before narrow_gathers)"
-        is_less = totals.wire_bytes < totals.wire_bytes_before
-        lines.append(f"  wire   {human(totals.wire_bytes)} sent{less if is_less else ''}")
     return Text("\n".join(lines))
-
-
-def _of_passes(explanation: Explanation) -> list[Text]:
-    """What passes did to the bytes of casts, summed over the forward graphs."""
-    changed: Counter[str] = Counter()
-    for graph in explanation.forward:
-        for each in graph.passes:
-            changed[each.name] += each.bytes_changed
-    told = [f"{k} {'-' if n < 0 else '+'}{human(abs(n))}" for k, n in changed.items() if n]
-    return [Text(f"  passes {', '.join(told)}")] if told else []
-
-
-def _of_step(step: StepRecord) -> Text:
-    kind = f", {step.kind}" if step.kind else ""
-    refresh = f", {human(step.refresh_bytes)} of them for kept casts" if step.refresh_bytes else ""
-    moved = step.bytes_read + step.bytes_written + step.refresh_bytes
-    return Text(
-        f"step: {step.optimizer}{kind}, {human(step.num_parameters, '')} parameters\n"
-        f"  bytes  {human(moved)}, {step.bytes_per_parameter:.1f} per parameter{refresh}"
-    )
 
 
 def _kept(totals: Totals) -> list[str]:
@@ -167,8 +131,8 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 def _graph_table(graph: GraphRecord) -> Table:
     """The ops of a graph; those that differ only in the numbers of their modules are one row."""
-    names = ("module", "op", "x", "in", "policy", "casts", "bytes")
-    table = new_table(*names, folded=("module", "op", "policy"), right=("x", "bytes"))
+    names = ("module", "op", "x", "in", "policy", "casts")
+    table = new_table(*names, folded=("module", "op", "policy"), right=("x",))
     by_name = {node.name: node for node in graph.nodes}
     groups: dict[tuple[str, ...], list[NodeRecord]] = {}
     for node in graph.nodes:
@@ -179,25 +143,7 @@ def _graph_table(graph: GraphRecord) -> Table:
             groups.setdefault(key, []).append(node)
     for (_, op, dtype, treated, casts), nodes in groups.items():
         module = folded_path(node.module for node in nodes) or "-"
-        number, moved = times(len(nodes)), sum(node.bytes_moved for node in nodes)
-        size = human(moved) if moved else ""
-        table.add_row(module, bare_op(op), number, dtype_cell(dtype), treated, casts, size)
-    return table
-
-
-def _collectives_table(graphs: Iterable[GraphRecord]) -> Table:
-    """What graphs send, alike collectives as one row each."""
-    table = new_table("in", "sends by", "x", "ranks", "dtype", "sent", "before")
-    rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}
-    for graph in graphs:
-        for each in graph.collectives:
-            key = (graph.stage, each.op, str(each.group_size or "?"), each.dtype)
-            rows.setdefault(key, []).append(each)
-    for (stage, op, ranks, dtype), found in rows.items():
-        sent = sum(each.wire_bytes for each in found)
-        before = sum(each.wire_bytes_before for each in found)
-        sizes = human(sent), human(before) if before != sent else ""
-        table.add_row(stage, op, times(len(found)), ranks, SHORT.get(dtype, dtype), *sizes)
+        table.add_row(module, bare_op(op), times(len(nodes)), dtype_cell(dtype), treated, casts)
     return table
 
 
