@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", help="device type to explain for; it need not be there")
     parser.add_argument("--meta", action="store_true", help="make the model without its memory")
     parser.add_argument("--backward", action="store_true", help="explain the backward as well")
+    parser.add_argument("--all", action="store_true", help="show views in the table, too")
     for name in REMOVED:
         parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         device_type=args.device,
         backward=args.backward,
+        all=args.all,
         **{name: value for name in REMOVED if (value := getattr(args, name)) is not None},
     )
     try:

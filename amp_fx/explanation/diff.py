@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
+from amp_fx.explanation.table import bare_op, folded_path, without_numbers
 from amp_fx.reports import Report, times
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
 
 def _facts(node: NodeRecord | None) -> tuple[Any, ...]:
     """Returns the dtype and the treatment of a node; empty ones if it is missing."""
-    return (node.dtype, treatment(node)) if node else ("", "")
+    return (node.dtype, node.treatment) if node else ("", "")
 
 
 def _new_table(*columns: str) -> Table:

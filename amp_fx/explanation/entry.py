@@ -152,6 +152,7 @@ def explain(  # type: ignore[overload-overlap]  # a program can be called, to sa
     *,
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | None = None,
+    all: bool = False,
 ) -> Explanation: ...
 
 
@@ -164,6 +165,7 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
+    all: bool = False,
 ) -> Callable[..., Explanation]: ...
 
 
@@ -176,6 +178,7 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
+    all: bool = False,  # noqa: A002
     **removed: Any,
 ) -> Callable[..., Explanation] | Explanation:
     """Tells what amp_fx does to a model, without compiling or changing it.
@@ -199,6 +202,7 @@ def explain(
         backward: Whether the backward graphs are derived and explained as well.
         options: More options of the backend, such as ``{"weight_cache": False}``
             (``amp_fx.options.Options``).
+        all: Whether the table also shows views, about which nothing is decided.
         removed: Arguments of earlier versions, which raise an error.
 
     Returns:
@@ -219,7 +223,8 @@ def explain(
             raise OptionError(
                 "for an exported program, backward, device_type and options are fixed"
             )
-        return explain_program(model, dtype=dtype, policy=policy)
+        program = explain_program(model, dtype=dtype, policy=policy)
+        return dataclasses.replace(program, shows_all=all)
     target, given = unwrap(model, "amp_fx.explain")
     request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
@@ -228,6 +233,7 @@ def explain(
         settings=None if given is NOT_COMPILED else given,
         backward=backward,
         options=_checked(options),
+        shows_all=all,
     )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
@@ -248,6 +254,7 @@ class Request:
     settings: RegionSettings | None = None
     backward: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shows_all: bool = False
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -288,6 +295,7 @@ def _explain(
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
         is_whole=capture.is_whole,
         shared=shared_weights(stand_in.program, capture.outputs),
+        shows_all=request.shows_all,
     )
     capture.release()
     if not stand_in.imagined and stand_in.device_type == "cpu":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.records import Totals
-from amp_fx.reports import Report, as_plain
+from amp_fx.reports import Report, as_plain, piped_width, printed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,7 @@ class Explanation(Report):
         shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
             ones, views of each other, and those that the model hands out.
         products: What is otherwise about sums in low products on this CPU; else empty.
+        shows_all: Whether the table shows views, too.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Explanation(Report):
     is_whole: bool = True
     shared: tuple[str, ...] = ()
     products: str = ""
+    shows_all: bool = False
 
     @property
     def forward(self) -> tuple[GraphRecord, ...]:
@@ -71,7 +73,7 @@ class Explanation(Report):
 
     @property
     def casts(self) -> tuple[CastRecord, ...]:
-        """The casts that were put into forward graphs, removed ones included."""
+        """The casts that were insertedto forward graphs, removed ones included."""
         return tuple(cast for graph in self.forward for cast in graph.casts)
 
     @property
@@ -141,6 +143,10 @@ class Explanation(Report):
 
         return compare(self, other)
 
+    def __str__(self) -> str:
+        """The table, as wide as the terminal; 80 columns if there is none."""
+        return printed(self._render(), 80 if piped_width() is not None else None)
+
     def _render(self) -> RenderableType:
         from amp_fx.explanation.table import render
 
@@ -151,7 +157,7 @@ class Explanation(Report):
         totals = self.totals
         return (
             f"<Explanation of {self.model}: {totals.num_graphs} graphs, "
-            f"{totals.casts_put_in} casts put in, {totals.casts_removed} taken out, "
+            f"{totals.casts_put_in} casts inserted, {totals.casts_removed} removed, "
             f"{totals.casts_kept} kept>"
         )
 

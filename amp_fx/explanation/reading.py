@@ -22,6 +22,7 @@ from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
+from amp_fx.tables.reasons import family_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -46,7 +47,7 @@ def origin_and_reason(
     if kind in _KINDS:
         return "", _KINDS[kind]
     if kind == "cast":
-        return "", f"put in for {clean_reason(CAST.of(node).reason)}"
+        return "", f"inserted for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
     if kind == "island" and SITE.is_on(node) and is_bare_function(node):
@@ -70,7 +71,12 @@ def origin_and_reason(
     origin = decisions[0].origin
     if origin == "table" and state.policy is not start.policy:
         origin = "region"
-    return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
+    sentences = dict.fromkeys(
+        f"{d.op.removeprefix('aten::')}: {d.policy.value} ({d.device_type} {d.origin}), "
+        + _effect(d, state)
+        for d in decisions
+    )
+    return origin, "; ".join(sentences) + region
 
 
 def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
@@ -78,11 +84,12 @@ def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
     return DECISIONS.get(node) or ()
 
 
-def _sentence(decision: OpDecision, state: AutocastState) -> str:
+def _effect(decision: OpDecision, state: AutocastState) -> str:
+    """Returns the effect of a policy and, if it is a table's, the table's reason for it."""
     low = dtype_name(state.low_dtype(decision.device_type))
-    op = decision.op.removeprefix("aten::")
-    where = f"{decision.device_type} {decision.origin}"
-    return f"{op}: {decision.policy.value} ({where}), {decision.policy.effect(low)}"
+    family = family_of(decision.op, decision.policy) if decision.origin == "table" else None
+    why = f". {family.reason}" if family is not None else ""
+    return decision.policy.effect(low) + why
 
 
 def describe(state: AutocastState) -> str:
@@ -223,6 +230,7 @@ class GraphReader:
             origin=origin,
             reason=reason.replace("cpu ", f"{self.device} ") if self.device else reason,
             flops=self.meter.count(node) if self.meter is not None else 0,
+            is_view=kind == "op" and is_view(node),
         )
 
     def _label(self, node: fx.Node, kind: str) -> str:
@@ -235,7 +243,13 @@ class GraphReader:
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(
-            DecisionRecord(d.op, self.device or d.device_type, d.policy.value, d.origin)
+            DecisionRecord(
+                d.op,
+                self.device or d.device_type,
+                d.policy.value,
+                d.origin,
+                _effect(d, SITE.of(node).state),
+            )
             for d in decisions_on(node)
         )
 
@@ -252,6 +266,26 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
     if node.op == "output":
         return [t for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
     return tensors_in(recorded_value(node))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Returns True for ops that return their input's elements as they are, or no tensor.
+
+    Such are the ops whose schema says that the result may be a view, ``contiguous`` included.
+    """
+    results = tensors_in(recorded_value(node))
+    if not results:
+        return True
+    family, _, name = op_name(node).removeprefix("aten").partition(".")
+    if family == "F":
+        return False
+    if name in ("getitem", "getattr") or family == "getattr":
+        return len(node.all_input_nodes) == 1  # else it is indexed with tensors
+    packet = getattr(torch.ops.aten, (name or family).partition(".")[0], None)
+    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
+    if packet is None or {t.dtype for t in results} != {t.dtype for t in given}:
+        return False
+    return any(getattr(packet, overload).is_view for overload in packet.overloads())
 
 
 def kind_of(node: fx.Node) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from amp_fx.tables.cast_policy import NO_POLICY
+
 Size = int | str
 
 
@@ -37,13 +39,20 @@ class DecisionRecord:
         op: Qualified overload name: ``"aten::softmax.int"``.
         device_type: The device type whose table was asked.
         policy: ``"lower_precision_fp"``, ``"fp32"``, ...
-        origin: Where it was laid down: ``"table"``, the override or the region.
+        origin: Where it comes from: ``"table"``, the override or the region.
+        reason: What the policy does to a call and, for those of a table, why.
     """
 
     op: str
     device_type: str
     policy: str
     origin: str
+    reason: str
+
+    @property
+    def treatment(self) -> str:
+        """The policy, and where it comes from unless that is a table."""
+        return self.policy if self.origin == "table" else f"{self.policy} ({self.origin})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +119,7 @@ class NodeRecord:
             there) or ``""`` for inputs and casts.
         reason: The same as a sentence.
         flops: Floating-point operations of one call, by ``torch.utils.flop_counter``.
+        is_view: True if it returns its input's elements as they are, in a view or a copy.
     """
 
     name: str
@@ -127,6 +137,13 @@ class NodeRecord:
     origin: str
     reason: str
     flops: int
+    is_view: bool = False
+
+    @property
+    def treatment(self) -> str:
+        """The policies met in the node, or the reason's keyword: the name in tables and pages."""
+        policies = ", ".join(dict.fromkeys(d.treatment for d in self.decisions))
+        return policies or (NO_POLICY if self.origin == "unlisted" else self.origin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,29 +7,21 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from amp_fx.reports import dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
-    from rich.table import Table
 
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
 
 CASTS = ("cast", "kept_cast")
 """Kinds of nodes that stand for a cast."""
-
-
-def treatment(node: NodeRecord) -> str:
-    """A node's policies and where they come from, in a few words."""
-    policies = ", ".join(dict.fromkeys(d.policy for d in node.decisions))
-    if not policies:
-        return node.origin
-    return policies if node.origin == "table" else f"{policies} ({node.origin})"
 
 
 def bare_op(op: str) -> str:
@@ -75,7 +67,8 @@ def render(explanation: Explanation) -> RenderableType:
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
     for graph in explanation.forward:
-        parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
+        parts += [Text(""), _graph_title(graph, len(explanation.forward))]
+        parts += _of_graph(graph, shows_all=explanation.shows_all)
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -97,26 +90,18 @@ def _summary(totals: Totals, stage: str) -> Text:
     ]
     if stage == "forward":
         lines.append(
-            f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
+            f"  casts  {totals.casts_put_in} inserted: {totals.casts_left} in every call"
             f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
-            f" {totals.casts_removed} taken out"
+            f" {totals.casts_removed} removed"
         )
-        lines += _kept(totals)
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
-    return Text("\n".join(lines))
-
-
-def _kept(totals: Totals) -> list[str]:
-    lines = []
     if totals.casts_kept:
-        lines.append(
-            f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call"
-        )
+        lines.append(f"  kept   casts of weights move {human(totals.bytes_kept)} less per call")
     if totals.values_kept:
         values = _count(totals.values_kept, "value")
         lines.append(f"  cached {values} computed from weights take {human(totals.value_bytes)}")
-    return lines
+    return Text("\n".join(lines))
 
 
 def _count(number: int, word: str) -> str:
@@ -129,40 +114,63 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
     return Text(f"{number}{autocast}", style="bold")
 
 
-def _graph_table(graph: GraphRecord) -> Table:
-    """The ops of a graph; those that differ only in the numbers of their modules are one row."""
-    names = ("module", "op", "x", "in", "policy", "casts")
-    table = new_table(*names, folded=("module", "op", "policy"), right=("x",))
-    by_name = {node.name: node for node in graph.nodes}
+def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
+    """Returns the ops of a graph by module, and the reasons for their treatments."""
+    casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
+    ops = [node for node in graph.nodes if node.kind in ("op", "island")]
+    shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
+    parts: list[RenderableType] = [_ops_table(shown, casts), Text("why", style="bold")]
+    parts.append(_reasons_table(shown))
+    if len(shown) < len(ops):
+        hidden = _count(len(ops) - len(shown), "view")
+        parts.append(Text(f"{hidden} not shown, which decide nothing (all=True or --all)"))
+    return parts
+
+
+def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
+    """Ops that differ only in the numbers of their modules are one row."""
+    table = new_table("op", "x", "in", "casts", "policy", folded=("op", "policy"), right=("x",))
     groups: dict[tuple[str, ...], list[NodeRecord]] = {}
-    for node in graph.nodes:
-        if node.kind in ("op", "island"):
-            kinds = Counter(by_name[name].kind for name in node.inputs if name in by_name)
-            casts = _casts(kinds["cast"], kinds["kept_cast"])
-            key = (without_numbers(node.module), node.op, node.dtype, treatment(node), casts)
-            groups.setdefault(key, []).append(node)
-    for (_, op, dtype, treated, casts), nodes in groups.items():
-        module = folded_path(node.module for node in nodes) or "-"
-        table.add_row(module, bare_op(op), times(len(nodes)), dtype_cell(dtype), treated, casts)
+    for node in nodes:
+        row = (node.op, node.dtype, node.treatment, casts[node.name])
+        groups.setdefault((without_numbers(node.module), *row), []).append(node)
+    module = None
+    for (_, op, dtype, treatment, before), alike in groups.items():
+        path = folded_path(node.module for node in alike)
+        if path != module:
+            table.add_row(Text(path or "(root)", style="bold"))
+            module = path
+        table.add_row(f"  {bare_op(op)}", times(len(alike)), dtype_cell(dtype), before, treatment)
     return table
 
 
-def _casts(num_casts: int, num_kept: int) -> str:
-    parts = [f"{num_casts}"] if num_casts else []
-    return "+".join([*parts, *([f"{num_kept} kept"] if num_kept else [])])
+def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
+    kinds = Counter(other.kind for other in graph.nodes if other.name in node.inputs)
+    parts = [f"{kinds['cast']}"] if kinds["cast"] else []
+    return "+".join([*parts, *([f"{kinds['kept_cast']} kept"] if kinds["kept_cast"] else [])])
+
+
+def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
+    """Each reason once, with the ops that it holds for."""
+    ops: dict[str, dict[str, dict[str, None]]] = {}
+    for node in nodes:
+        found = [(d.treatment, d.reason, d.op.removeprefix("aten::")) for d in node.decisions]
+        for treatment, reason, op in found or [(node.treatment, node.reason, bare_op(node.op))]:
+            said = reason.removeprefix(f"{treatment}: ")
+            ops.setdefault(treatment, {}).setdefault(said, {})[op.partition(".")[0]] = None
+    table = Table.grid(padding=(0, 1))
+    for treatment, reasons in ops.items():
+        for i, (reason, names) in enumerate(reasons.items()):
+            table.add_row(f"  {treatment}" * (i == 0), f"{', '.join(names)}: {reason}")
+    return table
 
 
 def _notes(explanation: Explanation) -> list[Text]:
     removed = [cast for cast in explanation.casts if cast.state == "removed"]
-    lines = [f"taken out: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
+    lines = [f"removed: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
     if len(removed) > _MOST:
-        lines.append(f"taken out: {len(removed) - _MOST} more")
+        lines.append(f"removed: {len(removed) - _MOST} more")
     lines += [f"graph break: {reason}" for reason in explanation.breaks]
-    lines += [
-        f"island: {island.op}{f' in {island.module}' if island.module else ''}: {island.reason}"
-        for graph in explanation.forward
-        for island in graph.islands
-    ]
     lines += [f"fallback: graph {g.index}: {g.fallback}" for g in explanation.forward if g.fallback]
     lines += [explanation.products] if explanation.products else []
     return [Text(line) for line in lines]

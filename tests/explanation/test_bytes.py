@@ -131,6 +131,7 @@ def test_nothing_is_compiled(tmp_path: Path) -> None:
         name: str(tmp_path / name) for name in ("AMP_FX_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     }
     command = [sys.executable, "-c", NO_COMPILER_RUNS]
-    done = subprocess.run(command, env={**os.environ, **folders}, capture_output=True, text=True)
+    env = {**os.environ, **folders}
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2 []\n", "")
     assert not list(tmp_path.rglob("*.so"))
