@@ -1,4 +1,4 @@
-"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``products``, ``raise_casts``.
+"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``raise_casts``, wide products.
 
 Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
 rounded, written, read and written again. ``aten.mm.dtype``, and ``aten.bmm.dtype`` for weights of
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from amp_fx.devices.product_costs import Sizes, pays
+from amp_fx.devices.wide_products import units
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
@@ -76,7 +76,7 @@ class AfterAutograd(CustomGraphPass):
     Args:
         has_wide_grads: Whether gradients that leave a backward in float32 are products with
             float32 results.
-        products: Which are wide (``amp_fx.backend.product_costs.sizes``).
+        widens_products: Whether products run in float32 where the CPU has no units for the dtype.
         raises_casts: ``Options.raise_casts``.
         keeps_kernels: Whether ops run by ATen's kernels where generated code has other bits.
         following: A pass of the user's own, which runs after this one.
@@ -86,13 +86,13 @@ class AfterAutograd(CustomGraphPass):
         self,
         *,
         has_wide_grads: bool = False,
-        products: Sizes = (),
+        widens_products: bool = False,
         raises_casts: bool = False,
         keeps_kernels: bool = False,
         following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
-        self.products = products
+        self.widens_products = widens_products
         self.raises_casts = raises_casts
         self.keeps_kernels = keeps_kernels
         self.following = following
@@ -111,20 +111,21 @@ class AfterAutograd(CustomGraphPass):
 
     def widen_products(self, graph: fx.Graph) -> int:
         """Widens the products that are to be wide, and counts them."""
-        if not self.products:
+        if not self.widens_products:
             return 0
-        found = widen_products(graph, functools.partial(pays, self.products))
+        found = widen_products(graph)
         record({"wide_products": found})
         return found
 
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches; None if there is none.
 
-        It says which products are wide: caches that machines share, or one with other settings,
-        would give low products to one without units.
+        It says for which dtypes this CPU has units: caches that machines share, or one with other
+        settings, would give low products to one without units.
         """
         files = (__file__, *_PASSES)
-        chosen = (self.has_wide_grads, self.products, self.raises_casts, self.keeps_kernels)
+        has_units = units() if self.widens_products else ()
+        chosen = (self.has_wide_grads, has_units, self.raises_casts, self.keeps_kernels)
         own = (get_hash_for_files(files), *chosen)
         if self.following is None:
             return own

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_fx.backend.inner import is_strict
-from amp_fx.devices.product_costs import described
+from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
@@ -306,7 +306,7 @@ def _explain(
 def _products(explanation: Explanation, request: Request) -> str:
     low = {bare_op(node.op) for node in explanation.nodes if node.dtype == explanation.dtype}
     options = Options.parse(request.options)
-    return "" if is_strict(options) else described(options.products, explanation.dtype, low)
+    return "" if is_strict(options) else described(getattr(torch, explanation.dtype), low)
 
 
 def label(policy: Policy) -> str:
