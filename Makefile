@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 .PHONY: demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
 	test-cuda-code test-gpu-emulated clean
 
-# Trains a small language model with and without amp_fx; `make demo ARGS="--steps 50"`.
+# A small language model writes and trains with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
 	$(BIN)/python -m amp_fx demo $(ARGS)
 

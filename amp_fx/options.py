@@ -15,7 +15,6 @@ from amp_fx.devices.low_dtypes import (
     warn_of_emulation,
     without_bfloat16,
 )
-from amp_fx.devices.product_costs import Sizes, read
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset
@@ -30,7 +29,6 @@ COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
 WEIGHT_GRADS = ("autocast", "float32")
-PRODUCTS = ("auto", "low", "wide")
 NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager")
 
 
@@ -64,15 +62,12 @@ class Options:
             hardware sums them, where the device has that (CUDA): more exact than autocast, and
             fewer bytes; ``"autocast"``: they are rounded to the low dtype first; None: float32
             under policies by which residual sums are low, such as the preset ``"lean"``.
-        products: What low products are computed in on a CPU, under inductor: ``"wide"``, float32
-            of the rounded inputs, rounded once at the end; ``"low"``; ``"auto"``: wide where that
-            is faster on CPUs of this kind, by a fixed table (``amp_fx.devices.product_costs``);
-            or the path of a table that ``python -m amp_fx.bench.products`` measured.
         numerics: How generated code rounds, under inductor. ``"eager"``: every value has the bits
             of eager autocast, where torch can give them (``amp_fx.backend.inner.numerics_config``);
-            what generated code would compute otherwise runs in ATen's kernels, products are low
-            and the range guard is off. ``"strict"`` and the like: inductor's own, since torch 2.15;
-            what amp_fx adds then changes no bit. None: as inductor is set.
+            what generated code would compute otherwise runs in ATen's kernels, products are not
+            computed in float32 (``amp_fx.devices.wide_products``) and the range guard is off.
+            ``"strict"`` and the like: inductor's own, since torch 2.15; what amp_fx adds then
+            changes no bit. None: as inductor is set.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
             ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
         narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
@@ -103,7 +98,6 @@ class Options:
     freezing: bool | None = None
     fold_batch_norm: bool = False
     weight_grads: str | None = None
-    products: str | Sizes = "auto"
     numerics: str | None = None
     range_guard: bool = True
     narrow_gathers: bool = True
@@ -125,6 +119,9 @@ class Options:
         given = dict(options or {})
         if mode is not None:
             given.setdefault("mode", mode)
+        for name, instead in _REMOVED.items():
+            if name in given:
+                raise OptionError(f"the option {name!r} was removed: {instead}")
         parsed: dict[str, Any] = {}
         for name, convert in _CONVERT.items():
             if name in given:
@@ -190,7 +187,6 @@ _CHOICES = {
     "output_dtype": OUTPUT_DTYPES,
     "verify": VERIFY,
     "weight_grads": WEIGHT_GRADS,
-    "products": PRODUCTS,
     "numerics": NUMERICS,
 }
 
@@ -200,11 +196,6 @@ def _to_choice(name: str, value: Any, allowed: Sequence[str] = ()) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
     return value
-
-
-def _to_products(name: str, value: Any) -> str | Sizes:
-    is_path = isinstance(value, (str, os.PathLike)) and value not in PRODUCTS
-    return read(value) if is_path else _to_choice(name, value)
 
 
 def as_output_dtype(value: Any) -> str:
@@ -250,12 +241,7 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
     raise OptionError(f"{name}={value!r} is not a list of names of passes")
 
 
-_EAGER = {
-    "products": "low",
-    "range_guard": False,
-    "weight_grads": "autocast",
-    "fold_batch_norm": False,
-}
+_EAGER = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
 """Values of other options without which numbers are not eager autocast's."""
 
 
@@ -294,7 +280,6 @@ _CONVERT = {
     "freezing": _to_bool,
     "fold_batch_norm": _to_bool,
     "weight_grads": _to_choice,
-    "products": _to_products,
     "numerics": _to_choice,
     "range_guard": _to_bool,
     "narrow_gathers": _to_bool,
@@ -305,6 +290,13 @@ _CONVERT = {
     "disable_passes": _to_names,
     "mode": _to_mode,
 }
+
+
+_REMOVED = {
+    "products": "products run in float32 where this CPU has no units for the dtype; "
+    "numerics='eager' computes them in the dtype, with the bits of eager autocast"
+}
+"""Removed options, and what to do instead."""
 
 
 def _check_inductor_options(options: Mapping[str, Any]) -> None:

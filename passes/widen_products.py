@@ -3,7 +3,7 @@
 oneDNN's reference kernels take six times as long for bfloat16 as for float32 on AVX2, and four to
 sixty times for float16 almost everywhere. A wide product takes the same rounded inputs, is summed
 in float32, as the low kernels do too, and its result is rounded once: the rounding points are
-autocast's. It reads more bytes, so that small ones are better left low: ``product_costs``.
+autocast's. ``amp_fx.devices.wide_products`` says which products are wide.
 
 The graphs are AOTAutograd's, forward and backward, of core ops. Inductor takes what was rounded in
 a kernel for what it was before, where that kernel reads it again in float32; what a low product
@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.devices.product_costs import (
+from amp_fx.devices.wide_products import (
     ATTENTION,
     ATTENTION_BACKWARD,
     BATCHED,
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     PRODUCT,
+    is_wide,
 )
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import CONVERT, evaluate, is_whole_view
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import fx
 
@@ -63,18 +64,16 @@ _USUAL_SIZE = 64
 """What is taken for a size that nobody knows."""
 
 
-def widen_products(graph: fx.Graph, pays: Callable[[str, torch.dtype, int], bool]) -> int:
+def widen_products(graph: fx.Graph) -> int:
     """Rewrites a graph in place.
 
     Args:
         graph: Of AOTAutograd; its nodes have their values in ``meta["val"]``.
-        pays: Whether a kind of product is better wide, given its low dtype and the least of
-            its sizes.
 
     Returns:
         How many were widened.
     """
-    found = [node for node in graph.nodes if _is_widened(node, pays)]
+    found = [node for node in graph.nodes if _is_widened(node)]
     if found:
         _lower_rounded()
     wide: dict[fx.Node, fx.Node] = {}
@@ -90,7 +89,7 @@ def widen_products(graph: fx.Graph, pays: Callable[[str, torch.dtype, int], bool
     return len(found)
 
 
-def _is_widened(node: fx.Node, pays: Callable[[str, torch.dtype, int], bool]) -> bool:
+def _is_widened(node: fx.Node) -> bool:
     kind = KINDS.get(node.target)
     if kind is None:
         return False
@@ -98,7 +97,7 @@ def _is_widened(node: fx.Node, pays: Callable[[str, torch.dtype, int], bool]) ->
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     low = {value.dtype for value in tensors if is_low(value.dtype)}
     is_here = all(value.device.type == "cpu" for value in tensors)
-    return is_here and len(low) == 1 and pays(kind, low.pop(), least_size(kind, tensors))
+    return is_here and len(low) == 1 and is_wide(kind, low.pop(), least_size(kind, tensors))
 
 
 def least_size(kind: str, tensors: list[torch.Tensor]) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from amp_fx.backend import fallback
+from amp_fx.devices import wide_products
 from amp_fx.policies.policy import Policy, preset
 from tests.programs import capture_program
 
@@ -57,6 +58,12 @@ def _no_fallback(request: pytest.FixtureRequest) -> Iterator[None]:
     fallback.log.removeHandler(handler)
     if request.node.get_closest_marker("falls_back") is None:
         assert not records, [record.getMessage() for record in records]
+
+
+@pytest.fixture
+def _low_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products run in low precision on any CPU, as if nothing was known about its units."""
+    monkeypatch.setattr(wide_products, "has_product_kernels", lambda _: None)
 
 
 @pytest.fixture

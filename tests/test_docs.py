@@ -165,7 +165,7 @@ def test_the_table_of_causes_is_true() -> None:
 
 
 EXAMPLES = {
-    "train_gpt": ["--steps=4", "--width=16", "--layers=2", "--length=8", "--batch=2"],
+    "train_distributed": ["--steps=3", "--width=16"],
     "finetune_trainer": ["--steps=3", "--length=8"],
     "serve_kv_cache": ["--width=16", "--layers=2", "--tokens=4"],
     "float16_scaler": ["--steps=4", "--width=8"],

@@ -37,7 +37,6 @@ def test_every_field_can_be_given() -> None:
         "freezing": False,
         "fold_batch_norm": True,
         "weight_grads": "float32",
-        "products": "wide",
         "numerics": "strict",
         "range_guard": False,
         "narrow_gathers": False,
@@ -52,6 +51,11 @@ def test_every_field_can_be_given() -> None:
     for name, value in other.items():
         assert getattr(parsed, name) == value
         assert getattr(default, name) != value
+
+
+def test_removed_options_say_what_to_do_instead() -> None:
+    with pytest.raises(OptionError, match=r"'products' was removed: .*numerics='eager'"):
+        Options.parse({"products": "low"})
 
 
 def test_none_and_empty_are_the_defaults() -> None:

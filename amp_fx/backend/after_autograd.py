@@ -1,4 +1,4 @@
-"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``products``, ``raise_casts``.
+"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``raise_casts``, wide products.
 
 Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
 rounded, written, read and written again. ``aten.mm.dtype``, and ``aten.bmm.dtype`` for weights of
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from amp_fx.devices.product_costs import Sizes, pays
+from amp_fx.devices.wide_products import units
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
@@ -79,7 +79,7 @@ class AfterAutograd(CustomGraphPass):
     Args:
         has_wide_grads: Whether gradients that leave a backward in float32 are products with
             float32 results.
-        products: Which are wide (``amp_fx.backend.product_costs.sizes``).
+        widens_products: Whether products run in float32 where the CPU has no units for the dtype.
         raises_casts: ``Options.raise_casts``.
         keeps_kernels: Whether ops run by ATen's kernels where generated code has other bits.
         following: A pass of the user's own, which runs after this one.
@@ -89,13 +89,13 @@ class AfterAutograd(CustomGraphPass):
         self,
         *,
         has_wide_grads: bool = False,
-        products: Sizes = (),
+        widens_products: bool = False,
         raises_casts: bool = False,
         keeps_kernels: bool = False,
         following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
-        self.products = products
+        self.widens_products = widens_products
         self.raises_casts = raises_casts
         self.keeps_kernels = keeps_kernels
         self.following = following
@@ -115,18 +115,19 @@ class AfterAutograd(CustomGraphPass):
     def change_products(self, graph: fx.Graph) -> None:
         """Flattens products, and computes some in float32; weights are packed after that."""
         counts = Counter(flattened_products=flatten_products(graph))
-        if self.products:
-            counts["wide_products"] = widen_products(graph, functools.partial(pays, self.products))
+        if self.widens_products:
+            counts["wide_products"] = widen_products(graph)
         record(+counts)
 
     def uuid(self) -> Any:
         """Returns its part of the keys of inductor's caches; None if there is none.
 
-        It says which products are wide: caches that machines share, or one with other settings,
-        would give low products to one without units.
+        It says for which dtypes this CPU has units: caches that machines share, or one with other
+        settings, would give low products to one without units.
         """
         files = (__file__, *_PASSES)
-        chosen = (self.has_wide_grads, self.products, self.raises_casts, self.keeps_kernels)
+        has_units = units() if self.widens_products else ()
+        chosen = (self.has_wide_grads, has_units, self.raises_casts, self.keeps_kernels)
         own = (get_hash_for_files(files), *chosen)
         if self.following is None:
             return own

@@ -42,7 +42,6 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.devices.product_costs import sizes
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.policies import float8 as policies_float8
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from amp_fx.backend.after_autograd import AfterAutograd
     from amp_fx.backend.backward import RefuseMixedDtypes
     from amp_fx.backend.caching import Caching
-    from amp_fx.devices.product_costs import Sizes
     from amp_fx.options import Options
 
     Compiled = Callable[..., Any]
@@ -252,16 +250,11 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
 
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,
-        products=wide_products(options),
+        widens_products=not is_strict(options),
         raises_casts=options.raise_casts,
         keeps_kernels=options.numerics == "eager",
         following=following,
     )
-
-
-def wide_products(options: Options) -> Sizes:
-    """Which products are sums of float32; none where generated code is to round as eager code."""
-    return sizes("low" if is_strict(options) else options.products)
 
 
 def numerics_config(options: Options) -> dict[str, Any]:

@@ -36,12 +36,14 @@ from amp_fx.bench.contenders import (
     contenders_of,
     prepare,
 )
-from amp_fx.bench.timing import WARM_UP_CALLS, Timing, time_in_turns
+from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.train import wait_for
 from amp_fx.weights.entry import storage_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from torch.utils.benchmark import Measurement
 
     from amp_fx.bench.contenders import Contender, Run, Workload
     from amp_fx.bench.settings import Settings
@@ -143,7 +145,7 @@ class Measured:
     """
 
     name: str
-    timing: Timing
+    timing: Measurement
     peak_bytes: int | None = None
     first_call: float | None = None
     num_graphs: int | None = None
@@ -196,7 +198,7 @@ class Comparison:
 
     def rounds(self, name: str, other: str) -> list[tuple[float, float]]:
         """The samples of two contenders, round by round; none if one of them is missing."""
-        samples = {measured.name: measured.timing.seconds for measured in self.measured}
+        samples = {measured.name: measured.timing.times for measured in self.measured}
         if name not in samples or other not in samples:
             return []
         return list(zip(samples[name], samples[other], strict=True))
@@ -252,7 +254,6 @@ def compare(
         runs,
         repeats=settings.repeats,
         steps=settings.steps,
-        device=settings.device,
         on_round=lambda n: watch(f"{workload.name}: timing", len(contenders) + n, total),
     )
     num_recompiled = _num_graphs() - num_graphs
@@ -294,15 +295,11 @@ def _num_graphs() -> int:
 
 def _after_write(workload: Workload, run: Run, settings: Settings) -> Figure:
     """Times the call after a write of all weights: invalidating their values is as good."""
-    seconds = []
-    for _ in range(settings.repeats):
-        weight_cache.invalidate()
-        start = time.perf_counter()
-        run()
-        wait_for(settings.device)
-        seconds.append(time.perf_counter() - start)
+    timings = time_in_turns(
+        {AMP_FX: run}, repeats=settings.repeats, steps=1, before={AMP_FX: weight_cache.invalidate}
+    )
     name = f"{workload.name}: {AMP_FX}, the first call after a write of all weights"
-    return Figure(name, 1e3 * statistics.median(seconds), "ms")
+    return Figure(name, 1e3 * timings[AMP_FX].median, "ms")
 
 
 def _casting(workload: Workload, settings: Settings) -> Run:
@@ -334,7 +331,9 @@ def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure |
     return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
 
 
-def _cast_figures(workload: Workload, comparison: Comparison, casts: Timing) -> Iterator[Figure]:
+def _cast_figures(
+    workload: Workload, comparison: Comparison, casts: Measurement
+) -> Iterator[Figure]:
     name, number = workload.name, workload.micro_batches
     yield Figure(f"{name}: casting every weight once", 1e3 * casts.median, "ms")
     for measured in comparison.measured:

@@ -8,9 +8,11 @@ import importlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch.utils import benchmark
 
 from amp_fx.bench.compare import Comparison, Figure, how_measured
 from amp_fx.bench.contenders import LIMIT, LIMIT_FROZEN, NATIVE, NATIVE_FROZEN
@@ -18,8 +20,10 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from torch.utils.benchmark import Measurement
 
     from amp_fx.bench.compare import Measured, Watch
     from amp_fx.bench.settings import Settings
@@ -147,19 +151,16 @@ def _ratio(ratio: float | None) -> str:
 
 def _seconds(seconds: float) -> str:
     """Three figures and a unit."""
-    return _scaled(seconds, ((1, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    unit, size = benchmark.select_unit(seconds) if seconds else ("s", 1.0)
+    return f"{three_digits(seconds / size)} {unit}"
 
 
 def _bytes(number: int | None) -> str:
     if number is None:
         return "-"
-    return _scaled(number, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))
-
-
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """In the largest unit that there is at least one of, else in the smallest."""
-    size, unit = next((u for u in units if value >= u[0]), units[-1])
-    return f"{three_digits(value / size)} {unit}"
+    units = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")
+    size, unit = next((u for u in units if number >= u[0]), units[-1])
+    return f"{three_digits(number / size)} {unit}"
 
 
 def three_digits(value: float) -> str:
@@ -205,9 +206,9 @@ def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, A
         "name": measured.name,
         "median": timing.median,
         "iqr": timing.iqr,
-        "quartiles": timing.quartiles,
-        "seconds": timing.seconds,
-        "steps": timing.steps,
+        "quartiles": _quartiles(timing),
+        "seconds": timing.times,
+        "steps": timing.number_per_run,
         "speedup_over_native": comparison.ratio(NATIVE, measured.name),
         "time_to_native_freezing": comparison.ratio(measured.name, NATIVE_FROZEN),
         "time_to_limit": _to_limit(comparison, measured),
@@ -215,6 +216,11 @@ def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, A
         "first_call": measured.first_call,
         "graphs": measured.num_graphs,
     }
+
+
+def _quartiles(timing: Measurement) -> list[float]:
+    times = torch.tensor(timing.times, dtype=torch.float64)
+    return [float(times.quantile(share)) for share in (0.25, 0.75)]
 
 
 def load_pyplot() -> Any:
@@ -248,8 +254,8 @@ def write_plot(path: Path, report: Report) -> None:
 def _draw_bars(ax: Any, case: str, comparison: Comparison) -> None:
     names = [measured.name for measured in comparison.measured]
     timings = [measured.timing for measured in comparison.measured]
-    below = [1e3 * (t.median - t.quartiles[0]) for t in timings]
-    above = [1e3 * (t.quartiles[1] - t.median) for t in timings]
+    below = [1e3 * (t.median - _quartiles(t)[0]) for t in timings]
+    above = [1e3 * (_quartiles(t)[1] - t.median) for t in timings]
     ax.barh(names, [1e3 * t.median for t in timings], xerr=[below, above])
     ax.invert_yaxis()
     ax.set_title(f"{case}: {comparison.workload}", loc="left", fontsize="medium")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import inspect
@@ -14,10 +15,9 @@ import torch
 from amp_fx.drawing.draw import FORMATS, LEVELS, check_path, draw
 from amp_fx.dtypes import as_dtype
 from amp_fx.errors import OptionError, UnsupportedError
-from amp_fx.explanation.entry import explain
+from amp_fx.explanation.entry import REMOVED, explain
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable
 
 EXAMPLES = """\
@@ -45,13 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--device", help="device type to explain for; it need not be there")
     parser.add_argument("--meta", action="store_true", help="make the model without its memory")
     parser.add_argument("--backward", action="store_true", help="explain the backward as well")
-    parser.add_argument("--fused", action="store_true", help="count inductor's kernels as well")
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="count a step of it too: a class of torch.optim, with its defaults; AdamW:fused or "
-        "AdamW:foreach choose its kernels",
-    )
+    parser.add_argument("--all", action="store_true", help="show views in the table, too")
+    for name in REMOVED:
+        parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--html", metavar="PATH", help="write a page with the picture and the table"
@@ -103,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         device_type=args.device,
         backward=args.backward,
-        fused=args.fused,
-        optimizer=None if args.optimizer is None else make_optimizer(args.optimizer, model),
+        all=args.all,
+        **{name: value for name in REMOVED if (value := getattr(args, name)) is not None},
     )
     try:
         explanation = explainer(*inputs)

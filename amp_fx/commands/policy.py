@@ -12,7 +12,7 @@ from rich.table import Table
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset_names
 from amp_fx.tables import DEVICES, OWN_KERNELS
-from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.cast_policy import NO_POLICY, CastPolicy
 from amp_fx.tables.op_names import find_overloads
 from amp_fx.tables.presets import VERSIONS, torch_tables
 from amp_fx.tables.reasons import family_of
@@ -33,7 +33,6 @@ examples:
   python -m amp_fx policy --check               compare with the installed torch
 """
 
-NO_POLICY = "no policy"
 OWN_KERNEL = "own kernel"
 
 MEANING = {

@@ -2,7 +2,7 @@
 
 Every contender has a copy of the same weights and writes the same text greedily. They take turns
 text by text, as a server would call one of them: what a contender leaves in the processor's caches
-is there for its next token.
+is there for its next token. Each compiles with empty caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from amp_fx.demo.train import wait_for
+from amp_fx.demo.train import empty_caches, wait_for
 from amp_fx.front.compile import compile as compile_low
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def generate(
     writers = _writers(model, settings)
     for number in range(1 + TEXTS):
         for writer in writers:
-            times = writer.write(prompt)
+            with empty_caches() if number == 0 else contextlib.nullcontext():
+                times = writer.write(prompt)
             if number == 0:
                 writer.writing.first_step = times[0]
             else:

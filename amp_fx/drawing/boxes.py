@@ -207,8 +207,8 @@ def _add_ghost(graph: BoxGraph, cast: CastRecord, by_name: dict[str, NodeRecord]
     home = by_name[consumers[0]].module if consumers else ""
     name = f"ghost.{cast.name}"
     title = f"to {SHORT.get(cast.to_dtype, cast.to_dtype)}"
-    tip = f"{cast.name}: taken out, {cast.removed_by}"
-    box = Box("ghost", title, ("taken out",), (), home, tip, (cast.name,), ("ghost", title))
+    tip = f"{cast.name}: removed, {cast.removed_by}"
+    box = Box("ghost", title, ("removed",), (), home, tip, (cast.name,), ("ghost", title))
     graph.add_node(name, box=box)
     if cast.source in graph:
         connect(graph, cast.source, name, (), is_ghost=True)

@@ -41,7 +41,7 @@ class Stream:
         source: Name of the box that gives.
         targets: Names of those that take.
         labels: Dtype and shape of each tensor that goes along.
-        is_ghost: Whether it leads to or from a cast that was taken out.
+        is_ghost: Whether it leads to or from a cast that was removed.
     """
 
     source: str
@@ -371,7 +371,7 @@ LEGEND = {
     "cast": (CAST, "hexagon: cast, made in every call"),
     "kept": (KEPT, "cylinder: cast of a weight, kept across calls"),
     "module": (INK, "kept, in a module: casts of its weights, kept across calls"),
-    "ghost": (FAINT, "dashed: cast taken out"),
+    "ghost": (FAINT, "dashed: cast removed"),
     "island": (INK, "octagon: island under native autocast"),
 }
 """Kinds of boxes whose shape says something: the colour of the line, the meaning."""

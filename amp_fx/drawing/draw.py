@@ -164,7 +164,7 @@ def draw(
     color: str | None = None,
     dpi: int = 192,
 ) -> Drawing:
-    """Draws explained graphs with the casts that were put in, through Graphviz.
+    """Draws explained graphs with the casts that were inserted, through Graphviz.
 
     Boxes are filled with the colour of the dtype that they run in; casts are hexagons, casts
     of weights that are kept are cylinders; edges tell dtype and shape; frames are modules.
@@ -179,7 +179,7 @@ def draw(
             stays small. None takes ``"op"`` where that is small too.
         focus: Path of the module to show, with what it takes and gives: ``"layers.3.attn"``.
         graph: Only the graphs of this number; None takes all forward graphs.
-        ghosts: Whether casts that were taken out again are shown.
+        ghosts: Whether casts that were removed again are shown.
         fold: Whether repeated modules of a list are folded into one with a count.
         before: Whether the graph is shown as captured, without casts.
         legend: Whether colours and shapes are explained above the picture.

@@ -14,7 +14,7 @@ from amp_fx.drawing.dot import FONT
 from amp_fx.drawing.draw import title_of
 from amp_fx.drawing.folding import first_of_folded
 from amp_fx.errors import OptionError
-from amp_fx.explanation.table import bare_op, treatment
+from amp_fx.explanation.table import bare_op
 from amp_fx.graphs.places import short_path
 from amp_fx.numerics.records import number
 from amp_fx.numerics.report import MEASURES, MOST
@@ -202,8 +202,8 @@ def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> di
         "source": f"{short_path(node.file)}:{node.line}" if node.file else "",
         "code": node.code,
         "dtype": node.dtype,
-        "treatment": treatment(node),
-        "text": measured.get(node.name) or treatment(node) or node.kind.removeprefix("op"),
+        "treatment": node.treatment,
+        "text": measured.get(node.name) or node.treatment or node.kind.removeprefix("op"),
         "origin": node.origin,
         "reason": node.reason,
         "inputs": [_key(record, name) for name in node.inputs],
@@ -259,7 +259,7 @@ def _summary(drawing: Drawing) -> str:
         f"<b>{totals.num_ops}</b> ops",
         f"<b>{totals.casts_left}</b> casts per call ({human(totals.bytes_cast)})",
         f"<b>{totals.casts_kept}</b> casts kept (save {human(totals.bytes_kept)} per call)",
-        f"<b>{totals.casts_removed}</b> taken out",
+        f"<b>{totals.casts_removed}</b> removed",
         f"FLOPs: {share or 'none counted'}",
     ]
     parts += [f"<b>{totals.num_breaks}</b> graph breaks"] if totals.num_breaks else []

@@ -10,9 +10,8 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from amp_fx.explanation.table import bare_op, folded_path, treatment, without_numbers
-from amp_fx.explanation.totals import MOVING
-from amp_fx.reports import Report, human, times
+from amp_fx.explanation.table import bare_op, folded_path, without_numbers
+from amp_fx.reports import Report, times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,21 +24,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """One op that is treated otherwise, or moves other bytes.
+    """One op that is treated otherwise.
 
     Attributes:
         module: Its module.
         op: What it calls, as captured.
         dtypes: The dtypes that it runs in, here and there; ``""`` where it is missing.
         treatments: Its policies, here and there.
-        bytes_moved: What it reads and writes, here and there (``NodeRecord.bytes_moved``).
     """
 
     module: str
     op: str
     dtypes: tuple[str, str]
     treatments: tuple[str, str]
-    bytes_moved: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,28 +45,24 @@ class Diff(Report):
 
     Attributes:
         names: What each explanation is: policy, device and dtype.
-        totals: By the field of ``totals.Totals`` that differs, both values.
-        nodes: The ops that are treated otherwise, or move other bytes.
+        totals: By the field of ``records.Totals`` that differs, both values.
+        nodes: The ops that are treated otherwise.
         backward_totals: As ``totals``, of the backward graphs.
-        modules: Bytes that ops and casts in a module read and write in the forward, here and
-            there, by the path of those where they differ; ``""`` is the root.
     """
 
     names: tuple[str, str]
     totals: dict[str, tuple[Any, Any]]
     nodes: tuple[NodeDifference, ...]
     backward_totals: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    modules: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether anything differs."""
-        return bool(self.totals or self.nodes or self.backward_totals or self.modules)
+        return bool(self.totals or self.nodes or self.backward_totals)
 
     def _render(self) -> RenderableType:
         parts = [_totals_table("", self.totals, self.names)] if self.totals else []
         if self.backward_totals:
             parts.append(_totals_table("backward", self.backward_totals, self.names))
-        parts += [_modules_table(self)] if self.modules else []
         parts += [_nodes_table(self)] if self.nodes else []
         return Group(*parts) if parts else "no difference"
 
@@ -95,26 +88,12 @@ def compare(ours: Explanation, other: Explanation) -> Diff:
         totals=_differing(vars(ours.totals), vars(other.totals)),
         nodes=nodes,
         backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
-        modules=_differing(_by_module(ours), _by_module(other), missing=0),
     )
 
 
-def _differing(
-    ours: Mapping[str, Any], other: Mapping[str, Any], *, missing: Any = None
-) -> dict[str, tuple[Any, Any]]:
-    """By the key, what differs, in order."""
-    keys = dict.fromkeys([*ours, *other])
-    pairs = {key: (ours.get(key, missing), other.get(key, missing)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _by_module(explanation: Explanation) -> dict[str, int]:
-    """What ops and casts read and write, by the module that they stand in."""
-    found: dict[str, int] = {}
-    for node in explanation.nodes:
-        if node.kind in MOVING:
-            found[node.module] = found.get(node.module, 0) + node.bytes_moved
-    return found
+def _differing(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of each key whose values differ."""
+    return {key: (ours[key], other[key]) for key in ours if ours[key] != other[key]}
 
 
 def _describe(explanation: Explanation) -> str:
@@ -131,8 +110,8 @@ def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
 
 
 def _facts(node: NodeRecord | None) -> tuple[Any, ...]:
-    """The dtype, the treatment and the bytes of a node, or of one that is missing."""
-    return (node.dtype, treatment(node), node.bytes_moved) if node else ("", "", 0)
+    """Returns the dtype and the treatment of a node; empty ones if it is missing."""
+    return (node.dtype, node.treatment) if node else ("", "")
 
 
 def _new_table(*columns: str) -> Table:
@@ -146,23 +125,8 @@ def _totals_table(title: str, totals: Mapping[str, Any], names: tuple[str, str])
     return table
 
 
-def _modules_table(diff: Diff) -> Table:
-    """Bytes by module, like modules as one row each, and what they become of 1."""
-    table = _new_table("bytes in module", "x", *diff.names, "ratio")
-    groups: dict[str, list[str]] = {}
-    for path in diff.modules:
-        groups.setdefault(without_numbers(path), []).append(path)
-    for paths in groups.values():
-        ours, other = (sum(diff.modules[path][side] for path in paths) for side in (0, 1))
-        ratio = f"{other / ours:.2f}" if ours else ""
-        table.add_row(
-            folded_path(paths) or "-", times(len(paths)), human(ours), human(other), ratio
-        )
-    return table
-
-
 def _nodes_table(diff: Diff) -> Table:
-    table = _new_table("module", "op", "x", *diff.names, "bytes")
+    table = _new_table("module", "op", "x", *diff.names)
     groups: dict[tuple[Any, ...], list[NodeDifference]] = {}
     for node in diff.nodes:
         key = (without_numbers(node.module), node.op, node.dtypes, node.treatments)
@@ -171,10 +135,8 @@ def _nodes_table(diff: Diff) -> Table:
         cells = [
             " ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)
         ]
-        ours, other = (sum(node.bytes_moved[side] for node in found) for side in (0, 1))
-        change = human(ours) if ours == other else f"{human(ours)} to {human(other)}"
         module = folded_path(n.module for n in found) or "-"
-        table.add_row(module, op, times(len(found)), *cells, change)
+        table.add_row(module, op, times(len(found)), *cells)
     return table
 
 

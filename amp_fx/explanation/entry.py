@@ -20,12 +20,11 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from amp_fx.backend.inner import is_strict
-from amp_fx.devices.product_costs import described
+from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, takes_inputs_later
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.optimizer_step import explain_step
-from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, region_names
+from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
 from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
 from amp_fx.explanation.records import CastRecord, GraphRecord
 from amp_fx.explanation.running import (
@@ -72,7 +71,7 @@ def explain_program(
     state = restore_notes(gm)
     _name_weights(gm, program)
     remember_captured(gm.graph)
-    reader = GraphReader(gm, state, NO_FRAME, meter=WorkMeter(detect_fake_mode(gm.graph)))
+    reader = GraphReader(gm, state, NO_FRAME, meter=FlopMeter(detect_fake_mode(gm.graph)))
     nodes = reader.read()
     casts = [
         cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
@@ -140,12 +139,20 @@ NEEDS_NUMBERS = (
 """What fake tensors cannot answer, and real ones can."""
 
 
+REMOVED = {
+    "fused": "inductor logs its kernels itself: TORCH_LOGS=schedule,fusion or output_code",
+    "optimizer": "amp_fx no longer counts the bytes of optimizer steps: time a step instead",
+}
+"""Removed arguments, and what to do instead."""
+
+
 @overload
 def explain(  # type: ignore[overload-overlap]  # a program can be called, to say that it cannot
     model: ExportedProgram,
     *,
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | None = None,
+    all: bool = False,
 ) -> Explanation: ...
 
 
@@ -158,8 +165,7 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    fused: bool = False,
+    all: bool = False,
 ) -> Callable[..., Explanation]: ...
 
 
@@ -172,8 +178,8 @@ def explain(
     device_type: str | None = None,
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    fused: bool = False,
+    all: bool = False,  # noqa: A002
+    **removed: Any,
 ) -> Callable[..., Explanation] | Explanation:
     """Tells what amp_fx does to a model, without compiling or changing it.
 
@@ -196,34 +202,29 @@ def explain(
         backward: Whether the backward graphs are derived and explained as well.
         options: More options of the backend, such as ``{"weight_cache": False}``
             (``amp_fx.options.Options``).
-        optimizer: One whose step is to be counted (``Explanation.step``): a copy of it takes one,
-            on fake tensors. None counts none.
-        fused: Whether inductor schedules the graphs too, and its kernels' bytes are counted
-            (``GraphRecord.kernels``); no code is generated. Of a device that is not there, kernels
-            are those of the CPU, which fuse nearly alike.
+        all: Whether the table also shows views, about which nothing is decided.
+        removed: Arguments of earlier versions, which raise an error.
 
     Returns:
         A function that takes the model's arguments and gives an ``Explanation``; for an exported
         program, which has its arguments, the ``Explanation`` itself.
 
     Raises:
-        OptionError: An option is unknown or has a value that is not allowed, or what shall be an
-            optimizer is none.
+        OptionError: An option or argument is unknown or was removed, or its value is not allowed.
         PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
         ArgumentTypeError: The model is neither a module nor a function.
-        UnsupportedError: When called: the model cannot be traced with these arguments, or the
-            optimizer cannot take a step on fake tensors.
+        UnsupportedError: When called: the model cannot be traced with these arguments.
     """
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"optimizer={optimizer!r}: not an optimizer like those of torch.optim")
+    for name in removed:
+        instead = f"was removed; {REMOVED[name]}" if name in REMOVED else "is not known"
+        raise OptionError(f"amp_fx.explain: the argument {name!r} {instead}")
     if isinstance(model, ExportedProgram):
-        fixed = (backward or None, fused or None, device_type, options, optimizer)
-        if any(given is not None for given in fixed):
+        if backward or device_type is not None or options is not None:
             raise OptionError(
-                "for an exported program, backward, fused, device_type and options are fixed, "
-                "and there is no optimizer"
+                "for an exported program, backward, device_type and options are fixed"
             )
-        return explain_program(model, dtype=dtype, policy=policy)
+        program = explain_program(model, dtype=dtype, policy=policy)
+        return dataclasses.replace(program, shows_all=all)
     target, given = unwrap(model, "amp_fx.explain")
     request = Request(
         dtype=given.dtype if dtype is None else as_dtype(dtype),
@@ -232,8 +233,7 @@ def explain(
         settings=None if given is NOT_COMPILED else given,
         backward=backward,
         options=_checked(options),
-        optimizer=optimizer,
-        fused=fused,
+        shows_all=all,
     )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
@@ -254,8 +254,7 @@ class Request:
     settings: RegionSettings | None = None
     backward: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
-    fused: bool = False
+    shows_all: bool = False
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -296,26 +295,18 @@ def _explain(
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
         is_whole=capture.is_whole,
         shared=shared_weights(stand_in.program, capture.outputs),
+        shows_all=request.shows_all,
     )
     capture.release()
     if not stand_in.imagined and stand_in.device_type == "cpu":
         explanation = dataclasses.replace(explanation, products=_products(explanation, request))
-    if request.optimizer is None:
-        return explanation
-    step = explain_step(
-        request.optimizer,
-        model,
-        explanation.casts,
-        device=stand_in.device_type,
-        is_imagined=stand_in.imagined,
-    )
-    return dataclasses.replace(explanation, step=step)
+    return explanation
 
 
 def _products(explanation: Explanation, request: Request) -> str:
     low = {bare_op(node.op) for node in explanation.nodes if node.dtype == explanation.dtype}
     options = Options.parse(request.options)
-    return "" if is_strict(options) else described(options.products, explanation.dtype, low)
+    return "" if is_strict(options) else described(getattr(torch, explanation.dtype), low)
 
 
 def label(policy: Policy) -> str:
@@ -352,14 +343,7 @@ def capture_call(
         )
         region = functools.partial(settings.region, None, (), {})
     try:
-        return run_stand_in(
-            stand_in,
-            options,
-            region,
-            wants_backward=request.backward,
-            wants_kernels=request.fused,
-            watch=watch,
-        )
+        return run_stand_in(stand_in, options, region, wants_backward=request.backward, watch=watch)
     except (*NEEDS_NUMBERS, AmpFxError):
         raise
     except Exception as error:

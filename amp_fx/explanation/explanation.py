@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.explanation.totals import Totals, sum_up
-from amp_fx.reports import Report, as_plain
+from amp_fx.explanation.records import Totals
+from amp_fx.reports import Report, as_plain, piped_width, printed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
     from amp_fx.explanation.diff import Diff
-    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, StepRecord
+    from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of ``Explanation.to_dict``; raised when a key changes its meaning or goes."""
 
 
@@ -37,8 +40,8 @@ class Explanation(Report):
             no code around the graph that Dynamo skipped.
         shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
             ones, views of each other, and those that the model hands out.
-        step: What a step of the optimizer moves, if one was given.
         products: What is otherwise about sums in low products on this CPU; else empty.
+        shows_all: Whether the table shows views, too.
     """
 
     model: str
@@ -50,8 +53,8 @@ class Explanation(Report):
     other_breaks: tuple[str, ...] = ()
     is_whole: bool = True
     shared: tuple[str, ...] = ()
-    step: StepRecord | None = None
     products: str = ""
+    shows_all: bool = False
 
     @property
     def forward(self) -> tuple[GraphRecord, ...]:
@@ -70,7 +73,7 @@ class Explanation(Report):
 
     @property
     def casts(self) -> tuple[CastRecord, ...]:
-        """The casts that were put into forward graphs, removed ones included."""
+        """The casts that were insertedto forward graphs, removed ones included."""
         return tuple(cast for graph in self.forward for cast in graph.casts)
 
     @property
@@ -86,12 +89,12 @@ class Explanation(Report):
     @property
     def totals(self) -> Totals:
         """Sums over the forward graphs."""
-        return sum_up(self.forward, num_breaks=len(self.breaks))
+        return _sum_up(self.forward, num_breaks=len(self.breaks))
 
     @property
     def backward_totals(self) -> Totals:
         """Sums over the backward graphs; its casts are the derivatives of casts."""
-        return sum_up(self.backward, num_breaks=0)
+        return _sum_up(self.backward, num_breaks=0)
 
     def low_weights(self) -> dict[str, torch.dtype]:
         """The weights that could be stored, or gathered, in a low dtype without a changed bit.
@@ -118,30 +121,17 @@ class Explanation(Report):
     def to_dict(self) -> dict[str, Any]:
         """The explanation as dictionaries, lists, strings and numbers.
 
-        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), ``model``, ``policy``,
-        ``dtype``, ``device_type``, ``is_imagined``, ``is_whole``, ``shared``, ``totals`` and
-        ``backward_totals`` (the fields of ``totals.Totals``), ``breaks`` and ``graphs`` (the
-        fields of ``records.GraphRecord``, and so on inside) and ``step`` (those of
-        ``records.StepRecord``, or None) and ``products``. Equal models and options give equal
-        dictionaries. New keys may come without a new schema.
+        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), the attributes, ``totals`` and
+        ``backward_totals`` (the fields of ``records.Totals``), and ``breaks``. Equal models and
+        options give equal dictionaries. New keys may come without a new schema.
         """
-        return {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            "model": self.model,
-            "policy": self.policy,
-            "dtype": self.dtype,
-            "device_type": self.device_type,
-            "is_imagined": self.is_imagined,
-            "is_whole": self.is_whole,
-            "shared": list(self.shared),
-            "totals": dataclasses.asdict(self.totals),
-            "backward_totals": dataclasses.asdict(self.backward_totals),
-            "breaks": list(self.breaks),
-            "graphs": [as_plain(graph) for graph in self.graphs],
-            "step": dataclasses.asdict(self.step) if self.step is not None else None,
-            "products": self.products,
+        more = {
+            "totals": self.totals,
+            "backward_totals": self.backward_totals,
+            "breaks": self.breaks,
         }
+        head = {"schema": SCHEMA, "torch": torch.__version__}
+        return {**head, **super().to_dict(), **as_plain(more)}
 
     def diff(self, other: Explanation) -> Diff:
         """What is otherwise in another explanation of the same model.
@@ -153,6 +143,10 @@ class Explanation(Report):
 
         return compare(self, other)
 
+    def __str__(self) -> str:
+        """The table, as wide as the terminal; 80 columns if there is none."""
+        return printed(self._render(), 80 if piped_width() is not None else None)
+
     def _render(self) -> RenderableType:
         from amp_fx.explanation.table import render
 
@@ -163,6 +157,38 @@ class Explanation(Report):
         totals = self.totals
         return (
             f"<Explanation of {self.model}: {totals.num_graphs} graphs, "
-            f"{totals.casts_put_in} casts put in, {totals.casts_removed} taken out, "
+            f"{totals.casts_put_in} casts inserted, {totals.casts_removed} removed, "
             f"{totals.casts_kept} kept>"
         )
+
+
+def _sum_up(graphs: Sequence[GraphRecord], *, num_breaks: int) -> Totals:
+    casts = [cast for graph in graphs for cast in graph.casts]
+    states = ("removed", "kept", "inserted")
+    removed, kept, left = ([cast for cast in casts if cast.state == state] for state in states)
+    ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "island")]
+    flops: Counter[str] = Counter()
+    for node in ops:
+        if node.flops:
+            flops[node.dtype] += node.flops
+    copies = {(c.weight or c.source, c.to_dtype): c.bytes_written for c in kept}
+    values = [value for graph in graphs for value in graph.kept_values]
+    return Totals(
+        num_graphs=len(graphs),
+        num_ops=len(ops),
+        ops_by_dtype=dict(Counter(node.dtype for node in ops if node.dtype).most_common()),
+        casts_put_in=len(casts),
+        casts_removed=len(removed),
+        casts_kept=len(kept),
+        casts_left=len(left),
+        bytes_cast=sum(cast.bytes_moved for cast in left),
+        bytes_kept=sum(cast.bytes_moved for cast in kept),
+        copy_bytes=sum(copies.values()),
+        values_kept=len(values),
+        value_bytes=sum(value.num_bytes for value in values),
+        flops=dict(flops.most_common()),
+        flop_share={dtype: count / flops.total() for dtype, count in flops.most_common()},
+        num_islands=sum(len(graph.islands) for graph in graphs),
+        num_fallbacks=sum(bool(graph.fallback) for graph in graphs),
+        num_breaks=num_breaks,
+    )

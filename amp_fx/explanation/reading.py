@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -19,9 +19,10 @@ from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
 from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
-from amp_fx.graphs.traffic import Moved, TrafficMode, num_bytes, tensor_bytes
+from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
+from amp_fx.tables.reasons import family_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -46,7 +47,7 @@ def origin_and_reason(
     if kind in _KINDS:
         return "", _KINDS[kind]
     if kind == "cast":
-        return "", f"put in for {clean_reason(CAST.of(node).reason)}"
+        return "", f"inserted for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
     if kind == "island" and SITE.is_on(node) and is_bare_function(node):
@@ -70,7 +71,12 @@ def origin_and_reason(
     origin = decisions[0].origin
     if origin == "table" and state.policy is not start.policy:
         origin = "region"
-    return origin, "; ".join(dict.fromkeys(_sentence(d, state) for d in decisions)) + region
+    sentences = dict.fromkeys(
+        f"{d.op.removeprefix('aten::')}: {d.policy.value} ({d.device_type} {d.origin}), "
+        + _effect(d, state)
+        for d in decisions
+    )
+    return origin, "; ".join(sentences) + region
 
 
 def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
@@ -78,11 +84,12 @@ def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
     return DECISIONS.get(node) or ()
 
 
-def _sentence(decision: OpDecision, state: AutocastState) -> str:
+def _effect(decision: OpDecision, state: AutocastState) -> str:
+    """Returns the effect of a policy and, if it is a table's, the table's reason for it."""
     low = dtype_name(state.low_dtype(decision.device_type))
-    op = decision.op.removeprefix("aten::")
-    where = f"{decision.device_type} {decision.origin}"
-    return f"{op}: {decision.policy.value} ({where}), {decision.policy.effect(low)}"
+    family = family_of(decision.op, decision.policy) if decision.origin == "table" else None
+    why = f". {family.reason}" if family is not None else ""
+    return decision.policy.effect(low) + why
 
 
 def describe(state: AutocastState) -> str:
@@ -105,37 +112,21 @@ def clean_reason(reason: str) -> str:
     return reason.removeprefix("aten.")
 
 
-class Work(NamedTuple):
-    """What one call of a node has to do."""
-
-    flops: int = 0
-    moved: Moved = Moved()
-    is_counted: bool = True
-
-
-NOTHING = Work()
-"""Of a view, say."""
-UNKNOWN = Work(is_counted=False)
-"""Of what cannot be called by itself."""
-
-
-class WorkMeter:
-    """Calls single nodes on fake tensors and counts what they do; equal calls are counted once."""
+class FlopMeter:
+    """Counts the operations of single nodes by calling them on fake tensors; equal calls once."""
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
         self._fake_mode = fake_mode
-        self._memo: dict[Any, Work] = {}
+        self._memo: dict[Any, int] = {}
 
-    def measure(self, node: fx.Node) -> Work:
-        """What one call of a node does."""
+    def count(self, node: fx.Node) -> int:
+        """Returns the floating-point operations of one call; 0 if it cannot be called by itself."""
         if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
-            return NOTHING
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return _at_its_border(node)
-        if not tensors_in([recorded_value(n) for n in (node, *node.all_input_nodes)]):
-            return NOTHING
+            return 0
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or not _may_multiply(node):
+            return 0
         if self._fake_mode is None or any(not VALUE.is_on(n) for n in node.all_input_nodes):
-            return UNKNOWN
+            return 0
         try:
             key = call_key(node, node.all_input_nodes)
         except NotPlainError:
@@ -146,9 +137,7 @@ class WorkMeter:
             self._memo[key] = self._call(node)
         return self._memo[key]
 
-    def _call(self, node: fx.Node) -> Work:
-        traffic, counter = TrafficMode(), FlopCounterMode(display=False)
-        may_multiply = _may_multiply(node)
+    def _call(self, node: fx.Node) -> int:
         with contextlib.ExitStack() as stack:
             if ISLAND.is_on(node):
                 stack.enter_context(native_autocast(node, self._fake_mode))
@@ -158,23 +147,11 @@ class WorkMeter:
             try:
                 given = argument_values(node)
                 args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, given)
-                if may_multiply:
-                    stack.enter_context(counter)
-                stack.enter_context(traffic)
+                counter = stack.enter_context(FlopCounterMode(display=False))
                 call_target(node, args, kwargs)
             except Exception:  # noqa: BLE001 - neither islands nor bodies of vmap may run elsewhere
-                return UNKNOWN
-        flops = int(counter.get_total_flops()) if may_multiply else 0
-        return Work(flops, traffic.moved)
-
-
-def _at_its_border(node: fx.Node) -> Work:
-    """What a higher-order op takes and gives, if its bodies are not read by themselves."""
-    if is_rewritten(node):
-        return NOTHING
-    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
-    made = tensors_in(recorded_value(node))
-    return Work(0, Moved(sum(map(tensor_bytes, given)), sum(map(tensor_bytes, made))))
+                return 0
+        return int(counter.get_total_flops())
 
 
 def _may_multiply(node: fx.Node) -> bool:
@@ -196,7 +173,7 @@ class GraphReader:
     frame: CompileFrame
     _: dataclasses.KW_ONLY
     device: str | None = None
-    meter: WorkMeter | None = None
+    meter: FlopMeter | None = None
     fallback: str = ""
     names: dict[fx.Node, tuple[str, ...]] = dataclasses.field(init=False, default_factory=dict)
     _records: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
@@ -237,7 +214,6 @@ class GraphReader:
         kind = kind_of(node)
         place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
-        work = self.meter.measure(node) if self.meter is not None else NOTHING
         return NodeRecord(
             name=prefix + node.name,
             kind=kind,
@@ -253,10 +229,8 @@ class GraphReader:
             decisions=self._decisions(node),
             origin=origin,
             reason=reason.replace("cpu ", f"{self.device} ") if self.device else reason,
-            flops=work.flops,
-            bytes_read=work.moved.read,
-            bytes_written=work.moved.written,
-            is_counted=work.is_counted,
+            flops=self.meter.count(node) if self.meter is not None else 0,
+            is_view=kind == "op" and is_view(node),
         )
 
     def _label(self, node: fx.Node, kind: str) -> str:
@@ -269,7 +243,13 @@ class GraphReader:
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(
-            DecisionRecord(d.op, self.device or d.device_type, d.policy.value, d.origin)
+            DecisionRecord(
+                d.op,
+                self.device or d.device_type,
+                d.policy.value,
+                d.origin,
+                _effect(d, SITE.of(node).state),
+            )
             for d in decisions_on(node)
         )
 
@@ -286,6 +266,26 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
     if node.op == "output":
         return [t for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
     return tensors_in(recorded_value(node))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Returns True for ops that return their input's elements as they are, or no tensor.
+
+    Such are the ops whose schema says that the result may be a view, ``contiguous`` included.
+    """
+    results = tensors_in(recorded_value(node))
+    if not results:
+        return True
+    family, _, name = op_name(node).removeprefix("aten").partition(".")
+    if family == "F":
+        return False
+    if name in ("getitem", "getattr") or family == "getattr":
+        return len(node.all_input_nodes) == 1  # else it is indexed with tensors
+    packet = getattr(torch.ops.aten, (name or family).partition(".")[0], None)
+    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
+    if packet is None or {t.dtype for t in results} != {t.dtype for t in given}:
+        return False
+    return any(getattr(packet, overload).is_view for overload in packet.overloads())
 
 
 def kind_of(node: fx.Node) -> str:

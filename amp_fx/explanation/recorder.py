@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx import csrc
 from amp_fx.backend.caching import caching
+from amp_fx.backend.inner import has_cpp_compiler, without_autograd_cache
+from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.lowered import at_once, lowered_graphs, saved_for_backward
-from amp_fx.explanation.reading import GraphReader, WorkMeter, clean_reason, kind_of, region_names
+from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, kind_of, region_names
 from amp_fx.explanation.records import (
     CastRecord,
     GraphRecord,
     IslandRecord,
     KeptValueRecord,
-    PassRecord,
     WeightRecord,
 )
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
-from amp_fx.graphs.collectives import has_collectives
 from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.traffic import num_bytes
@@ -35,24 +35,25 @@ from amp_fx.graphs.values import (
     recorded_value,
     remember_captured,
     storage_id,
-    tensors_in,
     value_of,
 )
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.weights.cacheable import cacheable_weights
 from amp_fx.weights.split import viewed_by
+from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amp_fx.backend.caching import CachedValue, Caching
     from amp_fx.backend.rewrite import Rewritten
-    from amp_fx.explanation.lowered import LoweredGraph
     from amp_fx.explanation.records import NodeRecord
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.weights.cacheable import Weight
 
 
 log = logging.getLogger(__name__)
@@ -83,9 +84,7 @@ class SeenGraph:
         fallback: Why it was not rewritten.
         backward: The graph that AOTAutograd derives from it, if asked for.
         kept_values: What is cached across calls; empty until ``find_cached_values`` is called.
-        passes: What each pass did to the bytes of casts.
         find_cached_values: Fills ``kept_values`` and marks cached casts; None if nothing is cached.
-        lower: Gives the graphs that inductor would get, if they were asked for or send anything.
     """
 
     captured: fx.GraphModule
@@ -97,9 +96,7 @@ class SeenGraph:
     fallback: str = ""
     backward: fx.GraphModule | None = None
     kept_values: tuple[CachedValue, ...] = ()
-    passes: list[PassRecord] = dataclasses.field(default_factory=list)
     find_cached_values: Callable[[], None] | None = None
-    lower: Callable[[], tuple[LoweredGraph, ...]] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,21 +108,13 @@ class GraphRecorder:
     wants_backward: bool
     options: Options
     is_imagined: bool
-    wants_kernels: bool
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """Finds casts that came or went, and their bytes; passes edit bodies too."""
+        """Finds casts that a pass inserted or removed, bodies of higher-order ops included."""
         self.seen.counts.update(report.counts)
-        self._find_casts(report.name, gm)
-        bytes_cast = sum(map(_bytes_per_call, self.seen.casts))
-        before = self.seen.passes[-1].bytes_cast if self.seen.passes else 0
-        counts = tuple(sorted(report.counts.items()))
-        self.seen.passes.append(PassRecord(report.name, counts, bytes_cast - before, bytes_cast))
-
-    def _find_casts(self, pass_name: str, gm: fx.GraphModule) -> None:
         for seen in self.seen.casts.values():
             if seen.node._erased and not seen.removed_by:
-                seen.removed_by = pass_name
+                seen.removed_by = report.name
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
         for node in (node for graph in graphs for node in graph.nodes):
             cast = inserted_cast(node)
@@ -137,7 +126,6 @@ class GraphRecorder:
         """Forgets what passes did before one failed: the graph stays as captured."""
         self.seen.fallback = str(error)
         self.seen.casts.clear()
-        self.seen.passes.clear()
         self.seen.counts.clear()
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
@@ -154,16 +142,6 @@ class GraphRecorder:
         cache = self._cache(found, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, list(example_inputs), cache)
-        if self.wants_backward or self.wants_kernels or has_collectives(gm):
-            self.seen.lower = functools.partial(
-                lowered_graphs,
-                copy_graph_module(gm),
-                tuple(example_inputs),
-                self.options,
-                cache,
-                is_grad_enabled=torch.is_grad_enabled(),
-                wants_kernels=self.wants_kernels,
-            )
         if cache.is_on():
             self.seen.find_cached_values = functools.partial(
                 self._find_cached_values,
@@ -181,22 +159,29 @@ class GraphRecorder:
         return run
 
     def _cache(self, found: Rewritten, inputs: Sequence[Any]) -> Caching:
-        """Returns what the backend would decide to cache.
+        """Returns what the backend would decide to cache, without building ``watch.cpp``.
 
         Where the CPU stands for an accelerator, the accelerator's rules hold.
         """
-        options = self.options
+        options, seen = self.options, self.seen
         if self.is_imagined:
             level = options.weight_cache and "training"
             options = dataclasses.replace(options, weight_cache=level, freezing=False)
-        return caching(self.seen.captured, found, inputs, options)
+        uncached = dataclasses.replace(options, weight_cache=False)
+        cache = caching(seen.captured, found, inputs, uncached)
+        weights: dict[int, Weight] = {}
+        if options.weight_cache and found.state.cache_enabled and can_watch():
+            stored = set() if options.freezing else stored_tensors(found.frame.modules())
+            weights = cacheable_weights(seen.captured, found.gm, inputs, stored=stored)
+        return dataclasses.replace(cache, weights=weights, options=options)
 
     def _find_cached_values(
         self, cache: Caching, inputs: Sequence[Any], *, is_grad_enabled: bool
     ) -> None:
         """Finds the values that the backend would cache, and marks their casts.
 
-        To be called when Dynamo has ended (see ``lowered_graphs``).
+        To be called when Dynamo has ended: inductor's patterns make symbols for sizes, of which
+        Dynamo would make guards.
         """
         seen = self.seen
         assert seen.rewritten is not None
@@ -212,7 +197,6 @@ class GraphRecorder:
             for value in seen.kept_values
             for position, dtype in value.spec.casts()
         }
-        before = sum(map(_bytes_per_call, seen.casts))
         num_cached = 0
         for node, each in seen.casts.items():
             if node._erased or each.removed_by == "hoist_casts":
@@ -221,18 +205,13 @@ class GraphRecorder:
             if (storage_id(source), each.cast.dtype) in cached:
                 IS_CACHED.put(node, True)
                 num_cached += 1
-        after = sum(map(_bytes_per_call, seen.casts))
-        counts = {"weight_casts_kept": num_cached} if num_cached else {}
-        seen.counts.update(counts)
-        seen.passes.append(PassRecord("split", tuple(counts.items()), after - before, after))
+        seen.counts.update({"weight_casts_kept": num_cached} if num_cached else {})
 
 
-def _bytes_per_call(cast: fx.Node) -> int:
-    """What a cast reads and writes on every call: nothing if it went, or is kept."""
-    if cast._erased or IS_CACHED.is_on(cast):
-        return 0
-    values = tensors_in([recorded_value(node) for node in (cast.all_input_nodes[0], cast)])
-    return sum(map(num_bytes, values))
+def can_watch() -> bool:
+    """Returns True if ``watch.cpp`` is built or could be."""
+    is_built = build.find("amp_fx_watch", csrc.SOURCE) is not None
+    return not csrc.why_off() and (is_built or has_cpp_compiler())
 
 
 def derive_backward(
@@ -253,7 +232,8 @@ def derive_backward(
         bw_compiler=backward,
         partition_fn=cache.partition,
     )
-    with at_once():
+    # Relies on this setting, which has AOTAutograd compile the backward right after the forward.
+    with without_autograd_cache(force_non_lazy_backward_lowering=True):
         compiler(copy_graph_module(gm), list(inputs))
     return found[0] if found else None
 
@@ -264,19 +244,16 @@ def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRec
     for index, graph in enumerate(seen):
         if graph.find_cached_values is not None:
             graph.find_cached_values()
-        lowered = graph.lower() if graph.lower is not None else ()
-        found.append(_read_forward(index, graph, lowered, device))
+        found.append(_read_forward(index, graph, device))
         if graph.backward is not None:
-            found.append(_read_backward(index, graph, lowered, device))
+            found.append(_read_backward(index, graph, device))
     return tuple(found)
 
 
-def _read_forward(
-    index: int, seen: SeenGraph, lowered: Sequence[LoweredGraph], device: str | None
-) -> GraphRecord:
+def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
     assert seen.rewritten is not None
     remember_captured(seen.captured.graph)
-    meter = WorkMeter(detect_fake_mode(seen.captured.graph))
+    meter = FlopMeter(detect_fake_mode(seen.captured.graph))
     before = GraphReader(seen.captured, seen.state, seen.frame, device=device)
     after = GraphReader(
         seen.rewritten, seen.state, seen.frame, device=device, meter=meter, fallback=seen.fallback
@@ -299,9 +276,6 @@ def _read_forward(
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
         kept_values=tuple(_kept_values(seen, after)),
-        passes=tuple(seen.passes),
-        collectives=tuple(c for g in lowered if not g.is_backward for c in g.collectives),
-        kernels=tuple(k for g in lowered if not g.is_backward for k in g.kernels),
     )
 
 
@@ -337,13 +311,11 @@ def _regions(seen: SeenGraph, device: str | None) -> tuple[str, ...]:
     return tuple(n.replace("cpu ", f"{device} ") for n in names) if device else names
 
 
-def _read_backward(
-    index: int, seen: SeenGraph, lowered: Sequence[LoweredGraph], device: str | None
-) -> GraphRecord:
+def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
     assert seen.backward is not None
     gm = seen.backward
     remember_captured(gm.graph)
-    meter = WorkMeter(detect_fake_mode(gm.graph))
+    meter = FlopMeter(detect_fake_mode(gm.graph))
     reader = GraphReader(gm, seen.state, seen.frame, device=device, meter=meter)
     nodes = reader.read()
     return GraphRecord(
@@ -353,9 +325,6 @@ def _read_backward(
         nodes=nodes,
         casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "backward") for n in _casts(gm)),
         modules=tuple(module_types(gm, reader.frame).items()),
-        saved=saved_for_backward(lowered, seen.frame),
-        collectives=tuple(c for g in lowered if g.is_backward for c in g.collectives),
-        kernels=tuple(k for g in lowered if g.is_backward for k in g.kernels),
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from amp_fx.tables.cast_policy import NO_POLICY
+
 Size = int | str
 
 
@@ -37,13 +39,20 @@ class DecisionRecord:
         op: Qualified overload name: ``"aten::softmax.int"``.
         device_type: The device type whose table was asked.
         policy: ``"lower_precision_fp"``, ``"fp32"``, ...
-        origin: Where it was laid down: ``"table"``, the override or the region.
+        origin: Where it comes from: ``"table"``, the override or the region.
+        reason: What the policy does to a call and, for those of a table, why.
     """
 
     op: str
     device_type: str
     policy: str
     origin: str
+    reason: str
+
+    @property
+    def treatment(self) -> str:
+        """The policy, and where it comes from unless that is a table."""
+        return self.policy if self.origin == "table" else f"{self.policy} ({self.origin})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +119,7 @@ class NodeRecord:
             there) or ``""`` for inputs and casts.
         reason: The same as a sentence.
         flops: Floating-point operations of one call, by ``torch.utils.flop_counter``.
-        bytes_read: Bytes that one call reads where every op runs by itself, as in eager code
-            (``amp_fx.graphs.traffic``); kernels that inductor fuses read less. Casts that the op
-            has in front of it are nodes of their own, those inside of an island are part of it.
-            Of the nodes in a body of a higher-order op, those of one run of it; an op whose body
-            is not shown reads its operands and writes its results.
-        bytes_written: Bytes that it writes; 0 for views.
-        is_counted: Whether its operations and bytes could be counted; it has none if not.
+        is_view: True if it returns its input's elements as they are, in a view or a copy.
     """
 
     name: str
@@ -134,14 +137,13 @@ class NodeRecord:
     origin: str
     reason: str
     flops: int
-    bytes_read: int = 0
-    bytes_written: int = 0
-    is_counted: bool = True
+    is_view: bool = False
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes that one call reads and writes."""
-        return self.bytes_read + self.bytes_written
+    def treatment(self) -> str:
+        """The policies met in the node, or the reason's keyword: the name in tables and pages."""
+        policies = ", ".join(dict.fromkeys(d.treatment for d in self.decisions))
+        return policies or (NO_POLICY if self.origin == "unlisted" else self.origin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,119 +154,6 @@ class IslandRecord:
     op: str
     module: str
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PassRecord:
-    """What one pass of the pipeline did to a graph.
-
-    Attributes:
-        name: The pass.
-        counts: What it counted.
-        bytes_changed: By how much it changed the bytes that casts read and write on every call:
-            above 0 where casts were put in, below 0 where they were taken out or are cached
-            (``"split"``, which runs after AOTAutograd).
-        bytes_cast: What they read and write after it.
-    """
-
-    name: str
-    counts: tuple[tuple[str, int], ...]
-    bytes_changed: int
-    bytes_cast: int
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedRecord:
-    """A tensor that the forward saves for the backward, and that is no input of the program.
-
-    Attributes:
-        name: The node of AOTAutograd's forward that makes it.
-        op: What that calls: ``"aten.mm"``.
-        module: Path of the module that it stands in.
-        dtype: ``"bfloat16"``.
-        shape: Its sizes.
-        num_bytes: Its elements' memory.
-    """
-
-    name: str
-    op: str
-    module: str
-    dtype: str
-    shape: tuple[Size, ...]
-    num_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelRecord:
-    """A kernel that inductor would launch.
-
-    Attributes:
-        kind: ``"generated"`` by inductor; of those, ``"cast"`` one that does nothing but cast and
-            ``"layout"`` one that only copies into another layout; ``"extern"`` a library's.
-        name: The ops that it came from.
-        num_bytes: What it reads and writes.
-    """
-
-    kind: str
-    name: str
-    num_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectiveRecord:
-    """A collective in a graph, and what it sends.
-
-    Attributes:
-        name: The node of AOTAutograd's graph.
-        op: What it calls: ``"all_gather_into_tensor"``.
-        dtype: Of what is sent.
-        group_size: How many ranks take part; 0 where the group is not known.
-        num_bytes: What one rank hands over.
-        wire_bytes: What one rank sends to others in a ring (``amp_fx.graphs.collectives``).
-        num_bytes_before: What it handed over before ``narrow_gathers``.
-        wire_bytes_before: What it sent then.
-    """
-
-    name: str
-    op: str
-    dtype: str
-    group_size: int
-    num_bytes: int
-    wire_bytes: int
-    num_bytes_before: int
-    wire_bytes_before: int
-
-
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """What a step of an optimizer moves, op by op as eager code runs it.
-
-    Attributes:
-        optimizer: Its class.
-        kind: ``"fused"``, ``"foreach"`` or ``"for each tensor"``, as all its groups run; ``""``
-            where they differ or it has no such choice.
-        num_parameters: Elements of the parameters that it updates.
-        num_tensors: How many parameters these are.
-        bytes_read: What a step reads, that of new state not counted.
-        bytes_written: What it writes.
-        state_bytes: Memory of its state.
-        refresh_bytes: What computing cached casts of weights once after it reads and writes.
-    """
-
-    optimizer: str
-    kind: str
-    num_parameters: int
-    num_tensors: int
-    bytes_read: int
-    bytes_written: int
-    state_bytes: int
-    refresh_bytes: int
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes read and written per parameter, a refresh of cached casts included."""
-        total = self.bytes_read + self.bytes_written + self.refresh_bytes
-        return total / self.num_parameters if self.num_parameters else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,12 +217,6 @@ class GraphRecord:
         break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
         break_at: Source line of that place, or ``""``.
         kept_values: The values that are cached across calls, the casts kept among them.
-        passes: What each pass did, in order; empty for a backward.
-        saved: Of a backward: what inductor's partition of the graph saves in the forward for it,
-            inputs of the graph (weights, cached values, arguments) not counted.
-        collectives: What the graph that inductor gets sends over the wire.
-        kernels: What inductor would launch, as its scheduler fuses the graph; empty if that was not
-            asked for (``fused``).
     """
 
     index: int
@@ -350,7 +233,46 @@ class GraphRecord:
     break_reason: str = ""
     break_at: str = ""
     kept_values: tuple[KeptValueRecord, ...] = ()
-    passes: tuple[PassRecord, ...] = ()
-    saved: tuple[SavedRecord, ...] = ()
-    collectives: tuple[CollectiveRecord, ...] = ()
-    kernels: tuple[KernelRecord, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over some graphs, for one call.
+
+    Attributes:
+        num_graphs: Number of graphs.
+        num_ops: Nodes that call something, without inserted casts.
+        ops_by_dtype: Number of these nodes by the dtype that they run in.
+        casts_put_in: Casts that passes inserted, removed ones included.
+        casts_removed: Casts that were removed again: shared ones and round trips.
+        casts_kept: Casts that are computed once per update of a weight.
+        casts_left: Casts that are computed in every call.
+        bytes_cast: Bytes that the casts left read and write.
+        bytes_kept: Bytes that caching casts of weights saves in every call.
+        copy_bytes: Bytes of the results of the casts kept.
+        values_kept: Number of cached values (``GraphRecord.kept_values``), casts among them.
+        value_bytes: Memory that cached values take.
+        flops: Floating-point operations by the dtype that they run in.
+        flop_share: The same as parts of 1.
+        num_islands: Nodes left under native autocast.
+        num_fallbacks: Graphs that were not rewritten.
+        num_breaks: Graph breaks.
+    """
+
+    num_graphs: int
+    num_ops: int
+    ops_by_dtype: dict[str, int]
+    casts_put_in: int
+    casts_removed: int
+    casts_kept: int
+    casts_left: int
+    bytes_cast: int
+    bytes_kept: int
+    copy_bytes: int
+    values_kept: int
+    value_bytes: int
+    flops: dict[str, int]
+    flop_share: dict[str, float]
+    num_islands: int
+    num_fallbacks: int
+    num_breaks: int

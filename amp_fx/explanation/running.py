@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo import pgo
-from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -36,7 +35,6 @@ from amp_fx.regions.state import autocast_device_types, left_on_error, no_autoca
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import CodeType
 
     from torch import fx
 
@@ -224,7 +222,6 @@ def run_stand_in(
     region: Callable[[], contextlib.AbstractContextManager[Any]],
     *,
     wants_backward: bool,
-    wants_kernels: bool = False,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
     """Captures the graphs of one call."""
@@ -241,7 +238,6 @@ def run_stand_in(
             wants_backward=wants_backward,
             options=compiled_with,
             is_imagined=stand_in.imagined,
-            wants_kernels=wants_kernels,
         )
         found = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
@@ -253,7 +249,6 @@ def run_stand_in(
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(isolated())
         stack.enter_context(without_meta_errors())
-        stack.enter_context(_forgotten(backend))
         # A graph may fail between nodes that change the state of the thread and change it back.
         for restored in (left_on_error(), functorch_levels_restored()):
             stack.enter_context(restored)
@@ -298,7 +293,7 @@ def isolated() -> Iterator[None]:
     """Compiles what is compiled inside as if for the first time, and forgets it afterwards.
 
     However often the program was compiled, it may be compiled once more (see ``optimized``).
-    Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``, where torch has that.
+    Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``.
     """
     before = Counter(counters["graph_break"])
     try:
@@ -325,45 +320,8 @@ def _sizes_forgotten() -> Iterator[None]:
 
 
 def optimized(backend: Any, **kwargs: Any) -> Any:
-    """``torch._dynamo.optimize`` with entries of its own in Dynamo's cache, where torch has that.
-
-    Relies on ``isolate_recompiles``, which torch 2.11 lacks: there, explaining a function uses
-    up one of the recompilations (``torch._dynamo.config.recompile_limit``) that it may have.
-    """
-    try:
-        return torch._dynamo.optimize(backend, isolate_recompiles=True, **kwargs)
-    except TypeError:
-        return torch._dynamo.optimize(backend, **kwargs)
-
-
-@contextlib.contextmanager
-def _forgotten(backend: Any) -> Iterator[None]:
-    """Invalidates what was compiled with a backend, where it has no region of its own.
-
-    Relies on a cache entry knowing its backend, and on what a guard does when its object
-    dies: ``extra_state.invalidate``.
-    """
-    codes: set[CodeType] = set()
-    handle = register_bytecode_hook(lambda code, _: codes.add(code))
-    try:
-        yield
-    finally:
-        handle.remove()
-        for code in codes:
-            _forget(code, backend)
-
-
-def _forget(code: CodeType, backend: Any) -> None:
-    """Invalidates entries of the default region, as older torches have it, that a backend made."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    entries: list[Any] = _debug_get_cache_entry_list(code)
-    for entry in entries:
-        made_by = getattr(entry.backend, "_torchdynamo_orig_backend", entry.backend)
-        state = entry.guard_manager.extra_state
-        if made_by is backend and state is not None:
-            state.invalidate(entry, DeletedGuardManagerWrapper("explained"))
+    """Returns ``torch._dynamo.optimize`` with entries of its own in Dynamo's cache."""
+    return torch._dynamo.optimize(backend, isolate_recompiles=True, **kwargs)
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:

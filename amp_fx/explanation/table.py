@@ -7,30 +7,21 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
-from amp_fx.reports import SHORT, dtype_cell, human, new_table, times
+from amp_fx.reports import dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
-    from rich.table import Table
 
     from amp_fx.explanation.explanation import Explanation
-    from amp_fx.explanation.records import CollectiveRecord, GraphRecord, NodeRecord, StepRecord
-    from amp_fx.explanation.totals import Totals
+    from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
 
 CASTS = ("cast", "kept_cast")
 """Kinds of nodes that stand for a cast."""
-
-
-def treatment(node: NodeRecord) -> str:
-    """A node's policies and where they come from, in a few words."""
-    policies = ", ".join(dict.fromkeys(d.policy for d in node.decisions))
-    if not policies:
-        return node.origin
-    return policies if node.origin == "table" else f"{policies} ({node.origin})"
 
 
 def bare_op(op: str) -> str:
@@ -73,15 +64,11 @@ def number_ranges(numbers: Iterable[int]) -> str:
 def render(explanation: Explanation) -> RenderableType:
     """The table as something that rich prints."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
-    parts += _of_passes(explanation)
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
-    if explanation.step is not None:
-        parts.append(_of_step(explanation.step))
     for graph in explanation.forward:
-        parts += [Text(""), _graph_title(graph, len(explanation.forward)), _graph_table(graph)]
-    if any(graph.collectives for graph in explanation.graphs):
-        parts += [Text(""), _collectives_table(explanation.graphs)]
+        parts += [Text(""), _graph_title(graph, len(explanation.forward))]
+        parts += _of_graph(graph, shows_all=explanation.shows_all)
     notes = _notes(explanation)
     return Group(*parts, *([Text(""), *notes] if notes else []))
 
@@ -100,59 +87,21 @@ def _summary(totals: Totals, stage: str) -> Text:
         f"{stage}: {_count(totals.num_graphs, 'graph')}, {_count(totals.num_ops, 'op')}"
         + (f" ({ops})" if ops else ""),
         f"  FLOPs  {human(sum(totals.flops.values()), '')}: {share or 'none'}",
-        f"  bytes  {human(totals.bytes_read)} read, {human(totals.bytes_written)} written, op by op"
-        + (f" ({_count(totals.num_uncounted, 'op')} not counted)" if totals.num_uncounted else ""),
     ]
-    if totals.num_kernels:
-        kernels = _count(totals.num_kernels, "kernel")
-        lines.append(f"  fused  {human(totals.fused_bytes)} read and written by {kernels}")
     if stage == "forward":
         lines.append(
-            f"  casts  {totals.casts_put_in} put in: {totals.casts_left} in every call"
+            f"  casts  {totals.casts_put_in} inserted: {totals.casts_left} in every call"
             f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
-            f" {totals.casts_removed} taken out"
+            f" {totals.casts_removed} removed"
         )
-        lines += _kept(totals)
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
-        lines.append(f"  saved  {human(totals.saved_bytes)} by the forward")
-    if totals.bytes_sent_before:
-        less = f" ({human(totals.wire_bytes_before)} before narrow_gathers)"
-        is_less = totals.wire_bytes < totals.wire_bytes_before
-        lines.append(f"  wire   {human(totals.wire_bytes)} sent{less if is_less else ''}")
-    return Text("\n".join(lines))
-
-
-def _of_passes(explanation: Explanation) -> list[Text]:
-    """What passes did to the bytes of casts, summed over the forward graphs."""
-    changed: Counter[str] = Counter()
-    for graph in explanation.forward:
-        for each in graph.passes:
-            changed[each.name] += each.bytes_changed
-    told = [f"{k} {'-' if n < 0 else '+'}{human(abs(n))}" for k, n in changed.items() if n]
-    return [Text(f"  passes {', '.join(told)}")] if told else []
-
-
-def _of_step(step: StepRecord) -> Text:
-    kind = f", {step.kind}" if step.kind else ""
-    refresh = f", {human(step.refresh_bytes)} of them for kept casts" if step.refresh_bytes else ""
-    moved = step.bytes_read + step.bytes_written + step.refresh_bytes
-    return Text(
-        f"step: {step.optimizer}{kind}, {human(step.num_parameters, '')} parameters\n"
-        f"  bytes  {human(moved)}, {step.bytes_per_parameter:.1f} per parameter{refresh}"
-    )
-
-
-def _kept(totals: Totals) -> list[str]:
-    lines = []
     if totals.casts_kept:
-        lines.append(
-            f"  kept   casts of weights save {human(totals.bytes_kept)} of traffic per call"
-        )
+        lines.append(f"  kept   casts of weights move {human(totals.bytes_kept)} less per call")
     if totals.values_kept:
         values = _count(totals.values_kept, "value")
         lines.append(f"  cached {values} computed from weights take {human(totals.value_bytes)}")
-    return lines
+    return Text("\n".join(lines))
 
 
 def _count(number: int, word: str) -> str:
@@ -165,58 +114,63 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
     return Text(f"{number}{autocast}", style="bold")
 
 
-def _graph_table(graph: GraphRecord) -> Table:
-    """The ops of a graph; those that differ only in the numbers of their modules are one row."""
-    names = ("module", "op", "x", "in", "policy", "casts", "bytes")
-    table = new_table(*names, folded=("module", "op", "policy"), right=("x", "bytes"))
-    by_name = {node.name: node for node in graph.nodes}
+def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
+    """Returns the ops of a graph by module, and the reasons for their treatments."""
+    casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
+    ops = [node for node in graph.nodes if node.kind in ("op", "island")]
+    shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
+    parts: list[RenderableType] = [_ops_table(shown, casts), Text("why", style="bold")]
+    parts.append(_reasons_table(shown))
+    if len(shown) < len(ops):
+        hidden = _count(len(ops) - len(shown), "view")
+        parts.append(Text(f"{hidden} not shown, which decide nothing (all=True or --all)"))
+    return parts
+
+
+def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
+    """Ops that differ only in the numbers of their modules are one row."""
+    table = new_table("op", "x", "in", "casts", "policy", folded=("op", "policy"), right=("x",))
     groups: dict[tuple[str, ...], list[NodeRecord]] = {}
-    for node in graph.nodes:
-        if node.kind in ("op", "island"):
-            kinds = Counter(by_name[name].kind for name in node.inputs if name in by_name)
-            casts = _casts(kinds["cast"], kinds["kept_cast"])
-            key = (without_numbers(node.module), node.op, node.dtype, treatment(node), casts)
-            groups.setdefault(key, []).append(node)
-    for (_, op, dtype, treated, casts), nodes in groups.items():
-        module = folded_path(node.module for node in nodes) or "-"
-        number, moved = times(len(nodes)), sum(node.bytes_moved for node in nodes)
-        size = human(moved) if moved else ""
-        table.add_row(module, bare_op(op), number, dtype_cell(dtype), treated, casts, size)
+    for node in nodes:
+        row = (node.op, node.dtype, node.treatment, casts[node.name])
+        groups.setdefault((without_numbers(node.module), *row), []).append(node)
+    module = None
+    for (_, op, dtype, treatment, before), alike in groups.items():
+        path = folded_path(node.module for node in alike)
+        if path != module:
+            table.add_row(Text(path or "(root)", style="bold"))
+            module = path
+        table.add_row(f"  {bare_op(op)}", times(len(alike)), dtype_cell(dtype), before, treatment)
     return table
 
 
-def _collectives_table(graphs: Iterable[GraphRecord]) -> Table:
-    """What graphs send, alike collectives as one row each."""
-    table = new_table("in", "sends by", "x", "ranks", "dtype", "sent", "before")
-    rows: dict[tuple[str, ...], list[CollectiveRecord]] = {}
-    for graph in graphs:
-        for each in graph.collectives:
-            key = (graph.stage, each.op, str(each.group_size or "?"), each.dtype)
-            rows.setdefault(key, []).append(each)
-    for (stage, op, ranks, dtype), found in rows.items():
-        sent = sum(each.wire_bytes for each in found)
-        before = sum(each.wire_bytes_before for each in found)
-        sizes = human(sent), human(before) if before != sent else ""
-        table.add_row(stage, op, times(len(found)), ranks, SHORT.get(dtype, dtype), *sizes)
+def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
+    kinds = Counter(other.kind for other in graph.nodes if other.name in node.inputs)
+    parts = [f"{kinds['cast']}"] if kinds["cast"] else []
+    return "+".join([*parts, *([f"{kinds['kept_cast']} kept"] if kinds["kept_cast"] else [])])
+
+
+def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
+    """Each reason once, with the ops that it holds for."""
+    ops: dict[str, dict[str, dict[str, None]]] = {}
+    for node in nodes:
+        found = [(d.treatment, d.reason, d.op.removeprefix("aten::")) for d in node.decisions]
+        for treatment, reason, op in found or [(node.treatment, node.reason, bare_op(node.op))]:
+            said = reason.removeprefix(f"{treatment}: ")
+            ops.setdefault(treatment, {}).setdefault(said, {})[op.partition(".")[0]] = None
+    table = Table.grid(padding=(0, 1))
+    for treatment, reasons in ops.items():
+        for i, (reason, names) in enumerate(reasons.items()):
+            table.add_row(f"  {treatment}" * (i == 0), f"{', '.join(names)}: {reason}")
     return table
-
-
-def _casts(num_casts: int, num_kept: int) -> str:
-    parts = [f"{num_casts}"] if num_casts else []
-    return "+".join([*parts, *([f"{num_kept} kept"] if num_kept else [])])
 
 
 def _notes(explanation: Explanation) -> list[Text]:
     removed = [cast for cast in explanation.casts if cast.state == "removed"]
-    lines = [f"taken out: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
+    lines = [f"removed: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
     if len(removed) > _MOST:
-        lines.append(f"taken out: {len(removed) - _MOST} more")
+        lines.append(f"removed: {len(removed) - _MOST} more")
     lines += [f"graph break: {reason}" for reason in explanation.breaks]
-    lines += [
-        f"island: {island.op}{f' in {island.module}' if island.module else ''}: {island.reason}"
-        for graph in explanation.forward
-        for island in graph.islands
-    ]
     lines += [f"fallback: graph {g.index}: {g.fallback}" for g in explanation.forward if g.fallback]
     lines += [explanation.products] if explanation.products else []
     return [Text(line) for line in lines]

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.traffic import num_bytes
-from amp_fx.graphs.values import argument_values, recorded_value, tensors_in
+from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.policies.calls import bind
 
 if TYPE_CHECKING:
@@ -83,24 +82,6 @@ def collectives_in(graph: fx.Graph) -> Iterator[Collective]:
     for node in graph.nodes:
         if op_name(node) in _SENT:
             yield _collective(node)
-
-
-def has_collectives(gm: fx.GraphModule) -> bool:
-    """Whether a graph, captured or of AOTAutograd, names a collective or takes a DTensor."""
-    return any(_is_distributed(node) for graph in graphs_in(gm) for node in graph.nodes)
-
-
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-
-
-def _is_distributed(node: fx.Node) -> bool:
-    if node.op == "call_function" and getattr(node.target, "namespace", "") in _NAMESPACES:
-        return True
-    if not torch.distributed.is_available() or node.op not in ("placeholder", "call_function"):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(tensor, DTensor) for tensor in tensors_in(recorded_value(node)))
 
 
 def op_name(node: fx.Node) -> str:

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     Outcome = dict[str, torch.Tensor]
 
 INDUCTOR = (
-    ({"products": "low"}, "products that are sums of float32 on this CPU"),
     ({"freezing": False}, "packed weights: an epilogue in a library's kernel rounds elsewhere"),
     ({"weight_cache": False}, "a cached value of a weight"),
-    ({"numerics": "strict"}, "a fused kernel, which keeps in float32 what eager code rounds"),
+    (
+        {"numerics": "strict"},
+        "a fused kernel, or a product, that keeps in float32 what eager rounds",
+    ),
     ({"numerics": "eager"}, "generated code of an op, which rounds otherwise than ATen's kernel"),
     ({"compiler": "aot_eager"}, "inductor"),
 )
@@ -299,7 +301,7 @@ def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
         for name in ("mode", *dict(parsed.inductor)):
             merged.pop(name, None)
     if merged.get("numerics") == "eager":
-        for name in ("products", "range_guard", "weight_grads", "fold_batch_norm"):
+        for name in ("range_guard", "weight_grads", "fold_batch_norm"):
             merged.pop(name, None)
     return merged
 

@@ -53,6 +53,9 @@ class CastPolicy(enum.Enum):
         return _EFFECTS[self].format(low=low)
 
 
+NO_POLICY = "no policy"
+"""Name of the treatment of ops that no table lists."""
+
 _EFFECTS = {
     CastPolicy.LOWER_PRECISION_FP: "floating-point inputs go to {low}",
     CastPolicy.FP32: "floating-point inputs go to float32",

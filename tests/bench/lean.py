@@ -189,7 +189,6 @@ def _compare(task: Task, settings: Settings, watch: Watch) -> Iterator[Compariso
         {name: again for name, again, *_ in measured},
         repeats=settings.repeats,
         steps=settings.steps,
-        device=settings.device,
     )
     yield Comparison(
         task.name,

@@ -20,7 +20,7 @@ from rich.console import Console
 from amp_fx import csrc, weight_cache
 from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.bench import compare as comparing
-from amp_fx.bench import compile_worker, timing
+from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
 from amp_fx.bench.cases import CASES, compile_time, models, overhead
@@ -39,7 +39,7 @@ from amp_fx.bench.contenders import (
     with_own_code,
 )
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import Timing, time_in_turns
+from amp_fx.bench.timing import measurement, time_in_turns
 from amp_fx.demo.models import MLP
 from tests import needs
 from tests.bench import lean
@@ -48,6 +48,8 @@ from tests.models.pictures import SHAPES, shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.utils.benchmark import Measurement
 
     from amp_fx.bench.contenders import Contender, Run
 
@@ -120,7 +122,7 @@ def test_speedups_with_and_without_the_cache_are_those_of_the_rounds(
 
 
 def test_a_paired_ratio_compares_samples_of_the_same_round() -> None:
-    native, ours = Timing((2.0, 20.0, 60.0)), Timing((1.0, 10.0, 5.0))
+    native, ours = measurement(NATIVE, [2.0, 20.0, 60.0]), measurement(AMP_FX, [1.0, 10.0, 5.0])
     comparison = Comparison("w", (Measured(NATIVE, native), Measured(AMP_FX, ours)))
     assert comparison.paired_ratio(NATIVE, AMP_FX) == 2.0
     assert comparison.ratio(NATIVE, AMP_FX) == 4.0
@@ -135,8 +137,8 @@ def test_the_interval_of_a_paired_ratio_holds_the_median_as_often_as_it_says(
     rng = random.Random(num_rounds)
     held = 0
     for _ in range(1000):
-        ours = Timing(tuple(rng.lognormvariate(0.0, 0.3) for _ in range(num_rounds)))
-        native = Timing((1.0,) * num_rounds)
+        ours = measurement(AMP_FX, [rng.lognormvariate(0.0, 0.3) for _ in range(num_rounds)])
+        native = measurement(NATIVE, [1.0] * num_rounds)
         comparison = Comparison("w", (Measured(AMP_FX, ours), Measured(NATIVE, native)))
         interval = comparison.paired_interval(AMP_FX, NATIVE)
         assert interval is not None
@@ -145,7 +147,7 @@ def test_the_interval_of_a_paired_ratio_holds_the_median_as_often_as_it_says(
 
 
 def test_a_few_rounds_give_no_interval() -> None:
-    timing = Timing((1.0,) * 5)
+    timing = measurement("w", [1.0] * 5)
     comparison = Comparison("w", (Measured(AMP_FX, timing), Measured(NATIVE, timing)))
     assert comparison.paired_interval(AMP_FX, NATIVE) is None
     assert comparison.paired_interval(AMP_FX, UNCACHED) is None
@@ -349,7 +351,9 @@ def test_plot_draws_a_file(tmp_path: Path) -> None:
 
 def comparison_of(**medians: float) -> Comparison:
     """A comparison with one sample for each contender."""
-    measured = tuple(Measured(name, Timing((seconds,))) for name, seconds in medians.items())
+    measured = tuple(
+        Measured(name, measurement(name, [seconds])) for name, seconds in medians.items()
+    )
     return Comparison("w", measured)
 
 
@@ -480,12 +484,12 @@ def test_turns_are_one_block_each_per_round() -> None:
     calls: list[str] = []
     runs = {name: lambda name=name: calls.append(name) for name in ("a", "b", "c")}
     rounds: list[int] = []
-    timings = time_in_turns(runs, repeats=5, steps=1, device=CPU, on_round=rounds.append)
+    timings = time_in_turns(runs, repeats=5, steps=1, on_round=rounds.append)
     assert rounds == [1, 2, 3, 4, 5]
     turns = [calls[start : start + 3] for start in range(0, 15, 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(map(tuple, turns))) > 1
-    assert all(len(timing.seconds) == 5 for timing in timings.values())
+    assert all(len(timing.times) == 5 for timing in timings.values())
 
 
 class Clock:
@@ -503,20 +507,18 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Clock:
     """The clock by which blocks are timed."""
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
-    return clock
+    return Clock()
 
 
 def test_turns_are_fair_on_a_machine_that_becomes_slower(clock: Clock) -> None:
     costs = {"a": 1.0, "twin of a": 1.0, "b": 2.0}
     runs = {name: functools.partial(clock.work, seconds) for name, seconds in costs.items()}
-    timings = time_in_turns(runs, repeats=40, steps=1, device=CPU)
+    timings = time_in_turns(runs, repeats=40, steps=1, clock=clock.perf_counter)
     measured = tuple(Measured(name, timings[name]) for name in runs)
     comparison = Comparison("w", measured)
-    assert measured[0].timing.seconds[-1] > 3 * measured[0].timing.seconds[0]
+    assert measured[0].timing.times[-1] > 3 * measured[0].timing.times[0]
     for ratio in (comparison.ratio, comparison.paired_ratio):
         assert ratio("a", "twin of a") == pytest.approx(1, abs=0.02)
         assert ratio("b", "a") == pytest.approx(2, abs=0.04)
@@ -530,8 +532,10 @@ def test_what_runs_before_a_block_is_not_timed(clock: Clock) -> None:
         calls.append("before a")
         clock.work(1.0)
 
-    timings = time_in_turns(runs, repeats=5, steps=1, device=CPU, before={"a": prepare_a})
-    assert timings["a"].seconds == timings["b"].seconds == (0.0,) * 5
+    timings = time_in_turns(
+        runs, repeats=5, steps=1, before={"a": prepare_a}, clock=clock.perf_counter
+    )
+    assert timings["a"].raw_times == timings["b"].raw_times == [0.0] * 5
     assert calls.count("before a") == calls.count("a") == calls.count("b") == 5
     assert all(calls[calls.index("a", i) - 1] == "before a" for i in range(len(calls) - 3))
 
@@ -551,14 +555,14 @@ def test_a_refresh_is_timed_where_all_weights_are_stale_and_only_there(
 
     def count(
         runs: dict[str, Run], *, repeats: int, before: dict[str, Run], **_: object
-    ) -> dict[str, Timing]:
+    ) -> dict[str, Measurement]:
         for name, timed in [*runs.items()] * repeats:
             before[name]()
             so_far = weight_cache.stats().refreshes
             timed()
             refreshes.setdefault(name, []).append(weight_cache.stats().refreshes - so_far)
         seconds = {overhead.STALE: 9.0, overhead.FRESH: 2.0, overhead.COPYING: 3.0}
-        return {name: Timing((seconds[name],)) for name in runs}
+        return {name: measurement(name, [seconds[name]]) for name in runs}
 
     monkeypatch.setattr(overhead, "time_in_turns", count)
     weight_cache.clear()
@@ -579,10 +583,17 @@ def test_overhead_has_the_call_above_the_limit_and_the_refresh() -> None:
     assert "refresh of 4 weights after a step, beside the copying" in figures
 
 
-def test_spread_is_the_interquartile_range() -> None:
-    timing = Timing((1.0, 2.0, 3.0, 4.0, 5.0))
-    assert (timing.median, timing.quartiles, timing.iqr) == (3.0, (2.0, 4.0), 2.0)
-    assert Timing((2.0,)).iqr == 0.0
+def test_a_block_of_several_calls_is_divided_by_their_number(clock: Clock) -> None:
+    """The call that warms the caches up is not timed."""
+    calls: list[None] = []
+
+    def work() -> None:
+        calls.append(None)
+        clock.now += 2.0
+
+    timed = time_in_turns({"a": work}, repeats=3, steps=4, clock=clock.perf_counter)["a"]
+    assert (timed.number_per_run, timed.times) == (4, [2.0] * 3)
+    assert len(calls) == 3 * 5
 
 
 def test_memory_counts_what_is_kept_and_what_a_call_needs() -> None:
@@ -599,13 +610,7 @@ def test_memory_counts_what_is_kept_and_what_a_call_needs() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "printed"),
-    [
-        (2.0, "2 s"),
-        (0.01234, "12.3 ms"),
-        (0.9999, "1000 ms"),
-        (3.2e-6, "3.2 µs"),
-        (4e-8, "0.04 µs"),
-    ],
+    [(2.0, "2 s"), (0.01234, "12.3 ms"), (0.9999, "1000 ms"), (3.2e-6, "3.2 us"), (4e-8, "40 ns")],
 )
 def test_times_are_printed_in_their_unit(seconds: float, printed: str) -> None:
     assert reports._seconds(seconds) == printed

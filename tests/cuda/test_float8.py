@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("_low_products"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 UPDATES, BATCHES = 3, 2
 WEIGHT_GRADS = (BATCHES + 2, BATCHES + 4)
@@ -72,7 +76,7 @@ def ours(recipe: str, make_step: Callable[[Any], Any]) -> list[Tensor]:
     weight_cache.clear()
     model = mlp()
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "output_dtype": "autocast"}
-    options |= {"products": "low", "fallback": False}
+    options |= {"fallback": False}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
     return trained(model, compiled, make_step(adamw(model)))
 

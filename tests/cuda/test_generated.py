@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 generated.start()
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.usefixtures("_low_products"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 NUM_ROUNDINGS = 4
 """Roundings in a row, each by half a unit of the low dtype, that two ways may differ by."""
@@ -46,7 +50,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def compiled(**options: Any) -> Any:
-    given = {"fallback": False, "products": "low", **options}
+    given = {"fallback": False, **options}
     return functools.partial(torch.compile, backend="amp_fx", options=given, dynamic=False)
 
 

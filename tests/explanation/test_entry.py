@@ -383,7 +383,7 @@ def test_dictionaries_are_stable_and_survive_json() -> None:
     first, second = (amp_fx.explain(make(), backward=True)(*args) for _ in range(2))
     assert first.to_dict() == second.to_dict()
     assert json.loads(first.to_json()) == first.to_dict()
-    assert first.to_dict()["schema"] == 1
+    assert first.to_dict()["schema"] == 2
 
 
 def test_settings_of_a_compiled_module_hold() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 import torch
+from torch import nn
 
 import amp_fx
+from amp_fx.commands.policy import MEANING
 from amp_fx.explanation.table import folded_path, render
 from amp_fx.reports import human, printed
+from amp_fx.tables.cast_policy import NO_POLICY
 from tests.models.explained import CASES, gpt, mlp
+
+if TYPE_CHECKING:
+    from amp_fx.explanation.explanation import Explanation
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -18,14 +26,87 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_where_there_is_no_terminal_it_fits_80_columns() -> None:
+    make, args = CASES["gpt"]
+    assert max(map(len, str(amp_fx.explain(make())(*args)).splitlines())) <= 80
+
+
 def test_layers_that_are_alike_are_one_row() -> None:
     text = printed(render(amp_fx.explain(gpt(3))(torch.zeros(2, 16, dtype=torch.long))), 120)
-    rows = [line.split() for line in text.splitlines() if line.startswith("blocks.")]
-    assert rows
-    assert all(row[0].startswith("blocks.0-2") for row in rows)
-    [attention] = [row for row in rows if row[1] == "scaled_dot_product_attention"]
-    assert attention[2:5] == ["3", "bf16", "lower_precision_fp"]
-    assert attention[6] == "kB"
+    paths = [line for line in text.splitlines() if line.startswith("blocks.")]
+    assert paths
+    assert all(path.startswith("blocks.0-2") for path in paths)
+    [attention] = [line for line in text.splitlines() if line.startswith("  scaled_dot")]
+    assert attention.split()[1:4] == ["3", "bf16", "lower_precision_fp"]
+
+
+def test_every_decision_has_its_reason() -> None:
+    """Of a table, of a change to it, of a region and of an opaque region."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x.sin()
+        return nn.functional.bilinear(torch.softmax(y @ y, -1), y, w)
+
+    policy = amp_fx.Policy.default().with_ops({"softmax": "fp32"})
+    explanation = amp_fx.explain(program, policy=policy)(torch.randn(8, 8), torch.randn(3, 8, 8))
+    words = " ".join(str(explanation).split())
+    assert "matmul: floating-point inputs go to bfloat16. Matrix products" in words
+    assert "fp32 (op 'softmax')" in words
+    assert "softmax: floating-point inputs go to float32" in words
+    assert "sin: autocast is off in the region around it" in words
+    assert "bilinear: left as it is, under native autocast" in words
+
+
+def in_views(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = (x.view(4, 16).t()[:, 1:] @ w).relu_()
+    return y.unsqueeze(0).expand(2, 16, 8) + y
+
+
+def test_views_are_shown_on_demand() -> None:
+    x, w = torch.randn(8, 8), torch.randn(3, 8)
+    explain, explain_all = (amp_fx.explain(in_views, all=shown) for shown in (False, True))
+    few, every = ([line.split()[0] for line in _ops(e(x, w))] for e in (explain, explain_all))
+    assert few == ["matmul", "relu_", "add"]
+    assert every == ["view", "t", "getitem", *few[:2], "unsqueeze", "expand", "add"]
+    assert "5 views not shown" in str(explain(x, w))
+    assert "not shown" not in str(explain_all(x, w))
+
+
+def _ops(explanation: Explanation) -> list[str]:
+    lines = str(explanation).partition("why")[0].splitlines()
+    return [line for line in lines[lines.index("(root)") :] if line.startswith("  ")]
+
+
+def test_a_view_shares_memory_with_its_input() -> None:
+    """Against eager code: the data pointers of what nodes get and give."""
+    x, w = torch.randn(8, 8), torch.randn(3, 8)
+    nodes = [n for n in amp_fx.explain(in_views)(x, w).nodes if n.kind == "op"]
+    seen: list[bool] = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            pointers = [t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)]
+            versions = [t._version for t in args if isinstance(t, torch.Tensor)]
+            result = func(*args, **(kwargs or {}))
+            is_same = versions == [t._version for t in args if isinstance(t, torch.Tensor)]
+            seen.append(is_same and result.untyped_storage().data_ptr() in pointers)
+            return result
+
+    with Seen():
+        in_views(x, w)
+    assert [node.is_view for node in nodes] == seen
+
+
+def test_one_treatment_has_one_name() -> None:
+    """In the table, in the page and in the command that shows policies."""
+    explanation = amp_fx.explain(mlp())(torch.randn(8, 16))
+    [norm] = [node for node in explanation.nodes if "layer_norm" in node.op]
+    assert norm.treatment == NO_POLICY
+    assert NO_POLICY in MEANING
+    assert f" {NO_POLICY}" in str(explanation)
 
 
 def test_in_a_notebook_it_is_html() -> None:
@@ -62,7 +143,7 @@ def test_devices_differ_where_their_tables_do() -> None:
     [norm] = diff.nodes
     assert (norm.module, norm.op) == ("2", "layer_norm")
     assert norm.dtypes == ("bfloat16", "float32")
-    assert norm.treatments == ("unlisted", "fp32")
+    assert norm.treatments == ("no policy", "fp32")
     left, right = diff.totals["casts_left"]
     assert right - left == 2  # into the norm and out of it
     assert "layer_norm" in str(diff)

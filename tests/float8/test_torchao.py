@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
 pytestmark = [
+    pytest.mark.usefixtures("_low_products"),  # attention's backward may be in float32
     pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning"),
     pytest.mark.parametrize("recipe", RECIPES),
 ]
@@ -94,8 +95,7 @@ def check(
 ) -> None:
     oracle = converted(model, recipe)
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "compiler": compiler.split()[-1]}
-    # By default, attention's backward is computed in float32 on CPUs without units for bfloat16.
-    options |= {"output_dtype": "autocast", "fallback": False, "products": "low"}
+    options |= {"output_dtype": "autocast", "fallback": False}
     if compiler == "strict inductor":
         options["numerics"] = "strict"
     # A kernel that casts and quantizes a weight does not round in between, unless it is strict.

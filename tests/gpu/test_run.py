@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.bench import report as bench_report
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import Timing
+from amp_fx.bench.timing import measurement
 from tests.gpu import run, runner
 from tests.gpu.parts import KINDS, PARTS, Part
 from tests.gpu.run import environment, main, site_folder
@@ -152,7 +152,7 @@ def written(name: str, kind: str, data: Any) -> Part:
 
 
 def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
-    timing = Timing((0.002, 0.004), 1)
+    timing = measurement("w", [0.002, 0.004])
     measured = tuple(Measured(name, timing, 2**21) for name in ("native", "amp_fx"))
     outcomes: list[tuple[str, Comparison | Figure]] = [
         ("mlp", Comparison("two layers", measured)),

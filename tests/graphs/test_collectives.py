@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
-import amp_fx
-from amp_fx import stats
 from amp_fx.graphs.collectives import collectives_in
 from tests.passes.test_narrow_gathers import Building, c10d
 
@@ -130,49 +127,3 @@ def test_a_group_that_is_not_known() -> None:
     first, second = collectives_in(b.done(reduced, gathered).graph)
     assert (first.group_size, first.wire_bytes) == (0, 16 * 8 * 4)
     assert (second.group_size, second.wire_bytes) == (2, 16 * 8 * 4)
-
-
-class Gathering(nn.Module):
-    """One weight in parts, which are gathered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Parameter(torch.randn(16 // RANKS, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.distributed import _functional_collectives, group
-
-        assert group.WORLD is not None
-        whole = _functional_collectives.all_gather_tensor_autograd(self.part, 0, group.WORLD)
-        return nn.functional.linear(x, whole)
-
-
-@pytest.mark.parametrize("narrows", [True, False])
-@pytest.mark.usefixtures("_ranks")
-def test_explained_bytes_on_the_wire(narrows: bool) -> None:
-    """Half of float32's where gathers are narrowed; gradients are added in float32."""
-    before = stats.snapshot()
-    explain = amp_fx.explain(
-        Gathering(), dtype=torch.bfloat16, backward=True, options={"narrow_gathers": narrows}
-    )
-    explanation = explain(torch.randn(4, 16))
-    part = 16 // RANKS * 16
-    wide, width = Ring(RANKS).all_gather(4 * part), 2 if narrows else 4
-    assert explanation.totals.wire_bytes_before == wide
-    assert explanation.totals.wire_bytes == Ring(RANKS).all_gather(width * part)
-    assert explanation.totals.bytes_sent == width * part
-    [gather] = explanation.forward[0].collectives
-    assert (gather.dtype, gather.group_size) == ("bfloat16" if narrows else "float32", RANKS)
-    [scatter] = explanation.backward[0].collectives
-    assert (scatter.op, scatter.dtype) == ("reduce_scatter_tensor", "float32")
-    assert scatter.wire_bytes == Ring(RANKS).reduce_scatter(4 * RANKS * part)
-    assert "all_gather_into_tensor" in str(explanation)
-    assert ("before narrow_gathers" in str(explanation)) is narrows
-    assert stats.snapshot() == before  # nothing was compiled
-
-
-@pytest.mark.usefixtures("_ranks")
-def test_explained_without_a_backward() -> None:
-    with torch.no_grad():
-        totals = amp_fx.explain(Gathering(), dtype=torch.bfloat16)(torch.randn(4, 16)).totals
-    assert 2 * totals.bytes_sent == totals.bytes_sent_before

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import platform
 import subprocess
 import sys
 import textwrap
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,16 +20,12 @@ import amp_fx
 from amp_fx import stats, weight_cache
 from amp_fx.backend.after_autograd import AfterAutograd
 from amp_fx.backend.inner import has_cpp_compiler
-from amp_fx.bench import products
-from amp_fx.devices.product_costs import read, sizes
-from amp_fx.errors import OptionError
-from amp_fx.options import Options
+from amp_fx.devices import wide_products
 from amp_fx.passes.widen_products import KINDS
 from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from torch import fx
 
@@ -45,7 +39,8 @@ class WidelyByHand(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Eager code whose low products are sums in float32 of what they get, rounded once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in KINDS:
+        is_own = KINDS.get(func) == "attention" and args[0].dtype is BFLOAT16
+        if func not in KINDS or is_own:
             return func(*args, **(kwargs or {}))
         wide = func(*[a.float() if is_low(a) else a for a in args], **(kwargs or {}))
         low = func(*args, **(kwargs or {}))  # for its dtypes
@@ -57,6 +52,18 @@ class WidelyByHand(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def is_low(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (FLOAT16, BFLOAT16)
+
+
+@pytest.fixture
+def _no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without units for low dtypes."""
+    monkeypatch.setattr(wide_products, "has_product_kernels", lambda _: False)
+
+
+@pytest.fixture
+def _all_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with units for both."""
+    monkeypatch.setattr(wide_products, "has_product_kernels", lambda _: True)
 
 
 class Linears(nn.Module):
@@ -109,7 +116,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linears": (Linears, (64, 32)),
     "convolutions": (Convolutions, (2, 8, 12, 12)),
     "batched": (Batched, (4, 24, 16)),
-    "attention": (Attention, (2, 24, 32)),
+    "attention": (Attention, (2, 64, 32)),
 }
 
 
@@ -127,13 +134,14 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.usefixtures("_no_units")
 def test_rounding_points_are_those_of_low_products(name: str, dtype: torch.dtype) -> None:
     """Against eager code; in float16 gradients are subnormal, so that each rounding shows."""
     build, shape = PROGRAMS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
     twin, exact = copy.deepcopy(model), copy.deepcopy(model)
-    options: dict[str, Any] = {"products": "wide", "fallback": False}
+    options: dict[str, Any] = {"fallback": False}
     compiled = torch.compile(model, backend="amp_fx", options=options)
     actual = results(compiled, model, x, dtype)
     with WidelyByHand():  # type: ignore[no-untyped-call]
@@ -158,22 +166,30 @@ def targets() -> Iterator[list[tuple[Any, torch.dtype]]]:
         yield found
 
 
-def train(products: str, dtype: torch.dtype = FLOAT16, rows: int = 64) -> None:
-    options: dict[str, Any] = {"products": products, "dtype": dtype, "fallback": False}
-    compiled = torch.compile(Linears(), backend="amp_fx", options=options)
-    compiled(torch.randn(rows, 32)).sum().backward()
+def train(**options: Any) -> None:
+    given = {"dtype": FLOAT16, "fallback": False, **options}
+    compiled = torch.compile(Linears(), backend="amp_fx", options=given)
+    compiled(torch.randn(64, 32)).sum().backward()
 
 
-@pytest.mark.parametrize(("products", "dtype"), [("wide", torch.float32), ("low", FLOAT16)])
-def test_forward_and_backward_follow_the_option(
-    products: str, dtype: torch.dtype, targets: list[tuple[Any, torch.dtype]]
+@pytest.mark.parametrize("has_units", [True, False])
+def test_forward_and_backward_follow_the_units(
+    has_units: bool, targets: list[tuple[Any, torch.dtype]], request: pytest.FixtureRequest
 ) -> None:
-    train(products)
+    request.getfixturevalue("_all_units" if has_units else "_no_units")
+    train()
     assert {target for target, _ in targets} == {aten.mm.default, aten.addmm.default}
-    assert {seen for _, seen in targets} == {dtype}
+    assert {seen for _, seen in targets} == {FLOAT16 if has_units else torch.float32}
     assert len(targets) == 3 + 5, "three layers, and no gradient of the input"
 
 
+@pytest.mark.usefixtures("_no_units")
+def test_eager_numerics_leave_products_low(targets: list[tuple[Any, torch.dtype]]) -> None:
+    train(numerics="strict")
+    assert {seen for _, seen in targets} == {FLOAT16}
+
+
+@pytest.mark.usefixtures("_no_units")
 def test_views_of_a_value_share_its_float32_form() -> None:
     """A gradient goes into two products, for its input and, transposed, for its weight."""
     found: list[tuple[int, int]] = []
@@ -184,7 +200,7 @@ def test_views_of_a_value_share_its_float32_form() -> None:
         found.append((len(read), len({behind(VIEWS | ROUNDINGS, node) for node in read})))
 
     with torch._inductor.config.patch(post_grad_custom_pre_pass=note, fx_graph_cache=False):
-        train("wide")
+        train()
     assert found[-1][0] == 3 + 3 + 2, "of three layers: gradients, inputs, and two weights"
     assert all(num_forms == num_values for num_forms, num_values in found), found
 
@@ -202,52 +218,17 @@ def behind(targets: frozenset[Any], node: fx.Node) -> fx.Node:
 
 
 @pytest.mark.parametrize(
-    ("positions", "seen"), [(64, torch.float32), (256, FLOAT16)], ids=["few", "many"]
+    ("positions", "seen"), [(64, torch.float32), (256, BFLOAT16)], ids=["few", "many"]
 )
+@pytest.mark.usefixtures("_all_units")
 def test_backward_of_attention_goes_by_its_own_sizes(
-    positions: int, seen: torch.dtype, targets: list[tuple[Any, torch.dtype]], tmp_path: Path
+    positions: int, seen: torch.dtype, targets: list[tuple[Any, torch.dtype]]
 ) -> None:
-    table = written(tmp_path, {"float16": {"attention backward": [0, 255]}})
-    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False, "products": table}
+    options: dict[str, Any] = {"dtype": BFLOAT16, "fallback": False}
     compiled = torch.compile(Attention(), backend="amp_fx", options=options)
     compiled(torch.randn(2, positions, 32)).sum().backward()
     kinds = [(KINDS[target], dtype) for target, dtype in targets if "attention" in KINDS[target]]
-    assert kinds == [("attention", FLOAT16), ("attention backward", seen)]
-
-
-def written(folder: Path, wide: Any) -> Path:
-    path = folder / "costs.json"
-    path.write_text(json.dumps({"wide": wide}))
-    return path
-
-
-def test_a_file_says_which_products_are_wide(
-    targets: list[tuple[Any, torch.dtype]], tmp_path: Path
-) -> None:
-    table = str(written(tmp_path, {"float16": {"product": [16, None]}}))
-    train(table, rows=64)
-    assert {seen for _, seen in targets} == {torch.float32}
-    targets.clear()
-    torch._dynamo.reset()
-    train(table, rows=4)
-    assert {seen for _, seen in targets} == {FLOAT16}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "{}",
-        '{"wide": {"float16": {"prodcut": [1, 2]}}}',
-        '{"wide": {"float16": {"product": 1}}}',
-    ],
-)
-def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(text)
-    for given in (path, tmp_path / "missing.json"):
-        with pytest.raises(OptionError, match=given.name):
-            Options.parse({"products": given})
+    assert kinds == [("attention", BFLOAT16), ("attention backward", seen)]
 
 
 def run_here(code: str, **environment: str) -> Any:
@@ -292,94 +273,45 @@ def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None
 def test_bits_do_not_depend_on_a_timing() -> None:
     """Two processes decide alike; one whose oneDNN is held to AVX2 decides as its kernels want."""
     code = """
-        import json
-        from amp_fx.devices.product_costs import sizes
-        print(json.dumps(sizes("auto")))
+        import torch
+        from amp_fx.devices.wide_products import is_wide
+        print([is_wide(kind, torch.bfloat16, 64) for kind in ("product", "convolution")])
         """
     first, second = (run_here(code)[-1] for _ in range(2))
     assert first == second
-    held = json.loads(run_here(code, ONEDNN_MAX_CPU_ISA="AVX2")[-1])
-    assert {"product", "convolution"} <= {kind for dtype, kind, *_ in held if dtype == "bfloat16"}
+    assert run_here(code, ONEDNN_MAX_CPU_ISA="AVX2")[-1] == "[True, True]"
 
 
-def test_caches_tell_products_apart() -> None:
-    keys = [AfterAutograd(products=sizes(products)).uuid() for products in ("low", "wide")]
-    assert keys[0] != keys[1]
+def test_caches_tell_products_apart(request: pytest.FixtureRequest) -> None:
+    keys = [AfterAutograd(widens_products=is_on).uuid() for is_on in (False, True)]
+    for units in ("_all_units", "_no_units"):
+        request.getfixturevalue(units)
+        keys.append(AfterAutograd(widens_products=True).uuid())
+    assert len({*keys}) >= 3
+    assert keys[2] != keys[3]
 
 
-def test_explain_and_stats_say_that_bits_differ(tmp_path: Path) -> None:
-    table = written(tmp_path, {"float16": {"product": [0, None]}})
-    options: dict[str, Any] = {"products": table}
-    explanation = amp_fx.explain(Linears(), dtype=FLOAT16, options=options)(torch.randn(8, 32))
-    assert "products in float16 are sums of float32" in str(explanation)
-    low = amp_fx.explain(Linears(), dtype=FLOAT16, options={"products": "low"})
-    assert "sums of float32" not in str(low(torch.randn(8, 32)))
+@pytest.mark.usefixtures("_no_units")
+def test_explain_and_stats_say_that_bits_differ() -> None:
+    explanation = amp_fx.explain(Linears(), dtype=FLOAT16)(torch.randn(8, 32))
+    assert "products in float16 are sums of float32" in " ".join(str(explanation).split())
+    low = amp_fx.explain(Linears(), dtype=FLOAT16, options={"numerics": "strict"})
+    assert "sums of float32" not in " ".join(str(low(torch.randn(8, 32))).split())
     before = stats.snapshot()["wide_products"]
     no_autograd_cache = torch._functorch.config.patch(enable_autograd_cache=False)
     with torch._inductor.config.patch(fx_graph_cache=False), no_autograd_cache:
-        train(str(table))  # on a hit, passes do not run
+        train()  # on a hit, passes do not run
     assert stats.snapshot()["wide_products"] == before + 8
 
 
-@pytest.mark.parametrize(
-    ("durations", "expected"),
-    [
-        ([9.0, 1.0, 50.0, 1.1, 7.0, 1.05], 1.0),  # stopped now and then
-        ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0], None),  # it was that fast once only
-        ([9.0, 1.0, 1.0, 2e3, 1.0], None),  # it takes too long
-    ],
-)
-def test_times_are_those_of_calls_that_nothing_stopped(
-    durations: list[float], expected: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Durations are in ms, and go on growing."""
-    now = [0.0]
-    left = iter([0.0, *durations, *[60.0 * 2**i for i in range(100)]])
-
-    def call() -> None:
-        now[0] += next(left) / 1e3
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert products._least_times(call) == [expected and pytest.approx(expected / 1e3)]
-
-
-def test_a_measured_table_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_settled", lambda _: True)
-    path = tmp_path / "costs.json"
-    assert products.main([str(path)]) == 0
-    assert Options.parse({"products": path}).products == read(path)
-    monkeypatch.setattr(products, "_is_settled", lambda _: False)
-    monkeypatch.setattr(products, "_MAX_ROUNDS", 1)
-    assert products.main([str(tmp_path / "other.json")]) == 1
-    assert not (tmp_path / "other.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ((0.5, 0.9, 4.0, 9.0), (16, None)),
-        ((8.0, 3.0, 1.0, 0.6), (0, 15)),
-        ((1.0, 3.0, 1.0, 0.6), (4, 15)),
-        ((3.0, 1.0, 2.0, 4.0), (16, None)),
-        ((1.0, 1.2, 1.4, 1.5), None),
-    ],
-)
-def test_the_table_has_the_sizes_at_which_wide_products_are_faster(
-    ratios: tuple[float, ...], expected: tuple[int, int | None] | None
-) -> None:
-    measured = {
-        ("product", size): ratio for size, ratio in zip((1, 4, 16, 64), ratios, strict=True)
-    }
-    assert products.spans(measured).get("product") == expected
-
-
 @needs.FROZEN_GRAPHS
+@pytest.mark.usefixtures("_no_units")
 def test_inference_keeps_weights_wide_and_fresh() -> None:
     """Rounded already, in float32: no call widens them again."""
     torch.manual_seed(0)
     model: Any = Linears().eval()
     x = torch.randn(64, 32)
-    options: dict[str, Any] = {"products": "wide", "dtype": FLOAT16, "fallback": False}
+    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
     compiled = torch.compile(model, backend="amp_fx", options=options)
     weight_cache.clear()
     with torch.no_grad():
@@ -393,8 +325,9 @@ def test_inference_keeps_weights_wide_and_fresh() -> None:
     assert all(value.bytes >= 32 * 32 * 4 for value in kept)
 
 
+@pytest.mark.usefixtures("_no_units")
 def test_a_product_of_a_tensor_with_itself(targets: list[tuple[Any, torch.dtype]]) -> None:
-    options: dict[str, Any] = {"products": "wide", "dtype": FLOAT16, "fallback": False}
+    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
     x = torch.randn(8, 8)
     with torch.no_grad():
         compiled = torch.compile(lambda x: torch.mm(x, x), backend="amp_fx", options=options)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from amp_fx.backend.caching import _num_returned
-from amp_fx.explanation.lowered import kernel_of
 from amp_fx.graphs.collectives import collectives_in
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.split import viewed_by
+from tests.traffic.kernels import kernel_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from amp_fx.explanation.records import KernelRecord
+    from tests.traffic.kernels import Kernel
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Graph:
 
     saved_bytes: int = 0
     wire_bytes: int = 0
-    kernels: list[KernelRecord] = dataclasses.field(default_factory=list)
+    kernels: list[Kernel] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

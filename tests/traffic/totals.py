@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.explanation.lowered import CAST, EXTERN, LAYOUT
+from tests.traffic.kernels import CAST, EXTERN, LAYOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.devices import wide_products
 from amp_fx.dtypes import as_dtype
+from amp_fx.replaced import replaced
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES
 from tests.float8.torchao_oracle import converted
 from tests.traffic.cached import FakeCache
@@ -82,12 +84,13 @@ def count(
         mode,
         counter.listening(),
         cache.replacing(),
+        replaced((wide_products, "has_product_kernels", lambda _: None)),
         torch.set_grad_enabled(trains),
         torch.autograd.set_multithreading_enabled(False),
     ):
         options: dict[str, Any] = {"backend": counter.inductor}
         if contender in POLICIES:
-            given = {"policy": POLICIES[contender], "fallback": False, "products": "low"}
+            given = {"policy": POLICIES[contender], "fallback": False}
             given["freezing"] = contender == FROZEN
             # By default, training on the CPU caches nothing, which moves what native moves.
             given["weight_cache"] = "training"

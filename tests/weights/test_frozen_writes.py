@@ -286,11 +286,12 @@ def test_any_sequence(rounds: list[list[tuple[str, int]]]) -> None:
 
 
 @needs.FROZEN_GRAPHS
+@pytest.mark.usefixtures("_low_products")
 @torch.no_grad()
 def test_stats_say_what_is_kept_of_which_weights() -> None:
     weight_cache.clear()
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
-    compiled = FROZEN.compile(model, products="low")
+    compiled = FROZEN.compile(model)
     for _ in range(3):
         compiled(random(2, 64))
     stats = weight_cache.stats()

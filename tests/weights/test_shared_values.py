@@ -20,7 +20,10 @@ from tests.weights.nets import random, twin_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+pytestmark = [
+    pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler"),
+    pytest.mark.usefixtures("_low_products"),  # packed low on any CPU
+]
 
 SIZE = 64
 LOW_BYTES = 2 * (2 * SIZE * SIZE + SIZE)
@@ -39,7 +42,7 @@ def make_net() -> nn.Sequential:
 
 
 def compiled_of(model: Any, **options: Any) -> Any:
-    options = {"dtype": torch.bfloat16, "products": "low", **options}  # packed low on any CPU
+    options = {"dtype": torch.bfloat16, **options}
     return torch.compile(model, backend="amp_fx", options=options, dynamic=False)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.contenders import AMP_FX, NATIVE, NATIVE_FROZEN
-from amp_fx.bench.timing import Timing
+from amp_fx.bench.timing import measurement
 from amp_fx.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _own_share(
 
 
 def _comparison(workload: str, seconds: Seconds) -> Comparison:
-    measured = tuple(Measured(name, Timing(tuple(samples))) for name, samples in seconds.items())
+    timings = {name: measurement(name, samples) for name, samples in seconds.items()}
+    measured = tuple(Measured(name, timing) for name, timing in timings.items())
     return Comparison(workload, measured)
 
 

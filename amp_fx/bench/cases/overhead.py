@@ -71,10 +71,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
         compiled=lambda _: None,
     )
     timings = time_in_turns(
-        {"look": lambda: call([*weights])},
-        repeats=settings.repeats,
-        steps=settings.steps,
-        device=settings.device,
+        {"look": lambda: call([*weights])}, repeats=settings.repeats, steps=settings.steps
     )
     return Figure(name, 1e6 * timings["look"].median, "µs")
 
@@ -116,13 +113,9 @@ def _refresh(
             before[name]()
             runs[name]()
         timings = time_in_turns(
-            runs,
-            repeats=ROUNDS_PER_REPEAT * settings.repeats,
-            steps=1,
-            device=settings.device,
-            before=before,
+            runs, repeats=ROUNDS_PER_REPEAT * settings.repeats, steps=1, before=before
         )
     torch._dynamo.reset()
-    rounds = zip(*(timings[name].seconds for name in (STALE, FRESH, COPYING)), strict=True)
+    rounds = zip(*(timings[name].times for name in (STALE, FRESH, COPYING)), strict=True)
     rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
     return Figure(what, 1e6 * rest, "µs")

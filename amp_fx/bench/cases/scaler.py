@@ -18,6 +18,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import benchmark
 
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.timing import time_in_turns
@@ -62,9 +63,8 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
                 steps,
                 repeats=ROUNDS_PER_REPEAT * settings.repeats,
                 steps=1,
-                device=settings.device,
                 before=before,
-                clock=time.thread_time if settings.device.type == "cpu" else time.perf_counter,
+                clock=time.thread_time if settings.device.type == "cpu" else benchmark.timer,
             )
         comparison = Comparison(name, tuple(Measured(*timed) for timed in timings.items()))
         yield comparison
