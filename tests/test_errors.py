@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from typing import Any
 
+import pytest
+import torch
+
+import amp_fx
 from amp_fx import errors
 
 OLDER = {
@@ -37,3 +42,31 @@ def test_an_older_name_is_a_class_with_the_same_bases(name: str) -> None:
 
 def test_the_older_warning_is_a_warning() -> None:
     assert issubclass(errors.ShardingWarning, UserWarning)
+
+
+SECOND_CALLS: dict[str, dict[str, Any]] = {
+    "explain": {},
+    "accuracy": {},
+    "verify": {},
+    "store_low": {},
+    "search": {"tolerance": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SECOND_CALLS)
+def test_one_call_alone_says_that_another_one_is_missing(name: str) -> None:
+    made = getattr(amp_fx, name)(torch.nn.Linear(2, 2).eval(), **SECOND_CALLS[name])
+    text = f"amp_fx.{name}(model)(x)"
+    assert text in repr(made)
+    with pytest.warns(UserWarning, match=rf"does nothing until it is called: .*{name}\(model\)\(x"):
+        del made
+
+
+def test_nothing_is_said_after_a_second_call() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        explain = amp_fx.explain(torch.nn.Linear(2, 2))
+        assert explain(torch.ones(1, 2)).model == "Linear"
+        with pytest.raises(errors.UnsupportedError):
+            explain(torch.ones(1, 3))
+        del explain
