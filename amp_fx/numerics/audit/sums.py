@@ -1,0 +1,166 @@
+"""Findings about sums: gradients and collectives that add in a low dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_low
+from amp_fx.numerics.audit.report import new_finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.report import Finding
+    from amp_fx.numerics.places import Site
+
+LEAF = "torch::autograd::AccumulateGrad"
+"""The node of autograd that adds to the gradient of a leaf."""
+
+
+@dataclasses.dataclass
+class _Sum:
+    """The gradients that were added for one parameter.
+
+    Attributes:
+        exact: Their sum in float32.
+        num_terms: Their number.
+    """
+
+    exact: torch.Tensor
+    num_terms: int = 1
+
+
+class GradientRule(Rule):
+    """Finds ``gradient_sum_low``, and counts gradients by dtype.
+
+    Autograd adds the gradients of several uses of a tensor before the node that made the tensor
+    runs: for a weight, the cast of autocast, or the leaf itself.
+    """
+
+    def __init__(self, mode: AuditMode) -> None:
+        self._mode = mode
+        self._counted: set[int] = set()
+        self._sums: Marks[_Sum] = Marks()
+        self._micro_batches: dict[int, _Sum] = {}
+        self._first_use: dict[int, Site] = {}
+        self._found: dict[tuple[int, str], Finding] = {}
+
+    def see(self, event: Event) -> None:
+        """Examines the ops of a backward that add, and those that write gradients."""
+        if event.stage == "forward":
+            for tensor in event.tensors:
+                if tensor.is_leaf and tensor.requires_grad:
+                    self._first_use.setdefault(id(tensor), event.site)
+        if event.stage != "backward" or not event.floats:
+            return
+        is_add = event.name == "add" and len(event.floats) == 2
+        is_add = is_add and all(is_low(tensor.dtype) for tensor in event.floats)
+        if event.node.name() == LEAF:
+            self._see_leaf(event, event.node.variable, is_add=is_add)
+        elif is_add:
+            terms = [self._sums.get(tensor) or _Sum(tensor.float()) for tensor in event.floats]
+            exact = terms[0].exact + terms[1].exact
+            self._sums.put(event.results[0], _Sum(exact, terms[0].num_terms + terms[1].num_terms))
+        elif event.name == "_to_copy" and event.node.name().startswith("ToCopyBackward"):
+            following = event.node.next_functions[0][0]
+            if following is not None and following.name() == LEAF:
+                self._see_uses(event, following.variable)
+
+    def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
+        """Reports a sum of gradients of several uses that reaches a leaf."""
+        found = self._sums.get(event.floats[0])
+        if found is not None:
+            self._add(event.floats[0], variable, found, "uses")
+
+    def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
+        if id(variable) not in self._counted:
+            self._counted.add(id(variable))
+            module = self._mode.names.module_of(variable)
+            self._mode.uses.add("gradients", event.floats[:1], module)
+        if not is_add:
+            self._see_uses(event, variable)
+        elif event.op._schema.is_mutable:
+            old, new = event.floats
+            before = self._micro_batches.get(id(variable)) or self._sums.get(old)
+            exact = (before.exact if before is not None else old.float()) + new.float()
+            number = 1 + (before.num_terms if before is not None else 1)
+            self._micro_batches[id(variable)] = total = _Sum(exact, number)
+            self._add(old, variable, total, "micro-batches")
+
+    def _add(self, low: torch.Tensor, variable: torch.Tensor, found: _Sum, what: str) -> None:
+        norm = float(torch.linalg.vector_norm(found.exact))
+        difference = float(torch.linalg.vector_norm(low.float() - found.exact))
+        error = difference / norm if norm else 0.0
+        name = self._mode.names.of(variable)
+        site = self._first_use.get(id(variable)) if what == "uses" else None
+        message = (
+            f"The gradients of {found.num_terms} {what} of {name} are added in "
+            f"{dtype_name(low.dtype)}: the sum is off by {error:.2%}."
+        )
+        found_now = new_finding("gradient_sum_low", site or self._mode.here(), message)
+        self._found[id(variable), what] = found_now
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the sums that were found."""
+        yield from self._found.values()
+
+
+class CollectiveRule(Rule):
+    """Finds ``reduction_low``."""
+
+    def __init__(self, mode: AuditMode) -> None:
+        self._mode = mode
+        self._found: list[Finding] = []
+
+    def see(self, event: Event) -> None:
+        """Examines a collective."""
+        namespace = event.op.namespace
+        if namespace not in COLLECTIVES or "reduce" not in event.name or not event.floats:
+            return
+        tensor = event.floats[0]
+        size = _group_size(event.args)
+        if not is_low(tensor.dtype) or size == 1 or not _is_sum(event.args):
+            return
+        number = sum(each.numel() for each in event.floats)
+        ranks = f"{size} ranks" if size else "the ranks"
+        message = (
+            f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
+            f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.1%}."
+        )
+        site = event.site if event.site.file else self._mode.here()
+        self._found.append(new_finding("reduction_low", site, message))
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the collectives that were found."""
+        yield from self._found
+
+
+def _is_sum(args: tuple[Any, ...]) -> bool:
+    """Returns False for the largest or smallest element, which are exact."""
+    unbox = getattr(torch.distributed.ReduceOp, "unbox", None)  # since torch 2.15
+    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    for arg in boxed if unbox is not None else ():
+        if "ReduceOp" in str(arg._type()):
+            return unbox(arg) not in (
+                torch.distributed.ReduceOp.MAX,
+                torch.distributed.ReduceOp.MIN,
+            )
+    return not any(arg in ("max", "min") for arg in args if isinstance(arg, str))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Returns the number of ranks; 0 if it is not known."""
+    group: Any = torch.distributed.ProcessGroup
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return int(group.unbox(arg).size())
+    names = [arg for arg in args if isinstance(arg, str)]
+    if not names:
+        return 0
+    return int(torch.distributed.distributed_c10d._resolve_process_group(names[-1]).size())
