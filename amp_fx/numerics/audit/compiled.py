@@ -8,6 +8,7 @@ region; here it gets one for each call.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,9 @@ def regions_of_compiled_modules() -> Iterator[None]:
         register_module_forward_hook(after, always_call=True),
     ]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+            yield
     finally:
         for handle in handles:
             handle.remove()

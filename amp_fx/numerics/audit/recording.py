@@ -119,7 +119,7 @@ class Names:
         for prefix, root in roots:
             for name, value in (*root.named_parameters(), *root.named_buffers()):
                 if value is tensor:
-                    return f"{prefix}.{name}" if prefix else name
+                    return f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
         return "a tensor"
 
     def module_of(self, tensor: torch.Tensor) -> str:

@@ -17,13 +17,13 @@ from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_low
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
 from amp_fx.numerics.mode import PRODUCTS
-from amp_fx.numerics.places import Site
 from amp_fx.numerics.shadow import MOVES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.numerics.audit.report import Finding
+    from amp_fx.numerics.places import Site
 
 CASTS = frozenset(
     ("to", "type", "type_as", "float", "double", "half", "bfloat16", "copy_", "_to_copy")

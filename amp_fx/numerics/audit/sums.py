@@ -143,7 +143,8 @@ class CollectiveRule(Rule):
 
 def _is_sum(args: tuple[Any, ...]) -> bool:
     """Returns False for the largest or smallest element, which are exact."""
-    unbox = getattr(torch.distributed.ReduceOp, "unbox", None)  # since torch 2.15
+    ops = torch.distributed.ReduceOp
+    unbox = getattr(ops, "unbox", None)  # since torch 2.15
     boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
     for arg in boxed if unbox is not None else ():
         if "ReduceOp" in str(arg._type()):
