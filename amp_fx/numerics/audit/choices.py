@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -109,7 +109,6 @@ class ChoiceRule(Rule):
         return next((t for t in event.floats if self._roundings.of(t) is not None), None)
 
     def _follow(self, event: Event, choice: Choice) -> None:
-        result = event.results[0]
         others = [
             tensor
             for tensor in event.floats
@@ -118,8 +117,10 @@ class ChoiceRule(Rule):
         moved = [t for t in others if event.name in ROUTES or t.requires_grad]
         if moved and event.name in ROUTES | GATES:
             self._found.setdefault(choice, event)
-        elif not result.is_floating_point() or is_move(event) or event.name in ROUTES:
-            self._choices.put(result, choice)
+            return
+        for result in event.results:
+            if not result.is_floating_point() or is_move(event) or event.name in ROUTES:
+                self._choices.put(result, choice)
 
     def _is_own(self, tensor: torch.Tensor, choice: Choice) -> bool:
         """Returns True if a tensor is a constant, or made of the values that were compared."""
@@ -150,9 +151,8 @@ def _close(event: Event, eps: float) -> tuple[int, int]:
         other = other.detach().float() if isinstance(other, torch.Tensor) else other
         is_close = (values - other).abs() <= eps * values.abs()
         return int(is_close.sum()), is_close.numel()
-    dims = [arg for arg in event.args[1:] if type(arg) is int]
-    count = dims.pop(0) if event.name == "topk" else 1
-    values = values.movedim(dims[0], -1) if dims and values.dim() else values.reshape(1, -1)
+    dim, count = _argument(event, "dim"), _argument(event, "k") or 1
+    values = values.reshape(1, -1) if dim is None or not values.dim() else values.movedim(dim, -1)
     ordered = values.sort(-1, descending=event.name != "argmin" and event.name != "min").values
     gaps = (ordered[..., :-1] - ordered[..., 1:]).abs()
     is_close = gaps <= eps * ordered[..., :-1].abs()
@@ -161,3 +161,12 @@ def _close(event: Event, eps: float) -> tuple[int, int]:
     if count > is_close.shape[-1]:
         return 0, ordered[..., 0].numel()
     return int(is_close[..., count - 1].sum()), ordered[..., 0].numel()
+
+
+def _argument(event: Event, name: str) -> Any:
+    """Returns an argument by name, or its default; None if the op has none of this name."""
+    for place, argument in enumerate(event.op._schema.arguments):
+        if argument.name == name:
+            given = event.args[place : place + 1]
+            return given[0] if given else argument.default_value
+    return None

@@ -154,7 +154,7 @@ class _Audit:
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            scaled.backward()
+            torch.autograd.backward(scaled)
         if self.optimizer is None or updates.num_steps:
             return
         if self.scaler is None:
@@ -190,7 +190,9 @@ _RESTORED = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.G
 @contextlib.contextmanager
 def _restored(objects: list[Any]) -> Iterator[None]:
     """Restores the attributes of scalers and schedulers, and the state of generators."""
-    states = [o.get_state() if isinstance(o, torch.Generator) else _copied(o) for o in objects]
+    states: list[Any] = [
+        each.get_state() if isinstance(each, torch.Generator) else _copied(each) for each in objects
+    ]
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from amp_fx.numerics.shadow import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
@@ -74,7 +75,7 @@ class Event:
         op: The overload that the dispatcher ran.
         name: The name of the op without namespace, overload and trailing underscore: ``"addmm"``.
         function: The name of the function of torch that the program called; empty in a backward.
-        stage: ``"forward"``, ``"backward"`` or ``"update"``, the step of an optimizer.
+        stage: ``"forward"`` or ``"backward"``; the step of an optimizer is not examined op by op.
         args: The arguments.
         tensors: The tensors among them.
         results: The tensors that the op returned.
@@ -112,15 +113,20 @@ class Names:
 
     def __init__(self, places: Places, modules: list[torch.nn.Module]) -> None:
         self._places, self._modules = places, modules
+        self._paths: dict[int, str] = {}
+        self._num_roots = -1
 
     def of(self, tensor: torch.Tensor) -> str:
         """Returns the path of a parameter or buffer."""
-        roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
-        for prefix, root in roots:
-            for name, value in (*root.named_parameters(), *root.named_buffers()):
-                if value is tensor:
-                    return f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
-        return "a tensor"
+        if self._num_roots != len(self._places.roots):
+            self._num_roots = len(self._places.roots)
+            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
+            self._paths.clear()
+            for prefix, root in roots:
+                for name, value in (*root.named_parameters(), *root.named_buffers()):
+                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
+                    self._paths.setdefault(id(value), path)
+        return self._paths.get(id(tensor), "a tensor")
 
     def module_of(self, tensor: torch.Tensor) -> str:
         """Returns the path of the module of a parameter or buffer."""
@@ -227,7 +233,8 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         if not facts.is_view:
             self.guard.note_made(results, tensors)
-        self._tell(func, args, kwargs, tensors, results, is_view=facts.is_view)
+        if not self.is_updating:
+            self._tell(func, args, kwargs, tensors, results, is_view=facts.is_view)
         return results
 
     def _tell(
@@ -261,7 +268,7 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             region=self.regions.innermost(device),
             flops=flops,
         )
-        if stage != "update" and not is_view:
+        if not is_view:
             if flops:
                 self.uses.add("products", event.tensors + event.results, site.module, flops)
             elif name in REDUCTIONS:
@@ -275,8 +282,6 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place(self, tensors: list[torch.Tensor]) -> tuple[str, Site, Any]:
         """Returns the stage, the site and the running node of the op that has just run."""
         node = running_node()
-        if self.is_updating:
-            return "update", Site(), node
         if node is not None and not torch.is_grad_enabled():
             self.num_backwards += 1
             site = self._site_of.get(number_of(node))
@@ -315,15 +320,18 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _flops(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
 ) -> int:
-    """Returns the floating-point operations of a product; 0 for other ops.
+    """Returns the floating-point operations of a product; 0 for other ops."""
+    formula = _formula(op)
+    if formula is None:
+        return 0
+    return int(formula(*args, **{k: v for k, v in kwargs.items() if k != "out"}, out_val=results))
 
-    In-place products such as ``addmm_`` are counted as those that they are made of.
-    """
+
+@functools.cache
+def _formula(op: torch._ops.OpOverload) -> Callable[..., int] | None:
+    """Returns the formula of a product; that of ``addmm_`` is the one of ``addmm``."""
     packet: Any = op.overloadpacket
     if packet not in flop_registry and op._schema.name.endswith("mm_"):
         packet = getattr(torch.ops.aten, op._schema.name[6:-1], None)
-    if packet not in flop_registry:
-        return 0
-    out = {name: value for name, value in kwargs.items() if name == "out"}
-    others = {name: value for name, value in kwargs.items() if name not in out}
-    return int(flop_registry[packet](*args, **others, out_val=results))
+    found: Callable[..., int] | None = flop_registry.get(packet)
+    return found

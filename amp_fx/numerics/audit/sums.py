@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.collectives import group_of
 from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_low
 from amp_fx.numerics.audit.report import new_finding
 
@@ -60,11 +61,12 @@ class GradientRule(Rule):
         if event.stage != "backward" or not event.floats:
             return
         is_add = event.name == "add" and len(event.floats) == 2
+        is_add = is_add and event.floats[0].shape == event.floats[1].shape
         is_add = is_add and all(is_low(tensor.dtype) for tensor in event.floats)
         if event.node.name() == LEAF:
             self._see_leaf(event, event.node.variable, is_add=is_add)
         elif is_add:
-            terms = [self._sums.get(tensor) or _Sum(tensor.float()) for tensor in event.floats]
+            terms = [self._sum_of(tensor) or _Sum(tensor.float()) for tensor in event.floats]
             exact = terms[0].exact + terms[1].exact
             self._sums.put(event.results[0], _Sum(exact, terms[0].num_terms + terms[1].num_terms))
         elif event.name == "_to_copy" and event.node.name().startswith("ToCopyBackward"):
@@ -72,9 +74,14 @@ class GradientRule(Rule):
             if following is not None and following.name() == LEAF:
                 self._see_uses(event, following.variable)
 
+    def _sum_of(self, tensor: torch.Tensor) -> _Sum | None:
+        """Returns the sum that a tensor is; None for a part of one, and for other tensors."""
+        found = self._sums.get(tensor)
+        return found if found is not None and found.exact.shape == tensor.shape else None
+
     def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
         """Reports a sum of gradients of several uses that reaches a leaf."""
-        found = self._sums.get(event.floats[0])
+        found = self._sum_of(event.floats[0])
         if found is not None:
             self._add(event.floats[0], variable, found, "uses")
 
@@ -87,7 +94,7 @@ class GradientRule(Rule):
             self._see_uses(event, variable)
         elif event.op._schema.is_mutable:
             old, new = event.floats
-            before = self._micro_batches.get(id(variable)) or self._sums.get(old)
+            before = self._micro_batches.get(id(variable)) or self._sum_of(old)
             exact = (before.exact if before is not None else old.float()) + new.float()
             number = 1 + (before.num_terms if before is not None else 1)
             self._micro_batches[id(variable)] = total = _Sum(exact, number)
@@ -143,25 +150,20 @@ class CollectiveRule(Rule):
 
 def _is_sum(args: tuple[Any, ...]) -> bool:
     """Returns False for the largest or smallest element, which are exact."""
-    ops = torch.distributed.ReduceOp
-    unbox = getattr(ops, "unbox", None)  # since torch 2.15
+    ops: Any = torch.distributed.ReduceOp
     boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-    for arg in boxed if unbox is not None else ():
+    for arg in boxed if hasattr(ops, "unbox") else ():  # since torch 2.15
         if "ReduceOp" in str(arg._type()):
-            return unbox(arg) not in (
-                torch.distributed.ReduceOp.MAX,
-                torch.distributed.ReduceOp.MIN,
-            )
+            return ops.unbox(arg) not in (ops.MAX, ops.MIN)
     return not any(arg in ("max", "min") for arg in args if isinstance(arg, str))
 
 
 def _group_size(args: tuple[Any, ...]) -> int:
     """Returns the number of ranks; 0 if it is not known."""
-    group: Any = torch.distributed.ProcessGroup
+    groups: Any = torch.distributed.ProcessGroup
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return int(group.unbox(arg).size())
+            return int(groups.unbox(arg).size())
     names = [arg for arg in args if isinstance(arg, str)]
-    if not names:
-        return 0
-    return int(torch.distributed.distributed_c10d._resolve_process_group(names[-1]).size())
+    group = group_of(names[-1]) if names else None
+    return 0 if group is None else int(group.size())
