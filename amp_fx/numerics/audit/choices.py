@@ -109,23 +109,17 @@ class ChoiceRule(Rule):
         return next((t for t in event.floats if self._roundings.of(t) is not None), None)
 
     def _follow(self, event: Event, choice: Choice) -> None:
-        others = [
-            tensor
-            for tensor in event.floats
-            if self._choices.get(tensor) is None and not self._is_own(tensor, choice)
-        ]
-        moved = [t for t in others if event.name in ROUTES or t.requires_grad]
-        if moved and event.name in ROUTES | GATES:
-            self._found.setdefault(choice, event)
+        """Reports data that a choice moves, else passes it on to what is made of it alone."""
+        data = [t for t in event.floats if self._choices.get(t) is None and self._roots_of(t)]
+        others = [tensor for tensor in data if not self._roots_of(tensor) & choice.roots]
+        if any(event.name in ROUTES or tensor.requires_grad for tensor in others):
+            if event.name in ROUTES | GATES:
+                self._found.setdefault(choice, event)
             return
+        is_gate = event.name in GATES and choice.name not in COMPARISONS
         for result in event.results:
-            if not result.is_floating_point() or is_move(event) or event.name in ROUTES:
+            if is_gate or not data or not result.is_floating_point():
                 self._choices.put(result, choice)
-
-    def _is_own(self, tensor: torch.Tensor, choice: Choice) -> bool:
-        """Returns True if a tensor is a constant, or made of the values that were compared."""
-        roots = self._roots_of(tensor)
-        return not roots or bool(roots & choice.roots)
 
     def _roots_of(self, tensor: torch.Tensor) -> frozenset[int]:
         found = self._roots.get(tensor)

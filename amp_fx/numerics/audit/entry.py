@@ -121,7 +121,7 @@ class _Audit:
         losses = LossRule(roundings)
         mode.rules += [
             *(losses, ChoiceRule(roundings), UpcastRule(), IntegerRule(), roundings),
-            *(GradientRule(mode), CollectiveRule(mode)),
+            *(GradientRule(mode, weights), CollectiveRule(mode)),
             *(RegionRule(mode), LowWeightRule(mode, self._trained() or weights)),
             *(updates, ScalerRule(mode, self.scalers)),
         ]

@@ -83,6 +83,7 @@ class Event:
         node: The node of autograd that is running; None outside of a backward.
         region: The innermost autocast region of the device type; None outside of regions.
         flops: The floating-point operations, if the op is a product.
+        before: The value before of a low tensor that a backward adds to; else None.
     """
 
     op: torch._ops.OpOverload
@@ -96,6 +97,7 @@ class Event:
     node: Any
     region: Region | None
     flops: int
+    before: torch.Tensor | None
 
     @property
     def floats(self) -> list[torch.Tensor]:
@@ -230,35 +232,36 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         facts = facts_of(func)
         if not facts.is_view:
             self.guard.save(facts.written(args, kwargs))
+        is_sum = facts.name == "aten::add_" and is_low(tensors[0].dtype)
+        before = tensors[0].detach().clone() if is_sum and running_node() is not None else None
         results = func(*args, **kwargs)
         if not facts.is_view:
             self.guard.note_made(results, tensors)
         if not self.is_updating:
-            self._tell(func, args, kwargs, tensors, results, is_view=facts.is_view)
+            event = self._event(func, args, kwargs, tensors, results, before)
+            if event is not None:
+                self._tell(event, is_view=facts.is_view)
         return results
 
-    def _tell(
+    def _event(
         self,
         func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
         results: Any,
-        *,
-        is_view: bool,
-    ) -> None:
+        before: torch.Tensor | None,
+    ) -> Event | None:
+        """Describes an op that has just run; None if a checkpoint repeats it."""
         stage, site, node = self._place(tensors)
-        if stage == "again" or (is_view and stage != "backward"):
-            return
-        namespace, _, name = func._schema.name.partition("::")
-        name = name if name.endswith("__") else name.removesuffix("_")
-        flops = _flops(func, args, kwargs, results)
+        if stage == "again":
+            return None
+        name = func._schema.name.partition("::")[2]
         device = next((t.device.type for t in tensors), "cpu")
-        function = self.notes.function
-        event = Event(
+        return Event(
             op=func,
-            name=name,
-            function=str(getattr(function, "__name__", "")),
+            name=name if name.endswith("__") else name.removesuffix("_"),
+            function=str(getattr(self.notes.function, "__name__", "")),
             stage=stage,
             args=args,
             tensors=tensors,
@@ -266,15 +269,21 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             site=site,
             node=node,
             region=self.regions.innermost(device),
-            flops=flops,
+            flops=_flops(func, args, kwargs, results),
+            before=before,
         )
-        if not is_view:
-            if flops:
-                self.uses.add("products", event.tensors + event.results, site.module, flops)
-            elif name in REDUCTIONS:
-                self.uses.add("reductions", event.tensors + event.results, site.module)
-        if namespace in COLLECTIVES and name != "wait_tensor":
-            self.uses.add("collectives", event.tensors, site.module)
+
+    def _tell(self, event: Event, *, is_view: bool) -> None:
+        """Counts an op and shows it to the rules, which see views only in a backward."""
+        tensors, module = event.tensors + event.results, event.site.module
+        if event.flops:
+            self.uses.add("products", tensors, module, event.flops)
+        elif event.name in REDUCTIONS:
+            self.uses.add("reductions", tensors, module)
+        elif event.op.namespace in COLLECTIVES and event.name != "wait_tensor":
+            self.uses.add("collectives", event.tensors, module)
+        if is_view and event.stage != "backward":
+            return
         with self.paused():
             for rule in self.rules:
                 rule.see(event)

@@ -178,9 +178,8 @@ class IntegerRule(Rule):
 
     def _see_tf32(self, event: Event) -> None:
         """Examines a float32 product that the device may compute in TF32."""
-        if not event.floats[0].is_cuda or event.floats[0].dtype != torch.float32:
-            return
-        if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        is_float32 = all(t.is_cuda and t.dtype == torch.float32 for t in event.tensors)
+        if not is_float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
             return
         for tensor in event.floats:
             # TF32 has the mantissa of float16.

@@ -29,7 +29,7 @@ class _Sum:
     """The gradients that were added for one parameter.
 
     Attributes:
-        exact: Their sum in float32.
+        exact: Their sum in float32, with the strides of the low sum.
         num_terms: Their number.
     """
 
@@ -44,11 +44,11 @@ class GradientRule(Rule):
     runs: for a weight, the cast of autocast, or the leaf itself.
     """
 
-    def __init__(self, mode: AuditMode) -> None:
+    def __init__(self, mode: AuditMode, weights: list[torch.Tensor]) -> None:
         self._mode = mode
+        self._weights = {id(weight) for weight in weights}
         self._counted: set[int] = set()
         self._sums: Marks[_Sum] = Marks()
-        self._micro_batches: dict[int, _Sum] = {}
         self._first_use: dict[int, Site] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
@@ -66,18 +66,19 @@ class GradientRule(Rule):
         if event.node.name() == LEAF:
             self._see_leaf(event, event.node.variable, is_add=is_add)
         elif is_add:
-            terms = [self._sum_of(tensor) or _Sum(tensor.float()) for tensor in event.floats]
-            exact = terms[0].exact + terms[1].exact
-            self._sums.put(event.results[0], _Sum(exact, terms[0].num_terms + terms[1].num_terms))
+            self._sums.put(event.results[0], self._added(event))
         elif event.name == "_to_copy" and event.node.name().startswith("ToCopyBackward"):
             following = event.node.next_functions[0][0]
             if following is not None and following.name() == LEAF:
                 self._see_uses(event, following.variable)
 
     def _sum_of(self, tensor: torch.Tensor) -> _Sum | None:
-        """Returns the sum that a tensor is; None for a part of one, and for other tensors."""
+        """Returns the sum that a tensor is a view of; None for other tensors."""
         found = self._sums.get(tensor)
-        return found if found is not None and found.exact.shape == tensor.shape else None
+        if found is None:
+            return None
+        geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _Sum(found.exact.as_strided(*geometry), found.num_terms)
 
     def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
         """Reports a sum of gradients of several uses that reaches a leaf."""
@@ -90,17 +91,26 @@ class GradientRule(Rule):
             self._counted.add(id(variable))
             module = self._mode.names.module_of(variable)
             self._mode.uses.add("gradients", event.floats[:1], module)
-        if not is_add:
+        if is_add and event.op._schema.is_mutable:
+            added = self._added(event)
+            self._sums.put(event.results[0], added)
+            self._add(event.results[0], variable, added, "micro-batches")
+        elif not is_add:
             self._see_uses(event, variable)
-        elif event.op._schema.is_mutable:
-            old, new = event.floats
-            before = self._micro_batches.get(id(variable)) or self._sum_of(old)
-            exact = (before.exact if before is not None else old.float()) + new.float()
-            number = 1 + (before.num_terms if before is not None else 1)
-            self._micro_batches[id(variable)] = total = _Sum(exact, number)
-            self._add(old, variable, total, "micro-batches")
+
+    def _added(self, event: Event) -> _Sum:
+        """Returns the exact sum of what an op added, and of what that is a sum of."""
+        old, new = event.floats
+        before = old if event.before is None else event.before
+        known = (self._sum_of(old), self._sum_of(new))
+        terms = [
+            sum_ or _Sum(tensor.float()) for sum_, tensor in zip(known, (before, new), strict=True)
+        ]
+        return _Sum(terms[0].exact + terms[1].exact, terms[0].num_terms + terms[1].num_terms)
 
     def _add(self, low: torch.Tensor, variable: torch.Tensor, found: _Sum, what: str) -> None:
+        if id(variable) not in self._weights and not isinstance(variable, torch.nn.Parameter):
+            return  # an input of the step
         norm = float(torch.linalg.vector_norm(found.exact))
         difference = float(torch.linalg.vector_norm(low.float() - found.exact))
         error = difference / norm if norm else 0.0

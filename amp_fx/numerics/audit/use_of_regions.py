@@ -10,12 +10,12 @@ import torch
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.recording import Event, Rule, is_low
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.audit.rounding import CASTS
 from amp_fx.numerics.mode import is_in_checkpoint
 from amp_fx.numerics.shadow import address_of, is_custom
 from amp_fx.policies.policy import preset
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.reports import human
-from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,9 +32,9 @@ all products of the forward."""
 
 @dataclasses.dataclass
 class _Products:
-    """The products of a region: of each dtype the first one, and in low precision any."""
+    """The products of a region: whether any was cast, and the first one that was not."""
 
-    is_low: bool = False
+    is_cast: bool = False
     other: Event | None = None
 
 
@@ -56,7 +56,11 @@ class RegionRule(Rule):
             if is_on and not is_custom(event.node) and not is_in_checkpoint():
                 assert region is not None
                 self._backward = (dataclasses.replace(event, site=self._mode.here()), region)
-        if event.stage != "forward" or not event.flops:
+        if event.stage != "forward":
+            return
+        if event.name == "_to_copy" and event.function not in CASTS and region is not None:
+            self._products.setdefault(region, _Products()).is_cast |= is_low(event.results[0].dtype)
+        if not event.flops or not event.floats:
             return
         self._flops += event.flops
         if region is not None and not region.is_asked:
@@ -64,9 +68,8 @@ class RegionRule(Rule):
         has_low = any(is_low(tensor.dtype) for tensor in event.floats)
         for outer in self._mode.regions.open():
             products = self._products.setdefault(outer, _Products())
-            products.is_low |= has_low
-            if not _is_by_policy(event):
-                products.other = products.other or event
+            products.is_cast |= has_low
+            products.other = products.other or event
         is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
         if region is not None and region.is_enabled and is_float32 and not _is_by_policy(event):
             self._float32.append(event)
@@ -94,7 +97,7 @@ class RegionRule(Rule):
 
     def _without_effect(self) -> Iterator[Finding]:
         """Yields the lines whose regions cast nothing in any entry."""
-        effective = {r.site for r, products in self._products.items() if products.is_low}
+        effective = {r.site for r, products in self._products.items() if products.is_cast}
         for region, products in self._products.items():
             event = products.other
             if event is None or not region.is_asked or region.site in effective:
@@ -110,13 +113,12 @@ class RegionRule(Rule):
 
 
 def _is_by_policy(event: Event) -> bool:
-    """Returns True if a policy says that the call computes in float32."""
+    """Returns True if a policy says in which precision the call computes."""
     policy = ambient_policy() or preset("torch")
-    table = policy.tables.get(event.floats[0].device.type, {})
-    op = event.site.op
-    names = [name for name in table if name.partition(".")[0] == f"aten::{op}"]
-    is_float32 = any(table[name] is not CastPolicy.LOWER_PRECISION_FP for name in names)
-    return is_float32 or policy != preset("torch")
+    table = policy.tables.get(event.tensors[0].device.type, {})
+    names = {name.partition(".")[0] for name in table}
+    has_policy = f"aten::{event.site.op}" in names and not event.op._schema.is_mutable
+    return has_policy or policy != preset("torch")
 
 
 class LowWeightRule(Rule):
