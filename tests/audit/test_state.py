@@ -1,4 +1,4 @@
-"""``amp_fx.audit`` leaves everything of the step as it was, bit for bit, also after an exception."""
+"""``amp_fx.audit`` restores all that a step writes, bit for bit, also after an exception."""
 
 from __future__ import annotations
 

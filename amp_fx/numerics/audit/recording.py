@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -223,8 +224,8 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_wrapped, tensors)):
             self.guard.has_wrappers = True
             return NotImplemented  # it calls ops on the tensors that it consists of
-        if self.guard.is_aside(tensors):
-            return func(*args, **kwargs)
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            return func(*args, **kwargs)  # as a DTensor finds the layout of a result
         self.guard.look_at(tensors)
         if not isinstance(func, torch._ops.OpOverload):
             with torch._C.DisableTorchFunction():

@@ -136,7 +136,7 @@ class LossRule(Rule):
             how = f"is computed in {name}, outside of an autocast region"
         else:
             how = f"takes values that {_line(cast)} rounded from float32 to {name}"
-        message = f"{what} {how}: each value is off by up to {eps:.1%}."
+        message = f"{what} {how}: each value is off by up to {eps:.2%}."
         self._found.append(new_finding("loss_low", site, message))
 
 

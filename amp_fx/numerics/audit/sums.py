@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from amp_fx.numerics.audit.report import new_finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
     from amp_fx.numerics.audit.recording import AuditMode
     from amp_fx.numerics.audit.report import Finding
@@ -148,7 +150,7 @@ class CollectiveRule(Rule):
         ranks = f"{size} ranks" if size else "the ranks"
         message = (
             f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
-            f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.1%}."
+            f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
         )
         site = event.site if event.site.file else self._mode.here()
         self._found.append(new_finding("reduction_low", site, message))
@@ -159,12 +161,18 @@ class CollectiveRule(Rule):
 
 
 def _is_sum(args: tuple[Any, ...]) -> bool:
-    """Returns False for the largest or smallest element, which are exact."""
-    ops: Any = torch.distributed.ReduceOp
-    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-    for arg in boxed if hasattr(ops, "unbox") else ():  # since torch 2.15
-        if "ReduceOp" in str(arg._type()):
-            return ops.unbox(arg) not in (ops.MAX, ops.MIN)
+    """Returns False for the largest or smallest element, which are exact.
+
+    Ops of torch 2.13 have the reduction as an object that cannot be read. Functions of
+    ``torch.distributed`` have it as their argument ``op``.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        is_function = frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__
+        if is_function and "op" in frame.f_locals:
+            exact = (torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.MIN)
+            return frame.f_locals["op"] not in exact
+        frame = frame.f_back
     return not any(arg in ("max", "min") for arg in args if isinstance(arg, str))
 
 

@@ -170,7 +170,7 @@ class UpdateRule(Rule):
         )
         message = (
             f"The optimizer stores {', '.join(keys)} in {' and '.join(names)}: a change of less "
-            f"than {torch.finfo(dtype).eps / 4:.1%} of an element is lost{measured}."
+            f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost{measured}."
         )
         module = next(iter(before)).name.rpartition(".")[0]
         self._found.append(new_finding("state_low", self._site, message, module))
@@ -245,36 +245,47 @@ def _lost(optimizer: Any, before: _Before) -> float:
     after = _local(before.parameter)
     if not is_low(after.dtype):
         return 0.0
-    old = before.value.double()
-    update = _local(before.twin) - old
+    old = before.value.float()
+    update = (_local(before.twin) - before.value).float()
     spacing = _spacing(old, update, torch.finfo(after.dtype))
-    is_small = update.abs() < spacing / 2
-    is_same = after == before.value
-    is_lost = is_small & is_same & (update != 0)
-    number = int((update != 0).sum())
-    if not is_lost.any():
+    should_move, is_same = update != 0, after == before.value
+    is_lost = should_move & is_same & (update.abs() < spacing / 2)
+    clearly = should_move & (update.abs() < 0.4 * spacing)
+    rounds_by_chance = int((clearly & ~is_same).sum()) > 0.01 * int(clearly.sum())
+    if rounds_by_chance or not is_lost.any() or _is_kept(optimizer, before, update, is_lost):
         return 0.0
-    clearly = (update.abs() < 0.4 * spacing) & (update != 0)
-    if int((clearly & ~is_same).sum()) > 0.01 * int(clearly.sum()):
-        return 0.0  # it rounds by chance
+    return int(is_lost.sum()) / int(should_move.sum())
+
+
+def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
+    """Returns True if the optimizer's state has the weight in more bits, or what was lost of it."""
+    places = is_lost.flatten().nonzero().flatten()[:_SAMPLE]
+
+    def sample(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[places].double()
+
+    old, new, wanted = sample(before.value), sample(_local(before.parameter)), sample(update)
     for key, value in _state_of(optimizer, before.parameter).items():
-        now = value.double()
-        then = before.state[key].double() if key in before.state else torch.zeros_like(now)
-        for low, sign in ((0.0, 1), (1.0, 1), (1.0, -1)):
-            was = old if low == 0.0 and key not in before.state else low * old + sign * then
-            change = (low * after.double() + sign * now - was)[is_lost]
-            wanted = update[is_lost]
+        now, then = sample(value), torch.zeros_like(old)
+        copied = old
+        if key in before.state:
+            copied = then = sample(before.state[key])
+        for change in (now - copied, new + now - old - then, new - now - old + then):
             is_kept = (change - wanted).abs() <= 0.1 * wanted.abs()
             if int(is_kept.sum()) > 0.5 * is_kept.numel():
-                return 0.0  # the state has the weight in more bits, or what was lost
-    return int(is_lost.sum()) / number
+                return True
+    return False
+
+
+_SAMPLE = 4096
+"""The number of lost elements that are compared with the state."""
 
 
 def _spacing(values: torch.Tensor, update: torch.Tensor, dtype: torch.finfo) -> torch.Tensor:
     """Returns the distance to the next number of a dtype in the direction of an update."""
     mantissa, exponent = torch.frexp(values)
     is_shrinking = (mantissa.abs() == 0.5) & (update * values < 0)
-    spacing = dtype.eps * torch.exp2(exponent.double() - 1 - is_shrinking.double())
+    spacing = dtype.eps * torch.exp2((exponent - 1 - is_shrinking.int()).float())
     smallest = dtype.smallest_normal * dtype.eps
     return torch.where(values == 0, smallest, spacing.clamp(min=smallest))
 
