@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_fx
@@ -86,7 +82,7 @@ def fsdp2(rank: int) -> Any:
 
 
 def fsdp2_low(rank: int) -> Any:
-    policy = MixedPrecisionPolicy(param_dtype=BFLOAT16)
+    policy = MixedPrecisionPolicy(param_dtype=BFLOAT16, reduce_dtype=BFLOAT16)
     return [sharded(rank, policy, warms=warms) for warms in (False, True)]
 
 
@@ -117,10 +113,7 @@ def largest(rank: int) -> Any:
     return [finding.kind for finding in report.findings]
 
 
-CASES = (
-    *(ddp, ddp_compressed, fsdp2, fsdp2_low, tensor_parallel, tensor_parallel_low),
-    largest,
-)
+CASES = (*(ddp, ddp_compressed, fsdp2, fsdp2_low, tensor_parallel, tensor_parallel_low), largest)
 
 if __name__ == "__main__":
     run_cases(CASES)

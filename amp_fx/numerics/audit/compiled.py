@@ -34,6 +34,10 @@ def settings_of(compiled: Any) -> RegionSettings | None:
     return RegionSettings(None, options.dtype, options.policy, options.output_dtype)
 
 
+_ABOUT_HOOKS = ("Using `torch.compile.module.` when there are global", "steps of .* run eagerly")
+"""Warnings about hooks that are the audit's own."""
+
+
 @contextlib.contextmanager
 def regions_of_compiled_modules() -> Iterator[None]:
     """Enters the backend's region around each call of a compiled module."""
@@ -59,7 +63,8 @@ def regions_of_compiled_modules() -> Iterator[None]:
     ]
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+            for message in _ABOUT_HOOKS:
+                warnings.filterwarnings("ignore", message)
             yield
     finally:
         for handle in handles:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
+from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.numerics.audit.choices import ChoiceRule
 from amp_fx.numerics.audit.compiled import in_own_region, regions_of_compiled_modules
 from amp_fx.numerics.audit.recording import AuditMode
@@ -184,7 +185,11 @@ class _Audit:
             mode.uses.add(what, [tensor], mode.names.module_of(tensor))
 
 
-_RESTORED = (torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Generator)
+_RESTORED = (
+    *(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Generator),
+    PlainStep,
+)
+"""Classes whose objects are restored, besides modules and optimizers."""
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ REPAIRS = {
     "torch.autocast(..., cache_enabled=False) if one weight is used several times in a region.",
     "reduction_low": "Add in float32: reduce_dtype=torch.float32 in FSDP2's "
     "MixedPrecisionPolicy, no compressing hook in DDP, float32 partial sums in tensor parallel.",
-    "loss_low": "Call .float() on the values before any rounding, and compute the loss from that.",
+    "loss_low": "Call .float() on the values before they are rounded, or compute the loss inside "
+    "of the autocast region.",
     "router_low": "Compute the values that decide in float32: call .float() on the inputs inside "
     "torch.autocast(..., enabled=False).",
     "integer_low": "Compute the product in float32 inside torch.autocast(..., enabled=False); on "
@@ -71,12 +72,12 @@ class Finding:
     count: int = 1
 
     def __str__(self) -> str:
-        """Returns the finding in two lines."""
+        """Returns the place, the cost and the repair, in three lines."""
         file, _, line = self.source.rpartition(":")
         where = [self.module, f"{short_path(file)}:{line}" if file else "", self.code]
         times = f" (x {self.count})" if self.count > 1 else ""
         place = ", ".join(filter(None, where)) or "the whole step"
-        return f"{self.kind}: {place}{times}\n   {self.message} {self.repair}"
+        return f"{self.kind}: {place}{times}\n   {self.message}\n   Repair: {self.repair}"
 
 
 def new_finding(kind: str, site: Site, message: str, module: str | None = None) -> Finding:

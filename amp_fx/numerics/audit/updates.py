@@ -96,12 +96,12 @@ class UpdateRule(Rule):
     def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
         """Copies parameters and states with low dtypes, and makes a twin of the optimizer."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
-        low = {
+        low = [
             parameter
             for parameter in members
             if is_low(parameter.dtype)
             or any(is_low(value.dtype) for value in _state_of(optimizer, parameter).values())
-        }
+        ]
         found_inf = getattr(optimizer, "found_inf", None)  # a fused step skips itself
         if not low or (found_inf is not None and found_inf.item()):
             return [], None
