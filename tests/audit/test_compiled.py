@@ -89,7 +89,7 @@ def switched_off(model: nn.Module) -> Any:
     return step
 
 
-WAYS = {
+WAYS: dict[Any, str] = {
     in_backend: "bfloat16",
     in_float16: "float16",
     by_method: "bfloat16",

@@ -29,7 +29,8 @@ class Trainer:
         ).to(dtype)
         self.dtype = dtype
         self.optimizer = kind(self.model.parameters(), lr=1e-3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        scaler = amp_fx.GradScaler if dtype == torch.float32 else torch.amp.GradScaler
+        self.scaler = scaler("cpu", init_scale=4.0, growth_interval=1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.generator = torch.Generator().manual_seed(3)
         self.fails_in = ""
@@ -40,7 +41,7 @@ class Trainer:
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(self.model(x), y)
             self._fail("region")
-        loss.register_hook(lambda _: self._fail("backward"))
+        loss.register_hook(lambda _: self._fail("backward"))  # type: ignore[no-untyped-call]
         torch.autograd.backward(self.scaler.scale(loss))
         self.scaler.unscale_(self.optimizer)
         self._fail("unscaled")
@@ -77,12 +78,16 @@ def is_equal(before: list[Any], after: list[Any]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
+def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    return lambda parameters, lr: kind(parameters, lr=lr, **options)  # type: ignore[call-arg]
+
+
 WAYS = {
-    "adamw": (torch.float32, torch.optim.AdamW),
-    "low": (torch.bfloat16, torch.optim.AdamW),
-    "foreach": (torch.float32, lambda *a, **k: torch.optim.AdamW(*a, **k, foreach=True)),
-    "fused": (torch.float32, lambda *a, **k: torch.optim.AdamW(*a, **k, fused=True)),
-    "momentum": (torch.bfloat16, lambda *a, **k: torch.optim.SGD(*a, **k, momentum=0.9)),
+    "adamw": (torch.float32, optimizer(torch.optim.AdamW)),
+    "low": (torch.bfloat16, optimizer(torch.optim.AdamW)),
+    "foreach": (torch.float32, optimizer(torch.optim.AdamW, foreach=True)),
+    "fused": (torch.float32, optimizer(torch.optim.AdamW, fused=True)),
+    "momentum": (torch.bfloat16, optimizer(torch.optim.SGD, momentum=0.9)),
 }
 
 

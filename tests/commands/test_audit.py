@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 HERE = "tests.commands.test_audit"
 
 
-def make_step(dtype: torch.dtype = torch.float32) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+def make_step(dtype: torch.dtype = torch.float32) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     model = nn.Linear(16, 16, dtype=dtype)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).float().square().mean()
 
     return step, (torch.randn(4, 16),)
 
 
-def low_step() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+def low_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return make_step(torch.bfloat16)
 
 
