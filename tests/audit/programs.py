@@ -287,6 +287,31 @@ def a_norm_of_rounded_values() -> Any:
     return step, batch(), {}
 
 
+@planted("loss_low")
+def a_norm_by_hand() -> Any:
+    model = net().bfloat16()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x.bfloat16())
+        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # here
+        return F.cross_entropy((hidden * scale).float(), y)
+
+    return step, batch(), {}
+
+
+@sound("loss_low")
+def a_norm_by_hand_in_float32() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = model(x).float()
+        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return F.cross_entropy(F.normalize(hidden * scale), y)
+
+    return step, batch(), {}
+
+
 @sound("loss_low")
 def loss_inside_of_the_region() -> Any:
     model = net()
@@ -378,6 +403,21 @@ def choices_that_move_nothing_else() -> Any:
         top = logits.topk(3).indices.eq(y[:, None]).any(-1).float().mean()
         assert 0 <= correct <= top
         return loss
+
+    return step, batch(), {}
+
+
+@sound("router_low")
+def masks_of_random_numbers_and_constants() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            logits = model(x)
+            logits = logits * (torch.rand_like(logits) < 0.9)
+            kept = (y != 3).to(logits.dtype)
+            logits = torch.where((1 - kept)[:, None] == 1, logits.detach(), logits)
+            return F.cross_entropy(logits[kept > 0.5], y[kept > 0.5])
 
     return step, batch(), {}
 
@@ -556,6 +596,20 @@ def float16_with_a_scaler() -> Any:
 @sound("scaler_with_bfloat16")
 def bfloat16_with_a_scaler_that_is_off() -> Any:
     return _scaled(BFLOAT16, has_scaler=False)
+
+
+@sound("scaler_missing")
+def a_teacher_in_float16() -> Any:
+    model, teacher = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            target = teacher(x)
+        with torch.autocast("cpu"):
+            return F.mse_loss(model(x), target)
+
+    return step, batch()[:1], {"optimizer": optimizer}
 
 
 def _driven(dtype: torch.dtype, *, has_scaler: bool) -> Any:

@@ -40,3 +40,43 @@ def test_each_kind_has_a_planted_fault() -> None:
     kinds = {kind for kind, _ in PLANTED.values()}
     assert kinds == set(REPAIRS) - {"reduction_low"}  # in test_collectives.py
     assert kinds <= {kind for kind, _ in SOUND.values()}
+
+
+def test_a_region_around_the_audit_is_that_of_the_forward() -> None:
+    model = torch.nn.Linear(16, 16)
+    with torch.autocast("cpu"):
+        report = amp_fx.audit(lambda x: model(x).float().square().mean())(torch.randn(4, 16))
+    assert not report.findings
+    assert {use.dtype for use in report.uses if use.what == "products"} == {"bfloat16"}
+
+
+def test_sparse_and_complex_tensors_are_left_alone() -> None:
+    table, weight = torch.nn.Embedding(32, 16, sparse=True), torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD([*table.parameters(), *weight.parameters()], lr=0.1)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu"):
+            hidden = weight(table(ids)).float()
+        return torch.fft.rfft(hidden).abs().mean() + (torch.eye(16).to_sparse() @ hidden).mean()
+
+    report = amp_fx.audit(step, optimizer)(torch.randint(32, (16,)))
+    assert not report.findings
+
+
+def test_the_error_of_a_low_sum_is_measured() -> None:
+    """The oracle adds four equal gradients one after the other."""
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    scale = torch.tensor(1.3359375, dtype=torch.bfloat16)
+
+    def step() -> None:
+        for _ in range(4):
+            torch.autograd.backward((weight * scale).sum().float())
+
+    low = scale.clone()
+    for _ in range(3):
+        low = low + scale
+    error = abs(float(low) / (4 * float(scale)) - 1)
+    assert error > 1e-3
+    [finding] = [f for f in amp_fx.audit(step)().findings if f.kind == "gradient_sum_low"]
+    assert "4 micro-batches" in finding.message
+    assert f"off by {error:.2%}" in finding.message

@@ -24,6 +24,7 @@ from amp_fx.numerics.entry import caller_of, name_of
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
 from amp_fx.progress import working
+from amp_fx.regions.state import no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ class _Audit:
         updates, roundings = UpdateRule(mode), Roundings()
         losses = LossRule(roundings)
         mode.rules += [
-            *(losses, ChoiceRule(roundings), UpcastRule(), IntegerRule(), roundings),
+            *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
             *(GradientRule(mode, weights), CollectiveRule(mode)),
             *(RegionRule(mode), LowWeightRule(mode, self._trained() or weights)),
             *(updates, ScalerRule(mode, self.scalers)),
@@ -133,7 +134,9 @@ class _Audit:
             with mode.regions, regions_of_compiled_modules(), updates, hooks, mode.notes, mode:
                 loss = loss_of(call(*args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
-                self._finish(mode, loss, updates)
+                mode.regions.close()
+                with no_autocast():
+                    self._finish(mode, loss, updates)
         finally:
             torch.clear_autocast_cache()
         self._count(mode)

@@ -47,15 +47,17 @@ class Marks(Generic[T]):
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageReference, T]] = {}
 
-    def get(self, tensor: torch.Tensor) -> T | None:
-        """Returns the mark of a tensor's storage; None if there is none."""
-        found = None if tensor.is_sparse else self._entries.get(address_of(tensor))
-        return None if found is None else found[1]
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Returns True if a tensor's storage has a mark."""
+        return address_of(tensor) in self._entries
+
+    def get(self, tensor: torch.Tensor, default: T | None = None) -> T | None:
+        """Returns the mark of a tensor's storage, or a default."""
+        found = self._entries.get(address_of(tensor))
+        return default if found is None else found[1]
 
     def put(self, tensor: torch.Tensor, mark: T) -> None:
         """Sets the mark of a tensor's storage."""
-        if tensor.layout is not torch.strided:
-            return
         if len(self._entries) % 512 == 511:
             for address in [a for a, (alive, _) in self._entries.items() if alive.is_dead()]:
                 del self._entries[address]
@@ -64,8 +66,7 @@ class Marks(Generic[T]):
 
     def pop(self, tensor: torch.Tensor) -> None:
         """Removes the mark of a tensor's storage."""
-        if tensor.layout is torch.strided:
-            self._entries.pop(address_of(tensor), None)
+        self._entries.pop(address_of(tensor), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Names:
                 for name, value in (*root.named_parameters(), *root.named_buffers()):
                     path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
                     self._paths.setdefault(id(value), path)
-        return self._paths.get(id(tensor), "a tensor")
+        return self._paths.get(id(tensor), "a leaf tensor")
 
     def module_of(self, tensor: torch.Tensor) -> str:
         """Returns the path of the module of a parameter or buffer."""
@@ -275,7 +276,10 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _tell(self, event: Event, *, is_view: bool) -> None:
-        """Counts an op and shows it to the rules, which see views only in a backward."""
+        """Counts an op and shows it to the rules, which see views only in a backward.
+
+        Sparse and quantized tensors have no storage of elements: rules do not see their ops.
+        """
         tensors, module = event.tensors + event.results, event.site.module
         if event.flops:
             self.uses.add("products", tensors, module, event.flops)
@@ -283,7 +287,8 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.uses.add("reductions", tensors, module)
         elif event.op.namespace in COLLECTIVES and event.name != "wait_tensor":
             self.uses.add("collectives", event.tensors, module)
-        if is_view and event.stage != "backward":
+        is_plain = all(t.layout is torch.strided and not t.is_quantized for t in tensors)
+        if not is_plain or (is_view and event.stage != "backward"):
             return
         with self.paused():
             for rule in self.rules:

@@ -64,6 +64,10 @@ class Regions:
         for name, method in self._replaced.items():
             setattr(torch.autocast, name, method)
 
+    def close(self) -> None:
+        """Forgets the regions around the audit, for code that runs outside of regions."""
+        self._open.clear()
+
     def open(self) -> list[Region]:
         """Returns the regions that the step is in, outermost first."""
         return self._open

@@ -30,7 +30,12 @@ CASTS = frozenset(
 )
 """Functions by which a program casts; autocast casts inside of other functions."""
 
-NORMS = frozenset(("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"))
+NORMS = frozenset(
+    (
+        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "normalize"),
+        *("norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
+    )
+)
 LOSSES = frozenset(
     (
         *("cross_entropy", "log_softmax", "logsumexp", "kl_div", "logsigmoid"),
@@ -63,37 +68,44 @@ class Rounding:
 
 
 class Roundings(Rule):
-    """Follows rounded values through casts, moves and pointwise ops."""
+    """Follows rounded values through casts, moves and pointwise ops.
+
+    Constants, integers and random numbers are exact in any dtype.
+    """
 
     def __init__(self) -> None:
-        self._marks: Marks[Rounding] = Marks()
+        self._marks: Marks[Rounding | None] = Marks()
 
     def of(self, tensor: torch.Tensor) -> Rounding | None:
-        """Returns the rounding of a tensor; None if it has full precision."""
-        found = self._marks.get(tensor)
-        return found or (Rounding(tensor.dtype) if is_low(tensor.dtype) else None)
+        """Returns the rounding of a tensor; None if it is exact or has full precision."""
+        return self._marks.get(tensor, Rounding(tensor.dtype) if is_low(tensor.dtype) else None)
 
     def see(self, event: Event) -> None:
         """Notes the rounding of the result of an op."""
-        if event.stage != "forward":
-            return
         result = event.results[0] if event.results else None
-        floats = [tensor for tensor in event.floats if tensor.dim() or len(event.floats) == 1]
-        if result is None or not result.is_floating_point() or not floats:
+        if event.stage != "forward" or result is None or not result.is_floating_point():
             return
+        floats = [tensor for tensor in event.floats if tensor.dim() or len(event.floats) == 1]
         found = [self.of(tensor) for tensor in floats]
         rounding = next(filter(None, found), None)
-        is_cast = event.name == "_to_copy" and is_low(result.dtype) and found[0] is None
-        is_followed = is_move(event) or torch.Tag.pointwise in event.op.tags
-        if is_cast and event.function in CASTS:
-            rounding = Rounding(result.dtype, event.site)
-        elif not is_followed and event.name not in ("_softmax", "_log_softmax"):
-            rounding = None
-        elif rounding is not None and len(floats) > 1:
-            rounding = Rounding(rounding.dtype)
+        is_random = torch.Tag.nondeterministic_seeded in event.op.tags
+        is_made = is_random or event.name.startswith(_CONSTANTS)
+        is_cast = event.name == "_to_copy" and is_low(result.dtype) and not any(found)
         self._marks.pop(result)
-        if rounding is not None:
-            self._marks.put(result, rounding)
+        if not floats or (is_made and "dropout" not in event.name):
+            self._marks.put(result, None)
+        elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
+            self._marks.put(result, Rounding(result.dtype, event.site))
+        elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
+            is_exact = not is_low(result.dtype) or all(map(self._marks.has, floats))
+            if rounding is not None:
+                self._marks.put(result, rounding if len(floats) == 1 else Rounding(rounding.dtype))
+            elif is_exact and any(map(self._marks.has, floats)):
+                self._marks.put(result, None)
+
+
+_CONSTANTS = ("zeros", "ones", "full", "empty", "new_", "arange", "eye", "scalar_tensor")
+"""Beginnings of the names of ops that read no values."""
 
 
 class LossRule(Rule):
@@ -108,7 +120,8 @@ class LossRule(Rule):
         """Examines the inputs of losses and norms."""
         if event.stage != "forward":
             return
-        is_loss = _is_loss(event.function)
+        # A norm by hand ends in a reciprocal root.
+        is_loss = _is_loss(event.function) or event.function == "rsqrt"
         is_off = event.region is None or not event.region.is_enabled
         for tensor in event.floats if is_loss or event.function in NORMS else ():
             rounding = self._roundings.of(tensor)
@@ -235,7 +248,8 @@ class Upcast:
 class UpcastRule(Rule):
     """Finds ``upcast_lost``."""
 
-    def __init__(self) -> None:
+    def __init__(self, roundings: Roundings) -> None:
+        self._roundings = roundings
         self._marks: Marks[Upcast] = Marks()
         self._upcasts: list[Upcast] = []
 
@@ -255,7 +269,8 @@ class UpcastRule(Rule):
             else:
                 upcast.is_used = True
         is_up = event.name == "_to_copy" and result.dtype == torch.float32
-        if is_up and is_low(event.tensors[0].dtype) and event.function in CASTS:
+        is_up = is_up and is_low(event.tensors[0].dtype) and event.function in CASTS
+        if is_up and self._roundings.of(event.tensors[0]) is not None:
             upcast = Upcast(event.site, event.tensors[0].dtype)
             self._upcasts.append(upcast)
             self._marks.put(result, upcast)

@@ -309,7 +309,8 @@ class ScalerRule(Rule):
         if event.name == "_amp_foreach_non_finite_check_and_unscale":
             self._is_scaled = True
             self._site = self._site or self._mode.here()
-        if event.stage != "forward" or not event.flops:
+        is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in event.floats)
+        if event.stage != "forward" or not event.flops or not is_trained:
             return
         if any(tensor.dtype == torch.float16 for tensor in event.floats):
             self._float16 = self._float16 or event
