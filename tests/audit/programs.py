@@ -139,6 +139,9 @@ class ByChance(torch.optim.SGD):
         del closure
         for group in self.param_groups:
             for weight in group["params"]:
+                if weight.dtype != BFLOAT16:
+                    weight.detach().sub_(weight.grad, alpha=group["lr"])
+                    continue
                 exact = weight.detach().float() - group["lr"] * weight.grad.float()
                 bits = exact.contiguous().view(torch.int32)
                 bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
@@ -417,6 +420,7 @@ def masks_of_random_numbers_and_constants() -> Any:
             logits = logits * (torch.rand_like(logits) < 0.9)
             kept = (y != 3).to(logits.dtype)
             logits = torch.where((1 - kept)[:, None] == 1, logits.detach(), logits)
+            logits = logits[model(x).abs().sum(-1) != 0]
             return F.cross_entropy(logits[kept > 0.5], y[kept > 0.5])
 
     return step, batch(), {}
@@ -484,6 +488,19 @@ def _large_product(*, writes: bool) -> Any:
 @planted("float32_product")
 def a_product_in_place() -> Any:
     return _large_product(writes=True)
+
+
+@planted("float32_product")
+def a_product_with_out() -> Any:
+    weight, out = nn.Parameter(torch.randn(64, 64)), torch.empty(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = x @ weight
+            fixed = torch.mm(x, weight.detach(), out=out)  # here
+        return (hidden.float() * fixed).mean()
+
+    return step, (torch.randn(64, 64),), {}
 
 
 @sound("float32_product")
@@ -672,6 +689,17 @@ def frozen_low_weights_with_a_trained_part() -> Any:
 
 
 @sound("weights_low")
+def frozen_low_weights_without_an_optimizer() -> Any:
+    model, adapter = net().bfloat16().requires_grad_(False), nn.Linear(16, 16)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BFLOAT16):
+            return F.cross_entropy(adapter(model(x)), y)
+
+    return step, batch(), {}
+
+
+@sound("weights_low")
 def low_weights_of_an_optimizer_with_copies() -> Any:
     model = net().bfloat16()
     masters = copy.deepcopy(model).float()
@@ -697,7 +725,7 @@ def a_region_for_another_device() -> Any:
     model = net()
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("xpu", torch.bfloat16):  # here
+        with torch.autocast("cuda", torch.bfloat16):  # here
             return F.cross_entropy(model(x), y)
 
     return step, batch(), {}
@@ -725,6 +753,8 @@ def regions_that_are_off_or_empty() -> Any:
             logits = model(x) + logits
             with torch.autocast("cpu", enabled=False):
                 logits = logits.float() @ torch.ones(16, 16)
+        with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+            logits = logits.float() @ torch.ones(16, 16)
         with torch.autocast("cpu"):
             return F.cross_entropy(logits, y)
 
@@ -737,10 +767,8 @@ def _upcast(*, is_used: bool) -> Any:
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu"):
             hidden = model(x).float()  # here
-            if is_used:
-                hidden = hidden * 1.5
-            logits = head(hidden)
-            return F.cross_entropy(logits.float(), y)
+            loss = F.cross_entropy(head(hidden), y)
+            return loss + hidden.square().mean() if is_used else loss
 
     return step, batch(), {}
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx.numerics.audit.report import REPAIRS
 from tests.audit.programs import PLANTED, SOUND
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*CPU autocast|.*not available. Disabling")
+pytestmark = pytest.mark.filterwarnings("ignore:.*Disabling autocast")
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -64,19 +65,34 @@ def test_sparse_and_complex_tensors_are_left_alone() -> None:
 
 
 def test_the_error_of_a_low_sum_is_measured() -> None:
-    """The oracle adds four equal gradients one after the other."""
+    """The oracle adds six equal gradients one after the other."""
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     scale = torch.tensor(1.3359375, dtype=torch.bfloat16)
 
     def step() -> None:
-        for _ in range(4):
+        for _ in range(6):
             torch.autograd.backward((weight * scale).sum().float())
 
     low = scale.clone()
-    for _ in range(3):
+    for _ in range(5):
         low = low + scale
-    error = abs(float(low) / (4 * float(scale)) - 1)
+    error = abs(float(low) / (6 * float(scale)) - 1)
     assert error > 1e-3
     [finding] = [f for f in amp_fx.audit(step)().findings if f.kind == "gradient_sum_low"]
-    assert "4 micro-batches" in finding.message
+    assert "6 micro-batches" in finding.message
     assert f"off by {error:.2%}" in finding.message
+
+
+def test_what_a_checkpoint_computes_again_is_counted_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+
+    def products(*, is_checkpointed: bool) -> int:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu"):
+                hidden = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            return hidden.float().square().mean()
+
+        report = amp_fx.audit(step)(torch.randn(4, 16))
+        return sum(use.count for use in report.uses if use.what == "products")
+
+    assert products(is_checkpointed=True) == products(is_checkpointed=False)

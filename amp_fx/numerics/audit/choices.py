@@ -101,11 +101,13 @@ class ChoiceRule(Rule):
             yield new_finding("router_low", choice.site, message)
 
     def _compared(self, event: Event) -> torch.Tensor | None:
-        """Returns the input that decides; None if the op chooses nothing, or only by sign."""
+        """Returns the input that decides; None if the op chooses nothing."""
         if event.name in CHOICES and event.floats:
             return event.floats[0]
-        if event.name not in COMPARISONS or not event.floats or event.args[-1] == 0:
-            return None
+        other = event.args[-1]
+        is_zero = not isinstance(other, torch.Tensor) and other == 0
+        if event.name not in COMPARISONS or (is_zero and event.name in ("eq", "ne")):
+            return None  # a mask of padding: zeros stay zeros
         return next((t for t in event.floats if self._roundings.of(t) is not None), None)
 
     def _follow(self, event: Event, choice: Choice) -> None:

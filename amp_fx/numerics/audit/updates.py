@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -132,10 +132,11 @@ class UpdateRule(Rule):
                 self._compare(optimizer, before, twin)
 
     def _compare(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
-        shares = [(each, _lost(optimizer, each)) for each in before]
-        lost = [(each, share) for each, share in shares if share >= LEAST_LOST]
+        losses = [(each, _loss(optimizer, each)) for each in before]
+        lost = [(each, loss.share) for each, loss in losses if loss.share >= LEAST_LOST]
         lost.sort(key=lambda pair: -pair[1])
-        if lost:
+        moved = sum(loss.moved for _, loss in losses)
+        if lost and moved <= 0.2 * sum(loss.by_chance for _, loss in losses):
             first, _ = lost[0]
             names = ", ".join(f"{each.name} {share:.0%}" for each, share in lost[:3])
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -240,21 +241,34 @@ def _step(twin: Any) -> None:
         getattr(step, "__wrapped__", step)(twin)
 
 
-def _lost(optimizer: Any, before: _Before) -> float:
-    """Returns the share of the elements that should move and cannot."""
+class _Loss(NamedTuple):
+    """The updates of one parameter that are smaller than half a unit in the last place.
+
+    Attributes:
+        share: Those that are lost, of all updates.
+        moved: The number of elements that moved.
+        by_chance: The number that moves if an optimizer rounds up or down by chance.
+    """
+
+    share: float = 0.0
+    moved: int = 0
+    by_chance: float = 0.0
+
+
+def _loss(optimizer: Any, before: _Before) -> _Loss:
     after = _local(before.parameter)
     if not is_low(after.dtype):
-        return 0.0
+        return _Loss()
     old = before.value.float()
     update = (_local(before.twin) - before.value).float()
-    spacing = _spacing(old, update, torch.finfo(after.dtype))
+    parts = update.abs() / _spacing(old, update, torch.finfo(after.dtype))
     should_move, is_same = update != 0, after == before.value
-    is_lost = should_move & is_same & (update.abs() < spacing / 2)
-    clearly = should_move & (update.abs() < 0.4 * spacing)
-    rounds_by_chance = int((clearly & ~is_same).sum()) > 0.01 * int(clearly.sum())
-    if rounds_by_chance or not is_lost.any() or _is_kept(optimizer, before, update, is_lost):
-        return 0.0
-    return int(is_lost.sum()) / int(should_move.sum())
+    is_lost = should_move & is_same & (parts < 0.5)
+    is_small = parts < 0.4
+    share = int(is_lost.sum()) / max(1, int(should_move.sum()))
+    if share and _is_kept(optimizer, before, update, is_lost):
+        share = 0.0
+    return _Loss(share, int((is_small & ~is_same).sum()), float(parts[is_small].sum()))
 
 
 def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
