@@ -539,6 +539,24 @@ def _backward(*, is_inside: bool) -> Any:
 
 
 @planted("backward_in_region")
+def backward_in_the_closure_of_an_optimizer() -> Any:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu"):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()  # here
+            return loss
+
+        optimizer.step(closure)
+
+    return step, batch(), {}
+
+
+@planted("backward_in_region")
 def backward_in_the_region() -> Any:
     return _backward(is_inside=True)
 

@@ -239,7 +239,9 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         if not facts.is_view:
             self.guard.note_made(results, tensors)
-        if not self.is_updating:
+        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
+        is_update = self.is_updating and not torch.is_grad_enabled() and running_node() is None
+        if not is_update:
             event = self._event(func, args, kwargs, tensors, results, before)
             if event is not None:
                 self._tell(event, is_view=facts.is_view)
@@ -281,7 +283,7 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Sparse and quantized tensors have no storage of elements: rules do not see their ops.
         """
         tensors, module = event.tensors + event.results, event.site.module
-        if event.flops:
+        if event.flops or event.name.startswith("_scaled_dot_product"):
             self.uses.add("products", tensors, module, event.flops)
         elif event.name in REDUCTIONS:
             self.uses.add("reductions", tensors, module)
