@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -55,7 +57,7 @@ def test_sparse_and_complex_tensors_are_left_alone() -> None:
     table, weight = torch.nn.Embedding(32, 16, sparse=True), torch.nn.Linear(16, 16)
     optimizer = torch.optim.SGD([*table.parameters(), *weight.parameters()], lr=0.1)
 
-    def step(ids: torch.Tensor) -> torch.Tensor:
+    def step(ids: torch.Tensor) -> Any:
         with torch.autocast("cpu"):
             hidden = weight(table(ids)).float()
         return torch.fft.rfft(hidden).abs().mean() + (torch.eye(16).to_sparse() @ hidden).mean()
@@ -87,7 +89,7 @@ def test_what_a_checkpoint_computes_again_is_counted_once() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
 
     def products(*, is_checkpointed: bool) -> int:
-        def step(x: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor) -> Any:
             with torch.autocast("cpu"):
                 hidden = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
             return hidden.float().square().mean()

@@ -246,7 +246,7 @@ class _Loss(NamedTuple):
 
     Attributes:
         share: Those that are lost, of all updates.
-        moved: The number of elements that moved.
+        moved: The number of elements that moved by one unit, though the update is smaller.
         by_chance: The number that moves if an optimizer rounds up or down by chance.
     """
 
@@ -261,14 +261,16 @@ def _loss(optimizer: Any, before: _Before) -> _Loss:
         return _Loss()
     old = before.value.float()
     update = (_local(before.twin) - before.value).float()
-    parts = update.abs() / _spacing(old, update, torch.finfo(after.dtype))
+    spacing = _spacing(old, update, torch.finfo(after.dtype))
+    parts = update.abs() / spacing
     should_move, is_same = update != 0, after == before.value
     is_lost = should_move & is_same & (parts < 0.5)
     is_small = parts < 0.4
     share = int(is_lost.sum()) / max(1, int(should_move.sum()))
     if share and _is_kept(optimizer, before, update, is_lost):
         share = 0.0
-    return _Loss(share, int((is_small & ~is_same).sum()), float(parts[is_small].sum()))
+    is_one_step = ~is_same & ((after - old).abs() < 1.5 * spacing)
+    return _Loss(share, int((is_small & is_one_step).sum()), float(parts[is_small].sum()))
 
 
 def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
