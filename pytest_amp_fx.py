@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture ``amp_precision`` holds what low precision does to a step.
+"""The pytest plugin: the fixture ``amp_precision`` checks what low precision does to a step.
 
 It lies outside of the package, since pytest imports it at every start, and ``import amp_fx`` takes
 torch along. Both are imported when a test asks for the fixture.
@@ -13,9 +13,10 @@ from urllib.parse import quote
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
+    from amp_fx.numerics.audit.report import AuditReport
     from amp_fx.numerics.report import AccuracyReport
 
 FOLDER = "amp_precision"
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def amp_precision(request: pytest.FixtureRequest) -> AmpPrecision:
-    """Compares what low precision does to a step with a snapshot; see ``AmpPrecision.check``."""
+    """Compares a step with a snapshot (``AmpPrecision.check``), or audits it (``audit``)."""
     return AmpPrecision(request.node, update=request.config.getoption("amp_precision_update"))
 
 
@@ -99,4 +100,36 @@ class AmpPrecision:
                 "Run pytest with --amp-precision-update if this is meant.",
                 pytrace=False,
             )
+        return report
+
+    def audit(
+        self,
+        step: Callable[..., Any],
+        *inputs: Any,
+        allow: Collection[str] = (),
+        optimizer: Any = None,
+        scaler: Any = None,
+    ) -> AuditReport:
+        """Runs ``amp_fx.audit`` and fails if there are findings.
+
+        Args:
+            step: A training step, or a module or function that returns the loss.
+            inputs: The arguments of the step.
+            allow: Kinds of findings that are no failure, such as ``"router_low"``.
+            optimizer: As for ``amp_fx.audit``.
+            scaler: As for ``amp_fx.audit``.
+
+        Returns:
+            The report.
+        """
+        from amp_fx.numerics.audit.entry import audit
+        from amp_fx.numerics.audit.report import REPAIRS
+
+        __tracebackhide__ = True
+        unknown = sorted(set(allow) - set(REPAIRS))
+        if unknown:
+            pytest.fail(f"allow={unknown}: the kinds are {', '.join(REPAIRS)}", pytrace=False)
+        report = audit(step, optimizer, scaler)(*inputs)
+        if any(finding.kind not in allow for finding in report.findings):
+            pytest.fail(str(report), pytrace=False)
         return report

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from amp_fx.exporting.entry import export, for_onnx, package
     from amp_fx.graphs.purity import register_pure_op
     from amp_fx.integrations.fsdp import fsdp_policy
+    from amp_fx.numerics.audit.entry import audit
+    from amp_fx.numerics.audit.report import AuditReport
     from amp_fx.numerics.entry import accuracy
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
@@ -39,6 +41,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "AccuracyReport",
+    "AuditReport",
     "CastPolicy",
     "Explanation",
     "GradScaler",
@@ -49,6 +52,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "accuracy",
+    "audit",
     "autocast",
     "compile",
     "compile_step",
@@ -76,12 +80,14 @@ __all__ = [
 
 _LAZY = {
     "AccuracyReport": "amp_fx.numerics.report",
+    "AuditReport": "amp_fx.numerics.audit.report",
     "Keep": "amp_fx.weights.keep",
     "SearchResult": "amp_fx.numerics.search_result",
     "StorageReport": "amp_fx.stored.report",
     "VerifyReport": "amp_fx.numerics.verify_report",
     "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
+    "audit": "amp_fx.numerics.audit.entry",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",

@@ -14,7 +14,7 @@ from amp_fx.errors import AmpFxError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-COMMANDS = ("explain", "export", "accuracy", "verify", "policy", "demo", "build", "env")
+COMMANDS = ("explain", "export", "accuracy", "audit", "verify", "policy", "demo", "build", "env")
 """Modules of ``amp_fx.commands``; each has ``add_parser(subparsers)`` and ``run(args)``."""
 
 

@@ -95,7 +95,7 @@ def _collective(node: fx.Node) -> Collective:
     arguments = bind(node.target, *argument_values(node))
     tensors = _handed_over(name, arguments)
     size = sum(map(num_bytes, tensors))
-    group = _group(arguments.get("group_name"))
+    group = group_of(arguments.get("group_name"))
     ranks = group.size() if group is not None else int(arguments.get("group_size") or 0)
     sent = _SENT[name](size, ranks) if ranks else size
     splits = arguments.get("input_split_sizes")
@@ -113,8 +113,8 @@ def _handed_over(name: str, arguments: dict[str, Any]) -> list[torch.Tensor]:
     return [tensor for op, tensor in pairs if op == "isend"]
 
 
-def _group(name: Any) -> Any:
-    """The process group of a collective; None where it is not to be found here.
+def group_of(name: Any) -> Any:
+    """Returns the process group of a collective; None if it is not known here.
 
     Relies on ``torch.distributed.distributed_c10d._resolve_process_group``.
     """

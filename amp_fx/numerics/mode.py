@@ -502,7 +502,7 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_own or (not torch.is_grad_enabled() and number > self._last_number):
             self._site_of[number] = site  # a custom function makes its node before its forward
         self._count_node()
-        is_again = node is not None and _is_in_checkpoint()
+        is_again = node is not None and is_in_checkpoint()
         return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _site_in_backward(self, node: Any, kernel: str) -> Site:
@@ -546,7 +546,7 @@ def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
     return all(address_of(t) in addresses for t in tensors_in(results))
 
 
-def _is_in_checkpoint() -> bool:
+def is_in_checkpoint() -> bool:
     """Whether a checkpoint is running its forward again.
 
     Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.

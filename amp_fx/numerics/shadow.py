@@ -80,7 +80,16 @@ def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
 
 
 def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
-    """The options and ``dynamic`` that amp_fx compiled a program with; none if it did not.
+    """The options and ``dynamic`` that amp_fx compiled a program with; none if it did not."""
+    backend = backend_of(step)
+    if backend is None:
+        return {}, None
+    given = {name: value for name, value in backend.kwargs.items() if value is not None}
+    return {**given.pop("options", {}), **given}, backend.dynamic
+
+
+def backend_of(step: Any) -> Any:
+    """Returns what ``torch.compile`` was given as amp_fx's backend of a program; else None.
 
     Relies on compiled modules and the closures of compiled functions holding a context, and on
     ``_torchdynamo_orig_backend`` leading from its ``callback`` to what ``torch.compile`` was given.
@@ -93,9 +102,8 @@ def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         if getattr(backend, "compiler_name", None) == "amp_fx":
-            given = {name: value for name, value in backend.kwargs.items() if value is not None}
-            return {**given.pop("options", {}), **given}, backend.dynamic
-    return {}, None
+            return backend
+    return None
 
 
 def _contexts(compiled: Any) -> list[Any]:

@@ -51,6 +51,12 @@ class StateGuard:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps the state of an optimizer that was not known before its step."""
+        known = (each for each in self._others if isinstance(each, _OptimizerState))
+        if not any(each.optimizer is optimizer for each in known):
+            self._others.append(_OptimizerState(optimizer))
+
     def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether an op is on what the program itself keeps sizes in, on ``meta``.
 
@@ -129,7 +135,8 @@ class StateGuard:
         """Puts back what was written to."""
         with torch.no_grad(), below_everything():
             for whole, before in self._kept.values():
-                whole.copy_(before)
+                if whole.untyped_storage().nbytes() >= before.nbytes:
+                    whole.copy_(before)  # else the program has freed it, as FSDP2 does
             for base in self._histories.values():
                 if base.grad_fn is not None:
                     base.detach_()
@@ -171,18 +178,18 @@ class _OptimizerState:
     """What an optimizer knows of its parameters, and its options; tensors are kept elsewhere."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._states = {p: dict(state) for p, state in optimizer.state.items()}
         self._groups = [(group, dict(group)) for group in optimizer.param_groups]
 
     def restore(self) -> None:
-        states = self._optimizer.state
+        states = self.optimizer.state
         for parameter in [p for p in states if p not in self._states]:
             del states[parameter]
         for parameter, before in self._states.items():
             states[parameter].clear()
             states[parameter].update(before)
-        self._optimizer.param_groups[:] = [group for group, _ in self._groups]
+        self.optimizer.param_groups[:] = [group for group, _ in self._groups]
         for group, before in self._groups:
             group.clear()
             group.update(before)
@@ -197,23 +204,23 @@ def _is_same(found: dict[str, Any], table: dict[str, Any]) -> bool:
 
 def modules_of(step: Any) -> list[torch.nn.Module]:
     """The modules that a step is or knows: those of its variables, its closure and its object."""
-    return list(dict.fromkeys(v for v in _known_to(step) if isinstance(v, torch.nn.Module)))
+    return list(dict.fromkeys(v for v in known_to(step) if isinstance(v, torch.nn.Module)))
 
 
 def leaves_of(step: Any) -> list[torch.Tensor]:
     """The tensors that a step knows by itself, outside of modules."""
-    return [v for v in _known_to(step) if isinstance(v, torch.Tensor) and v.is_leaf]
+    return [v for v in known_to(step) if isinstance(v, torch.Tensor) and v.is_leaf]
 
 
 def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
     """What puts back what a step does to its modules and optimizers, and to tensors."""
-    optimizers = [v for v in _known_to(step) if isinstance(v, torch.optim.Optimizer)]
+    optimizers = [v for v in known_to(step) if isinstance(v, torch.optim.Optimizer)]
     optimizers += others
     return StateGuard(modules_of(step), dict.fromkeys(optimizers))
 
 
-def _known_to(step: Any) -> list[Any]:
-    """The values of a step's variables, and those that lists and objects among these hold."""
+def known_to(step: Any) -> list[Any]:
+    """Returns the values of a step's variables, and of lists and objects among these."""
     owner = getattr(step, "__self__", None)
     function = inspect.unwrap(step) if callable(step) else step
     found: list[Any] = [step, owner, *(getattr(function, "__defaults__", None) or ())]

@@ -156,6 +156,33 @@ def test_two_dtypes_are_refused(folder: Path) -> None:
     assert "call check once for each" in printed
 
 
+AUDIT = """
+    step = nn.Linear(16, 4, dtype=torch.bfloat16)
+    def loss(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(x).float().square().mean()
+    amp_precision.audit(loss, torch.randn(8, 16), allow={allow})
+    return
+"""
+
+
+@pytest.mark.parametrize(
+    ("allow", "code", "told"),
+    [
+        ([], 1, "weights_low: step"),
+        (["weights_low"], 0, "1 passed"),
+        (["weight_low"], 1, "the kinds are update_lost, state_low"),
+    ],
+    ids=["found", "allowed", "unknown"],
+)
+def test_an_audit_fails_with_its_findings(
+    folder: Path, allow: list[str], code: int, told: str
+) -> None:
+    printed = run(folder, more=AUDIT.replace("{allow}", str(allow)).strip())
+    assert f"exit {code}" in printed
+    assert told in printed
+
+
 def test_pytest_does_not_import_torch_for_it(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text(
         "import sys\ndef test_it():\n    assert 'torch' not in sys.modules\n"

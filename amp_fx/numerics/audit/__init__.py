@@ -1,0 +1,1 @@
+"""Finds in which precision a training step runs, and what is lost."""

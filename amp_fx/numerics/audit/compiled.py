@@ -1,0 +1,77 @@
+"""Runs modules that amp_fx compiled with the casts that the backend inserts.
+
+An audit runs compiled code eagerly. Under ``torch.autocast`` and in modules of ``amp_fx.compile``
+the casts are those of the region. ``torch.compile(model, backend="amp_fx")`` casts without a
+region; here it gets one for each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from amp_fx.front.settings import RegionSettings
+from amp_fx.numerics.shadow import backend_of, compiled_with
+from amp_fx.options import Options
+from amp_fx.regions.state import nesting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def settings_of(compiled: Any) -> RegionSettings | None:
+    """Returns the region that the backend makes of a call; None if it makes none."""
+    if nesting() or getattr(compiled, "_amp_fx_settings", None) is not None:
+        return None  # it takes the region around, or enters one by itself
+    call = getattr(compiled, "_compiled_call_impl", None) or compiled
+    if backend_of(call) is None:
+        return None
+    options = Options.parse(compiled_with(call)[0])
+    return RegionSettings(None, options.dtype, options.policy, options.output_dtype)
+
+
+_ABOUT_HOOKS = ("Using `torch.compile.module.` when there are global", "steps of .* run eagerly")
+"""Warnings about hooks that are the audit's own."""
+
+
+@contextlib.contextmanager
+def regions_of_compiled_modules() -> Iterator[None]:
+    """Enters the backend's region around each call of a compiled module."""
+    entered: list[tuple[torch.nn.Module, RegionSettings, Any]] = []
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        settings = settings_of(module)
+        if settings is not None:
+            region = settings.region(module, args, {})
+            region.__enter__()
+            entered.append((module, settings, region))
+
+    def after(module: torch.nn.Module, args: Any, outputs: Any) -> Any:
+        if not entered or entered[-1][0] is not module:
+            return outputs
+        _, settings, region = entered.pop()
+        region.__exit__(None, None, None)
+        return settings.restored(outputs, args)
+
+    handles = [
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    ]
+    try:
+        with warnings.catch_warnings():
+            for message in _ABOUT_HOOKS:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def in_own_region(step: Callable[..., Any], target: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what was compiled, with the backend's region if the step is a compiled function."""
+    settings = None if isinstance(step, torch.nn.Module) else settings_of(step)
+    return target if settings is None else settings.wrap(target, None)

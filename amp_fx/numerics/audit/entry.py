@@ -1,0 +1,223 @@
+"""``amp_fx.audit``: in which precision a training step runs, and what is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amp_fx.errors import ArgumentTypeError, UnsupportedError
+from amp_fx.front.settings import unwrap
+from amp_fx.grad_scaler.compiled_step import PlainStep
+from amp_fx.numerics.audit.choices import ChoiceRule
+from amp_fx.numerics.audit.compiled import in_own_region, regions_of_compiled_modules
+from amp_fx.numerics.audit.recording import AuditMode
+from amp_fx.numerics.audit.report import AuditReport, merged
+from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
+from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
+from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
+from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
+from amp_fx.numerics.entry import caller_of, name_of
+from amp_fx.numerics.running import loss_of, undisturbed
+from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
+from amp_fx.progress import working
+from amp_fx.regions.state import no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from amp_fx.numerics.state import StateGuard
+
+
+def audit(
+    step: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Callable[..., AuditReport]:
+    """Finds in which precision a training step really runs, and what is lost.
+
+    ``amp_fx.audit(step)(*inputs)`` runs one step and observes each op: forward, backward and
+    the step of the optimizer. It restores parameters, buffers, gradients, states of optimizers and
+    of scalers, and random numbers, bit for bit. Compiled code runs eagerly, with the same casts.
+
+    Args:
+        step: A whole training step, which calls ``backward`` and the optimizer. Or a module or
+            function that returns the loss: the audit then calls ``backward``.
+        optimizer: The optimizer to step after the backward, if the step does not do so.
+        scaler: The gradient scaler, if the step does not use it by itself.
+
+    Returns:
+        A function that takes the step's arguments and returns an ``AuditReport``.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong type.
+        UnsupportedError: When called: the step neither calls ``backward`` nor returns a loss.
+    """
+    target, settings = unwrap(step, "amp_fx.audit")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(f"optimizer={optimizer!r} is no optimizer of torch.optim")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(f"scaler={scaler!r} is no gradient scaler of torch.amp or amp_fx")
+    module = target if isinstance(target, torch.nn.Module) else None
+    call = in_own_region(step, caller_of(target))
+    if getattr(step, "_amp_fx_settings", None) is not None:
+        call = settings.wrap(call, module)
+    elif module is not None:
+        call = caller_of(step)  # its region is entered as that of each compiled module
+
+    @functools.wraps(target, assigned=("__doc__",), updated=())
+    def audit_call(*args: Any, **kwargs: Any) -> AuditReport:
+        with working(f"auditing {name_of(target)}"):
+            return _Audit(target, optimizer, scaler).run(call, args, kwargs)
+
+    return audit_call
+
+
+class _Audit:
+    """One run of a step under all rules."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        known = [*known_to(step), optimizer, scaler]
+        self.step, self.optimizer, self.scaler = step, optimizer, scaler
+        self.modules = modules_of(step)
+        self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
+        self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
+        self.others = [v for v in known if isinstance(v, _RESTORED)]
+
+    def run(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AuditReport:
+        """Runs the step, a second time if hooks on saved tensors cannot be used in it."""
+        guard = guard_of(self.step, *self.optimizers)
+        with undisturbed(guard) as rewind, _restored(self.others):
+            try:
+                return self._observe(guard, call, args, kwargs, counts_saved=True)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+            guard.restore()
+            rewind()
+            return self._observe(guard, call, args, kwargs, counts_saved=False)
+
+    def _observe(
+        self,
+        guard: StateGuard,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        counts_saved: bool,
+    ) -> AuditReport:
+        mode = AuditMode(guard, self.modules)
+        weights = self._weights()
+        guard.look_at([w for w in weights if w.is_leaf])
+        updates, roundings = UpdateRule(mode), Roundings()
+        losses = LossRule(roundings)
+        mode.rules += [
+            *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
+            *(GradientRule(mode, weights), CollectiveRule(mode)),
+            *(RegionRule(mode), LowWeightRule(mode, self._trained() or weights)),
+            *(updates, ScalerRule(mode, self.scalers)),
+        ]
+        mode.notes.on_backward = losses.see_root
+        hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)
+        torch.clear_autocast_cache()
+        try:
+            with mode.regions, regions_of_compiled_modules(), updates, hooks, mode.notes, mode:
+                loss = loss_of(call(*args, **kwargs), None)
+                value = None if loss is None else loss.detach().clone()
+                mode.regions.close()
+                with no_autocast():
+                    self._finish(mode, loss, updates)
+        finally:
+            torch.clear_autocast_cache()
+        self._count(mode)
+        return AuditReport(
+            model=name_of(self.step),
+            loss=None if value is None else float(value),
+            findings=merged(found for rule in mode.rules for found in rule.findings()),
+            uses=mode.uses.listed(),
+        )
+
+    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: UpdateRule) -> None:
+        """Calls the backward and steps the optimizer, if the step has not done so."""
+        if not mode.num_backwards:
+            if loss is None or not loss.requires_grad:
+                raise UnsupportedError(
+                    "the step neither calls backward() nor returns a loss, a floating-point scalar "
+                    "that requires gradients: give amp_fx.audit a whole training step"
+                )
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            torch.autograd.backward(scaled)
+        if self.optimizer is None or updates.num_steps:
+            return
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Returns the parameters of the step's modules, and other leaves that it knows."""
+        parameters = [p for module in self.modules for p in module.parameters()]
+        return list(dict.fromkeys([*parameters, *leaves_of(self.step), *self._trained()]))
+
+    def _trained(self) -> list[torch.Tensor]:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _count(self, mode: AuditMode) -> None:
+        """Counts parameters and buffers by dtype and module."""
+        members = [
+            (what, tensor)
+            for root in self.modules
+            for what, tensors in (("parameters", root.parameters()), ("buffers", root.buffers()))
+            for tensor in tensors
+        ]
+        for what, tensor in dict.fromkeys(members):
+            mode.uses.add(what, [tensor], mode.names.module_of(tensor))
+
+
+_RESTORED = (
+    *(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Generator),
+    PlainStep,
+)
+"""Classes whose objects are restored, besides modules and optimizers."""
+
+
+@contextlib.contextmanager
+def _restored(objects: list[Any]) -> Iterator[None]:
+    """Restores the attributes of scalers and schedulers, and the state of generators."""
+    states: list[Any] = [
+        each.get_state() if isinstance(each, torch.Generator) else _copied(each) for each in objects
+    ]
+    try:
+        yield
+    finally:
+        for each, state in zip(objects, states, strict=True):
+            if isinstance(each, torch.Generator):
+                each.set_state(state)
+            else:
+                vars(each).clear()
+                vars(each).update(state)
+
+
+def _copied(value: Any) -> dict[str, Any]:
+    """Returns an object's attributes, with copies of containers but not of what these hold."""
+    return {name: pytree.tree_map(lambda leaf: leaf, v) for name, v in vars(value).items()}
+
+
+@contextlib.contextmanager
+def _saved_by(mode: AuditMode) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(mode.save, lambda tensor: tensor):
+        yield

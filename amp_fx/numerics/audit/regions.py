@@ -1,0 +1,114 @@
+"""Follows the autocast regions of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.numerics.places import Site
+from amp_fx.regions.policy_codes import CARRIERS
+from amp_fx.regions.state import autocast_device_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """One autocast region that the step entered.
+
+    Attributes:
+        device_type: Its device type.
+        dtype: Its low dtype.
+        is_enabled: Whether it casts.
+        is_asked: Whether the program asked for casts; torch turns a region off if the device is
+            not present, or the dtype is not one to cast to.
+        site: The line that entered it.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    is_enabled: bool
+    is_asked: bool
+    site: Site
+
+
+class Regions:
+    """Context manager that observes each autocast region while it is active.
+
+    Below the dispatcher, autocast is off whatever the region is, so the state cannot be read
+    there. Every region, also of ``amp_fx.autocast`` and of checkpoints, is entered by
+    ``torch.autocast.__enter__``; this class replaces it meanwhile.
+    """
+
+    def __init__(self, here: Callable[[], Site]) -> None:
+        self.entered: list[Region] = []
+        self._here = here
+        self._open: list[Region] = []
+        self._replaced: dict[str, Any] = {}
+
+    def __enter__(self) -> Regions:
+        for device_type in autocast_device_types():
+            if device_type not in CARRIERS and torch.is_autocast_enabled(device_type):
+                dtype = torch.get_autocast_dtype(device_type)
+                self._add(Region(device_type, dtype, True, True, Site()))
+        self._replace("__init__", self._created)
+        self._replace("__enter__", self._entering)
+        self._replace("__exit__", self._leaving)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, method in self._replaced.items():
+            setattr(torch.autocast, name, method)
+
+    def close(self) -> None:
+        """Forgets the regions around the audit, for code that runs outside of regions."""
+        self._open.clear()
+
+    def open(self) -> list[Region]:
+        """Returns the regions that the step is in, outermost first."""
+        return self._open
+
+    def innermost(self, device_type: str) -> Region | None:
+        """Returns the innermost region of a device type that is entered."""
+        regions = (each for each in reversed(self._open) if each.device_type == device_type)
+        return next(regions, None)
+
+    def _add(self, region: Region) -> None:
+        self._open.append(region)
+        self.entered.append(region)
+
+    def _replace(self, name: str, before: Callable[..., None]) -> None:
+        method = self._replaced[name] = vars(torch.autocast)[name]
+
+        @functools.wraps(method)
+        def replacement(region: torch.autocast, *args: Any, **kwargs: Any) -> Any:
+            before(region, *args, **kwargs)
+            return method(region, *args, **kwargs)
+
+        setattr(torch.autocast, name, replacement)
+
+    def _created(
+        self,
+        region: torch.autocast,
+        device_type: str,  # noqa: ARG002
+        dtype: torch.dtype | None = None,  # noqa: ARG002
+        enabled: bool = True,
+        cache_enabled: bool | None = None,  # noqa: ARG002
+    ) -> None:
+        vars(region)["_amp_fx_is_asked"] = enabled
+
+    def _entering(self, region: torch.autocast) -> None:
+        enabled = bool(region._enabled)
+        is_asked = bool(vars(region).get("_amp_fx_is_asked", enabled))
+        dtype = region.fast_dtype
+        assert dtype is not None
+        self._add(Region(region.device, dtype, enabled, is_asked, self._here()))
+
+    def _leaving(self, region: torch.autocast, *_: object) -> None:
+        del region
+        if self._open:
+            self._open.pop()

@@ -1,0 +1,193 @@
+"""The report of ``amp_fx.audit``: tables of uses by dtype, and findings with their repairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
+
+from amp_fx.explanation.table import folded_path, without_numbers
+from amp_fx.graphs.places import short_path
+from amp_fx.reports import Report, dtype_cell, human, new_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+    from amp_fx.numerics.places import Site
+
+REPAIRS = {
+    "update_lost": "Store the weights in float32 and train under torch.autocast, or give the "
+    "optimizer float32 copies of them.",
+    "state_low": "Create the optimizer for float32 weights, so that its state is float32.",
+    "gradient_sum_low": "Add gradients in float32: store the weights in float32, and use "
+    "torch.autocast(..., cache_enabled=False) if one weight is used several times in a region.",
+    "reduction_low": "Add in float32: reduce_dtype=torch.float32 in FSDP2's "
+    "MixedPrecisionPolicy, no compressing hook in DDP, float32 partial sums in tensor parallel.",
+    "loss_low": "Call .float() on the values before they are rounded, or compute the loss inside "
+    "of the autocast region.",
+    "router_low": "Compute the values that decide in float32: call .float() on the inputs inside "
+    "torch.autocast(..., enabled=False).",
+    "integer_low": "Compute the product in float32 inside torch.autocast(..., enabled=False); on "
+    "CUDA also with torch.backends.cuda.matmul.fp32_precision = 'ieee'.",
+    "float32_product": "Call an op that autocast casts, such as torch.matmul without out=, or cast "
+    "the inputs to the dtype of the region.",
+    "backward_in_region": "Call backward() after the autocast region.",
+    "scaler_with_bfloat16": "Remove the scaler, or use GradScaler(enabled=False).",
+    "scaler_missing": "Use amp_fx.GradScaler or torch.amp.GradScaler, or train in bfloat16.",
+    "weights_low": "Call model.float() before you create the optimizer: autocast casts the "
+    "weights in each step.",
+    "region_without_effect": "Give the region the device type of the tensors and a low dtype, "
+    "and the model float32 weights.",
+    "upcast_lost": "Compute in float32 inside torch.autocast(..., enabled=False), or omit the cast "
+    "to float32.",
+}
+"""The repair of each kind of finding; the keys are the kinds, in the order of a report."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A loss of precision, or a part of mixed precision that has no effect.
+
+    Attributes:
+        kind: The kind of the finding, a key of ``REPAIRS``.
+        module: The path of the innermost module; empty outside of modules.
+        source: The file and the line, as in ``"/home/me/model.py:12"``; empty if unknown.
+        code: The text of that line.
+        message: The cost, in one sentence.
+        repair: The change that avoids the cost.
+        count: The number of places in equal modules that this finding stands for.
+    """
+
+    kind: str
+    module: str
+    source: str
+    code: str
+    message: str
+    repair: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        """Returns the place, the cost and the repair, in three lines."""
+        file, _, line = self.source.rpartition(":")
+        where = [self.module, f"{short_path(file)}:{line}" if file else "", self.code]
+        times = f" (x {self.count})" if self.count > 1 else ""
+        place = ", ".join(filter(None, where)) or "the whole step"
+        return f"{self.kind}: {place}{times}\n   {self.message}\n   Repair: {self.repair}"
+
+
+def new_finding(kind: str, site: Site, message: str, module: str | None = None) -> Finding:
+    """Returns a finding at a site."""
+    source = f"{site.file}:{site.line}" if site.file else ""
+    where = site.module if module is None else module
+    return Finding(kind, where, source, site.code, message, REPAIRS[kind])
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Merges findings of one line in equal modules, and sorts them by kind."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        place = finding.source or finding.message
+        key = (finding.kind, place, without_numbers(finding.module))
+        groups.setdefault(key, []).append(finding)
+    several = [_merge(group) for group in groups.values()]
+    order = list(REPAIRS)
+    return tuple(sorted(several, key=lambda finding: order.index(finding.kind)))
+
+
+def _merge(group: list[Finding]) -> Finding:
+    modules = dict.fromkeys(finding.module for finding in group)
+    return dataclasses.replace(group[0], module=folded_path(modules), count=len(modules))
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Tensors or ops of one kind and one dtype in one module.
+
+    Attributes:
+        what: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer states"``,
+            ``"saved activations"``, ``"products"``, ``"reductions"`` or ``"collectives"``.
+        dtype: Their dtype; of ops, that of the first floating-point input.
+        module: The path of the module.
+        count: Their number.
+        num_bytes: The size of the tensors; of ops, of inputs and results.
+        flops: The floating-point operations of products.
+    """
+
+    what: str
+    dtype: str
+    module: str
+    count: int
+    num_bytes: int
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AuditReport(Report):
+    """Shows in which precision one training step runs, and what is lost.
+
+    Attributes:
+        model: The class of the step, or the name of the function.
+        loss: The value of the loss; None if the step returns none.
+        findings: Losses of precision, sorted by kind.
+        uses: Tensors and ops by kind, dtype and module.
+    """
+
+    model: str
+    loss: float | None
+    findings: tuple[Finding, ...]
+    uses: tuple[Use, ...]
+
+    def to_html(self) -> str:
+        """Returns a page with the report."""
+        title = html.escape(f"{self.model}: precision of a training step")
+        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        return f"{head}<body>{self._repr_html_()}</body></html>\n"
+
+    def _render(self) -> RenderableType:
+        loss = "" if self.loss is None else f", loss {self.loss:.6g}"
+        number = len(self.findings)
+        head = f": {number} finding{'' if number == 1 else 's'}{loss}"
+        lines = [Text.assemble((self.model, "bold"), head)]
+        lines += [Text(f"{place}. {each}") for place, each in enumerate(self.findings, 1)]
+        table = new_table(
+            *("what", "dtype", "x", "bytes", "flops", "modules"),
+            folded=("modules",),
+            right=("x", "bytes", "flops"),
+        )
+        groups: dict[tuple[str, str], list[Use]] = {}
+        for use in self.uses:
+            groups.setdefault((use.what, use.dtype), []).append(use)
+        for (what, dtype), uses in groups.items():
+            flops = sum(use.flops for use in uses)
+            table.add_row(
+                what,
+                dtype_cell(dtype),
+                str(sum(use.count for use in uses)),
+                human(sum(use.num_bytes for use in uses)),
+                human(flops, "") if flops else "",
+                _modules(uses),
+            )
+        return Group(*lines, Text(""), table)
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings))
+        return f"<AuditReport of {self.model}: {kinds or 'no findings'}>"
+
+
+_MOST = 3
+
+
+def _modules(uses: list[Use]) -> str:
+    """Names the modules with the most bytes."""
+    sizes: dict[str, int] = {}
+    for use in uses:
+        sizes[use.module or "-"] = sizes.get(use.module or "-", 0) + use.num_bytes
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more

@@ -1,0 +1,286 @@
+"""Findings about values: rounded before a loss, before a choice, or before anything used them.
+
+A cast in the program text is told from a cast of autocast by the function of torch that the
+program called: ``x.bfloat16()`` against ``linear(x, w)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.places import short_path
+from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_low
+from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.measures import rounded_integers
+from amp_fx.numerics.mode import PRODUCTS
+from amp_fx.numerics.shadow import MOVES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.numerics.audit.report import Finding
+    from amp_fx.numerics.places import Site
+
+CASTS = frozenset(
+    ("to", "type", "type_as", "float", "double", "half", "bfloat16", "copy_", "_to_copy")
+)
+"""Functions by which a program casts; autocast casts inside of other functions."""
+
+NORMS = frozenset(
+    (
+        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "normalize"),
+        *("norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
+    )
+)
+LOSSES = frozenset(
+    (
+        *("cross_entropy", "log_softmax", "logsumexp", "kl_div", "logsigmoid"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    )
+)
+"""Functions of losses whose names do not end in ``_loss``."""
+
+
+def _is_loss(function: str) -> bool:
+    return function in LOSSES or function.endswith("_loss")
+
+
+def is_move(event: Event) -> bool:
+    """Returns True if an op passes on the values of its first input."""
+    return event.name == "_to_copy" or f"aten::{event.name}" in MOVES
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """The reason why a tensor has no more precision than a low dtype.
+
+    Attributes:
+        dtype: The low dtype.
+        cast: The line that cast a float32 value to it; None if an op computed in it.
+    """
+
+    dtype: torch.dtype
+    cast: Site | None = None
+
+
+class Roundings(Rule):
+    """Follows rounded values through casts, moves and pointwise ops.
+
+    Constants, integers and random numbers are exact in any dtype.
+    """
+
+    def __init__(self) -> None:
+        self._marks: Marks[Rounding | None] = Marks()
+
+    def of(self, tensor: torch.Tensor) -> Rounding | None:
+        """Returns the rounding of a tensor; None if it is exact or has full precision."""
+        return self._marks.get(tensor, Rounding(tensor.dtype) if is_low(tensor.dtype) else None)
+
+    def see(self, event: Event) -> None:
+        """Notes the rounding of the result of an op."""
+        result = event.results[0] if event.results else None
+        if event.stage != "forward" or result is None or not result.is_floating_point():
+            return
+        floats = [tensor for tensor in event.floats if tensor.dim() or len(event.floats) == 1]
+        found = [self.of(tensor) for tensor in floats]
+        rounding = next(filter(None, found), None)
+        is_random = torch.Tag.nondeterministic_seeded in event.op.tags
+        is_made = is_random or event.name.startswith(_CONSTANTS)
+        is_cast = event.name == "_to_copy" and is_low(result.dtype) and not any(found)
+        self._marks.pop(result)
+        if not floats or (is_made and "dropout" not in event.name):
+            self._marks.put(result, None)
+        elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
+            self._marks.put(result, Rounding(result.dtype, event.site))
+        elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
+            is_exact = not is_low(result.dtype) or all(map(self._marks.has, floats))
+            if rounding is not None:
+                self._marks.put(result, rounding if len(floats) == 1 else Rounding(rounding.dtype))
+            elif is_exact and any(map(self._marks.has, floats)):
+                self._marks.put(result, None)
+
+
+_CONSTANTS = ("zeros", "ones", "full", "empty", "new_", "arange", "eye", "scalar_tensor")
+"""Beginnings of the names of ops that read no values."""
+
+
+class LossRule(Rule):
+    """Finds ``loss_low``."""
+
+    def __init__(self, roundings: Roundings) -> None:
+        self._roundings = roundings
+        self._scalars: Marks[Site] = Marks()
+        self._found: list[Finding] = []
+
+    def see(self, event: Event) -> None:
+        """Examines the inputs of losses and norms."""
+        if event.stage != "forward":
+            return
+        # A norm by hand ends in a reciprocal root.
+        is_loss = _is_loss(event.function) or event.function == "rsqrt"
+        is_off = event.region is None or not event.region.is_enabled
+        for tensor in event.floats if is_loss or event.function in NORMS else ():
+            rounding = self._roundings.of(tensor)
+            if rounding is not None and rounding.cast is not None and tensor.dim():
+                self._add(event.site, event.function, rounding.dtype, rounding.cast)
+            elif is_loss and is_off and is_low(tensor.dtype):
+                self._add(event.site, event.function, tensor.dtype)
+        for result in event.results if is_off else ():
+            if result.numel() == 1 and is_low(result.dtype):
+                self._scalars.put(result, event.site)
+
+    def see_root(self, root: torch.Tensor) -> None:
+        """Examines the tensor that a backward begins with."""
+        site = self._scalars.get(root)
+        if site is not None and is_low(root.dtype):
+            self._add(site, "the loss", root.dtype)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the losses and norms that were found."""
+        yield from self._found
+
+    def _add(self, site: Site, what: str, dtype: torch.dtype, cast: Site | None = None) -> None:
+        name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
+        if cast is None:
+            how = f"is computed in {name}, outside of an autocast region"
+        else:
+            how = f"takes values that {_line(cast)} rounded from float32 to {name}"
+        message = f"{what} {how}: each value is off by up to {eps:.2%}."
+        self._found.append(new_finding("loss_low", site, message))
+
+
+def _line(site: Site) -> str:
+    return f"{short_path(site.file)}:{site.line}" if site.file else "a cast"
+
+
+class IntegerRule(Rule):
+    """Finds ``integer_low``."""
+
+    def __init__(self) -> None:
+        self._rounded: Marks[tuple[float, torch.dtype, Site]] = Marks()
+        self._found: list[Finding] = []
+
+    def see(self, event: Event) -> None:
+        """Examines casts of integers, and the products that they enter."""
+        if event.stage != "forward" or not event.results:
+            return
+        result = event.results[0]
+        if event.name == "_to_copy" and is_low(result.dtype):
+            largest = _rounded(result, event.tensors[0])
+            if largest:
+                self._rounded.put(result, (largest, result.dtype, event.site))
+        elif event.name == "arange" and is_low(result.dtype) and result.numel():
+            largest = float(result.abs().max())
+            if largest > 2 / torch.finfo(result.dtype).eps:
+                self._rounded.put(result, (largest, result.dtype, event.site))
+        for tensor in event.tensors:
+            rounded = self._rounded.get(tensor)
+            is_back = event.name == "_to_copy" and not result.is_floating_point()
+            if rounded is None:
+                continue
+            if f"aten::{event.name}" in PRODUCTS or is_back:
+                self._add(event, *rounded)
+            elif is_move(event):
+                self._rounded.put(result, rounded)
+        if f"aten::{event.name}" in PRODUCTS and event.flops:
+            self._see_tf32(event)
+
+    def _see_tf32(self, event: Event) -> None:
+        """Examines a float32 product that the device may compute in TF32."""
+        is_float32 = all(t.is_cuda and t.dtype == torch.float32 for t in event.tensors)
+        if not is_float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
+            return
+        for tensor in event.floats:
+            # TF32 has the mantissa of float16.
+            largest = rounded_integers(tensor.clamp(-6e4, 6e4).half(), tensor)
+            if 0 < largest <= _LARGEST:
+                self._add(event, largest, torch.float16, event.site, "TF32")
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the products that were found."""
+        yield from self._found
+
+    def _add(
+        self, event: Event, largest: float, dtype: torch.dtype, cast: Site, name: str = ""
+    ) -> None:
+        name = name or dtype_name(dtype)
+        exact = int(2 / torch.finfo(dtype).eps)
+        message = (
+            f"Integers up to {largest:.0f} are rounded to {name} ({_line(cast)}), which holds "
+            f"integers up to {exact} exactly; {event.name} gets the same number for several."
+        )
+        self._found.append(new_finding("integer_low", event.site, message))
+
+
+_LARGEST = 2.0**24
+"""The largest integers that are taken for such; what masks hold is larger."""
+
+
+def _rounded(low: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns the largest of integers that a cast changed; 0 if there are none."""
+    if is_low(exact.dtype) or exact.dtype == torch.bool or exact.is_complex():
+        return 0.0
+    largest = rounded_integers(low, exact)
+    return largest if largest <= _LARGEST else 0.0
+
+
+@dataclasses.dataclass
+class Upcast:
+    """A cast to float32 in the program text.
+
+    Attributes:
+        site: Its line.
+        dtype: The dtype that it cast from.
+        rounded: The line that rounded the value again.
+        is_used: Whether an op computed with it.
+    """
+
+    site: Site
+    dtype: torch.dtype
+    rounded: Site | None = None
+    is_used: bool = False
+
+
+class UpcastRule(Rule):
+    """Finds ``upcast_lost``."""
+
+    def __init__(self, roundings: Roundings) -> None:
+        self._roundings = roundings
+        self._marks: Marks[Upcast] = Marks()
+        self._upcasts: list[Upcast] = []
+
+    def see(self, event: Event) -> None:
+        """Notes casts to float32, and what uses their results."""
+        if event.stage != "forward" or not event.results:
+            return
+        result = event.results[0]
+        for tensor in event.tensors:
+            upcast = self._marks.get(tensor)
+            if upcast is None:
+                continue
+            if event.name == "_to_copy" and is_low(result.dtype):
+                upcast.rounded = upcast.rounded or event.site
+            elif is_move(event):
+                self._marks.put(result, upcast)
+            else:
+                upcast.is_used = True
+        is_up = event.name == "_to_copy" and result.dtype == torch.float32
+        is_up = is_up and is_low(event.tensors[0].dtype) and event.function in CASTS
+        if is_up and self._roundings.of(event.tensors[0]) is not None:
+            upcast = Upcast(event.site, event.tensors[0].dtype)
+            self._upcasts.append(upcast)
+            self._marks.put(result, upcast)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields casts to float32 whose results were only rounded again."""
+        for upcast in self._upcasts:
+            if upcast.rounded is not None and not upcast.is_used:
+                message = (
+                    f"The cast from {dtype_name(upcast.dtype)} to float32 has no effect: "
+                    f"{_line(upcast.rounded)} rounds the value again before an op computes with it."
+                )
+                yield new_finding("upcast_lost", upcast.site, message)

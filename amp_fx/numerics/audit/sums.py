@@ -1,0 +1,187 @@
+"""Findings about sums: gradients and collectives that add in a low dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.collectives import group_of
+from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_low
+from amp_fx.numerics.audit.report import new_finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.report import Finding
+    from amp_fx.numerics.places import Site
+
+LEAF = "torch::autograd::AccumulateGrad"
+"""The node of autograd that adds to the gradient of a leaf."""
+
+
+@dataclasses.dataclass
+class _Sum:
+    """The gradients that were added for one parameter.
+
+    Attributes:
+        exact: Their sum in float32, with the strides of the low sum.
+        num_terms: Their number.
+    """
+
+    exact: torch.Tensor
+    num_terms: int = 1
+
+
+class GradientRule(Rule):
+    """Finds ``gradient_sum_low``, and counts gradients by dtype.
+
+    Autograd adds the gradients of several uses of a tensor before the node that made the tensor
+    runs: for a weight, the cast of autocast, or the leaf itself.
+    """
+
+    def __init__(self, mode: AuditMode, weights: list[torch.Tensor]) -> None:
+        self._mode = mode
+        self._weights = {id(weight) for weight in weights}
+        self._counted: set[int] = set()
+        self._sums: Marks[_Sum] = Marks()
+        self._first_use: dict[int, Site] = {}
+        self._found: dict[tuple[int, str], Finding] = {}
+
+    def see(self, event: Event) -> None:
+        """Examines the ops of a backward that add, and those that write gradients."""
+        if event.stage == "forward":
+            for tensor in event.tensors:
+                if tensor.is_leaf and tensor.requires_grad:
+                    self._first_use.setdefault(id(tensor), event.site)
+        if event.stage != "backward" or not event.floats:
+            return
+        is_add = event.name == "add" and len(event.floats) == 2
+        is_add = is_add and event.floats[0].shape == event.floats[1].shape
+        is_add = is_add and all(is_low(tensor.dtype) for tensor in event.floats)
+        if event.node.name() == LEAF:
+            self._see_leaf(event, event.node.variable, is_add=is_add)
+        elif is_add:
+            self._sums.put(event.results[0], self._added(event))
+        elif event.name == "_to_copy" and event.node.name().startswith("ToCopyBackward"):
+            following = event.node.next_functions[0][0]
+            if following is not None and following.name() == LEAF:
+                self._see_uses(event, following.variable)
+
+    def _sum_of(self, tensor: torch.Tensor) -> _Sum | None:
+        """Returns the sum that a tensor is a view of; None for other tensors."""
+        found = self._sums.get(tensor)
+        if found is None:
+            return None
+        geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _Sum(found.exact.as_strided(*geometry), found.num_terms)
+
+    def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
+        """Reports a sum of gradients of several uses that reaches a leaf."""
+        found = self._sum_of(event.floats[0])
+        if found is not None:
+            self._add(event.floats[0], variable, found, "uses")
+
+    def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
+        if id(variable) not in self._counted:
+            self._counted.add(id(variable))
+            module = self._mode.names.module_of(variable)
+            self._mode.uses.add("gradients", event.floats[:1], module)
+        if is_add and event.op._schema.is_mutable:
+            added = self._added(event)
+            self._sums.put(event.results[0], added)
+            self._add(event.results[0], variable, added, "micro-batches")
+        elif not is_add:
+            self._see_uses(event, variable)
+
+    def _added(self, event: Event) -> _Sum:
+        """Returns the exact sum of what an op added, and of what that is a sum of."""
+        old, new = event.floats
+        before = old if event.before is None else event.before
+        known = (self._sum_of(old), self._sum_of(new))
+        terms = [
+            sum_ or _Sum(tensor.float()) for sum_, tensor in zip(known, (before, new), strict=True)
+        ]
+        return _Sum(terms[0].exact + terms[1].exact, terms[0].num_terms + terms[1].num_terms)
+
+    def _add(self, low: torch.Tensor, variable: torch.Tensor, found: _Sum, what: str) -> None:
+        if id(variable) not in self._weights and not isinstance(variable, torch.nn.Parameter):
+            return  # an input of the step
+        norm = float(torch.linalg.vector_norm(found.exact))
+        difference = float(torch.linalg.vector_norm(low.float() - found.exact))
+        error = difference / norm if norm else 0.0
+        name = self._mode.names.of(variable)
+        site = self._first_use.get(id(variable)) if what == "uses" else None
+        message = (
+            f"The gradients of {found.num_terms} {what} of {name} are added in "
+            f"{dtype_name(low.dtype)}: the sum is off by {error:.2%}."
+        )
+        found_now = new_finding("gradient_sum_low", site or self._mode.here(), message)
+        self._found[id(variable), what] = found_now
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the sums that were found."""
+        yield from self._found.values()
+
+
+class CollectiveRule(Rule):
+    """Finds ``reduction_low``."""
+
+    def __init__(self, mode: AuditMode) -> None:
+        self._mode = mode
+        self._found: list[Finding] = []
+
+    def see(self, event: Event) -> None:
+        """Examines a collective."""
+        namespace = event.op.namespace
+        if namespace not in COLLECTIVES or "reduce" not in event.name or not event.floats:
+            return
+        tensor = event.floats[0]
+        size = _group_size(event.args)
+        if not is_low(tensor.dtype) or size == 1 or not _is_sum(event.args):
+            return
+        number = sum(each.numel() for each in event.floats)
+        ranks = f"{size} ranks" if size else "the ranks"
+        message = (
+            f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
+            f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
+        )
+        site = event.site if event.site.file else self._mode.here()
+        self._found.append(new_finding("reduction_low", site, message))
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields the collectives that were found."""
+        yield from self._found
+
+
+def _is_sum(args: tuple[Any, ...]) -> bool:
+    """Returns False for the largest or smallest element, which are exact.
+
+    Ops of torch 2.13 have the reduction as an object that cannot be read. Functions of
+    ``torch.distributed`` have it as their argument ``op``.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        is_function = frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__
+        if is_function and "op" in frame.f_locals:
+            exact = (torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.MIN)
+            return frame.f_locals["op"] not in exact
+        frame = frame.f_back
+    return not any(arg in ("max", "min") for arg in args if isinstance(arg, str))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Returns the number of ranks; 0 if it is not known."""
+    groups: Any = torch.distributed.ProcessGroup
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return int(groups.unbox(arg).size())
+    names = [arg for arg in args if isinstance(arg, str)]
+    group = group_of(names[-1]) if names else None
+    return 0 if group is None else int(group.size())

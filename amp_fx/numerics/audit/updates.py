@@ -1,0 +1,353 @@
+"""Findings about the step of an optimizer: lost updates, its state, and the scaler."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils import _pytree as pytree
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.numerics.audit.recording import Event, Rule, is_low
+from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.places import Site
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.report import Finding
+
+LEAST_LOST = 0.1
+"""The share of a parameter's elements that have to be lost for a finding."""
+
+State = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class _Before:
+    """One parameter before a step of its optimizer.
+
+    Attributes:
+        name: Its path.
+        parameter: The parameter.
+        value: A copy of its value.
+        state: Copies of the optimizer's state of the same shape.
+        twin: The parameter in float64, that a twin of the optimizer steps.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    value: torch.Tensor
+    state: State
+    twin: torch.Tensor
+
+
+class UpdateRule(Rule):
+    """Finds ``update_lost`` and ``state_low``, and counts optimizer states by dtype.
+
+    A twin of the optimizer makes the same step in float64. An update is lost if it is smaller than
+    half a unit in the last place of the weight, so that the weight stays as it is. Optimizers
+    that keep float32 copies, add up what was lost, or round by chance lose nothing.
+    """
+
+    def __init__(self, mode: AuditMode) -> None:
+        self._mode = mode
+        self._before: dict[int, tuple[list[_Before], Any]] = {}
+        self._site = Site()
+        self._found: list[Finding] = []
+        self.num_steps = 0
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> UpdateRule:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields what was found in the steps."""
+        yield from self._found
+
+    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if self._mode.is_paused:
+            return
+        self._site = self._mode.here()
+        self._mode.guard.hold(optimizer)
+        self.num_steps += 1
+        self._mode.is_updating = True
+        with self._mode.paused(), torch.no_grad():
+            self._before[id(optimizer)] = self._prepare(optimizer)
+
+    def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
+        """Copies parameters and states with low dtypes, and makes a twin of the optimizer."""
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        low = [
+            parameter
+            for parameter in members
+            if is_low(parameter.dtype)
+            or any(is_low(value.dtype) for value in _state_of(optimizer, parameter).values())
+        ]
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused step skips itself
+        if not low or (found_inf is not None and found_inf.item()):
+            return [], None
+        twin, twins = _twin_of(optimizer)
+        found = []
+        for parameter in low:
+            state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
+            name = self._mode.names.of(parameter)
+            value = _local(parameter).clone()
+            found.append(_Before(name, parameter, value, state, twins[parameter]))
+        return found, twin
+
+    def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        if self._mode.is_paused:
+            return
+        self._mode.is_updating = False
+        before, twin = self._before.pop(id(optimizer), ([], None))
+        with self._mode.paused(), torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = dict(optimizer.state.get(parameter, {}))
+                    for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
+                        module = self._mode.names.module_of(parameter)
+                        self._mode.uses.add("optimizer states", [tensor], module)
+            if before:
+                _step(twin)
+                self._compare(optimizer, before, twin)
+
+    def _compare(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
+        losses = [(each, _loss(optimizer, each)) for each in before]
+        lost = [(each, loss.share) for each, loss in losses if loss.share >= LEAST_LOST]
+        lost.sort(key=lambda pair: -pair[1])
+        moved = sum(loss.moved for _, loss in losses)
+        if lost and moved <= 0.2 * sum(loss.by_chance for _, loss in losses):
+            first, _ = lost[0]
+            names = ", ".join(f"{each.name} {share:.0%}" for each, share in lost[:3])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            message = (
+                f"At learning rate {_rate(optimizer, first.parameter):g}, elements of {len(lost)} "
+                f"parameters cannot move ({names}{more}): their updates are smaller than half a "
+                f"unit in the last place of {dtype_name(first.parameter.dtype)}."
+            )
+            module = first.name.rpartition(".")[0]
+            self._found.append(new_finding("update_lost", self._site, message, module))
+        self._see_states(optimizer, before, twin)
+
+    def _see_states(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
+        keys: dict[str, torch.dtype] = {}
+        stuck = total = 0
+        for each in before:
+            exact = _state_of(twin, each.twin)
+            for key, value in _state_of(optimizer, each.parameter).items():
+                if not is_low(value.dtype):
+                    continue
+                keys[key] = value.dtype
+                if key in each.state and key in exact:
+                    should = exact[key] != each.state[key].double()
+                    stuck += int((should & (value == each.state[key])).sum())
+                    total += int(should.sum())
+        if not keys:
+            return
+        names = sorted({dtype_name(dtype) for dtype in keys.values()})
+        dtype = next(iter(keys.values()))
+        measured = (
+            f"; {stuck / total:.0%} of the elements did not move in this step" if total else ""
+        )
+        message = (
+            f"The optimizer stores {', '.join(keys)} in {' and '.join(names)}: a change of less "
+            f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost{measured}."
+        )
+        module = next(iter(before)).name.rpartition(".")[0]
+        self._found.append(new_finding("state_low", self._site, message, module))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Returns the part of a DTensor that is on this rank."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def _state_of(optimizer: Any, parameter: torch.Tensor) -> State:
+    """Returns the optimizer's floating-point state with a parameter's shape, without wrappers."""
+    state = optimizer.state.get(parameter, {}).items()
+    return {
+        str(key): _local(value)
+        for key, value in state
+        if _is_tensor(value) and value.shape == parameter.shape
+    }
+
+
+def _rate(optimizer: Any, parameter: torch.Tensor) -> float:
+    groups = optimizer.param_groups
+    return next(float(g["lr"]) for g in groups if any(p is parameter for p in g["params"]))
+
+
+def _twin_of(optimizer: Any) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
+    """Returns a copy of an optimizer in float64, and its parameters by the original ones."""
+    scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it
+    twins: dict[torch.Tensor, torch.Tensor] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        members = []
+        for parameter in group["params"]:
+            twin = twins[parameter] = parameter.detach().to(torch.float64, copy=True)
+            if parameter.grad is not None:
+                grad = parameter.grad.detach().to(torch.float64, copy=True)
+                twin.grad = grad if scale is None else grad / scale.to(grad.device)
+            members.append(twin)
+        plain = {key: False for key in ("fused", "foreach", "capturable") if key in group}
+        groups.append({**group, **plain, "params": members})
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    made.param_groups = groups
+    made.state = defaultdict(dict)
+    for parameter, twin in twins.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            is_count = is_float and key == "step"
+            made.state[twin][key] = (
+                (value.detach().cpu().clone() if is_count else value.detach().double())
+                if is_float
+                else copy.deepcopy(value)
+            )
+    made.grad_scale = made.found_inf = None
+    return made, twins
+
+
+def _step(twin: Any) -> None:
+    """Steps a twin, without the hooks of optimizers; one that takes no float64 stays as it is."""
+    step = type(twin).step
+    with contextlib.suppress(Exception):
+        getattr(step, "__wrapped__", step)(twin)
+
+
+class _Loss(NamedTuple):
+    """The updates of one parameter that are smaller than half a unit in the last place.
+
+    Attributes:
+        share: Those that are lost, of all updates.
+        moved: The number of elements that moved by one unit, though the update is smaller.
+        by_chance: The number that moves if an optimizer rounds up or down by chance.
+    """
+
+    share: float = 0.0
+    moved: int = 0
+    by_chance: float = 0.0
+
+
+def _loss(optimizer: Any, before: _Before) -> _Loss:
+    after = _local(before.parameter)
+    if not is_low(after.dtype):
+        return _Loss()
+    old = before.value.float()
+    update = (_local(before.twin) - before.value).float()
+    spacing = _spacing(old, update, torch.finfo(after.dtype))
+    parts = update.abs() / spacing
+    should_move, is_same = update != 0, after == before.value
+    is_lost = should_move & is_same & (parts < 0.5)
+    is_small = parts < 0.4
+    share = int(is_lost.sum()) / max(1, int(should_move.sum()))
+    if share and _is_kept(optimizer, before, update, is_lost):
+        share = 0.0
+    is_one_step = ~is_same & ((after - old).abs() < 1.5 * spacing)
+    return _Loss(share, int((is_small & is_one_step).sum()), float(parts[is_small].sum()))
+
+
+def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
+    """Returns True if the optimizer's state has the weight in more bits, or what was lost of it."""
+    places = is_lost.flatten().nonzero().flatten()[:_SAMPLE]
+
+    def sample(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[places].double()
+
+    old, new, wanted = sample(before.value), sample(_local(before.parameter)), sample(update)
+    for key, value in _state_of(optimizer, before.parameter).items():
+        now, then = sample(value), torch.zeros_like(old)
+        copied = old
+        if key in before.state:
+            copied = then = sample(before.state[key])
+        for change in (now - copied, new + now - old - then, new - now - old + then):
+            is_kept = (change - wanted).abs() <= 0.1 * wanted.abs()
+            if int(is_kept.sum()) > 0.5 * is_kept.numel():
+                return True
+    return False
+
+
+_SAMPLE = 4096
+"""The number of lost elements that are compared with the state."""
+
+
+def _spacing(values: torch.Tensor, update: torch.Tensor, dtype: torch.finfo) -> torch.Tensor:
+    """Returns the distance to the next number of a dtype in the direction of an update."""
+    mantissa, exponent = torch.frexp(values)
+    is_shrinking = (mantissa.abs() == 0.5) & (update * values < 0)
+    spacing = dtype.eps * torch.exp2((exponent - 1 - is_shrinking.int()).float())
+    smallest = dtype.smallest_normal * dtype.eps
+    return torch.where(values == 0, smallest, spacing.clamp(min=smallest))
+
+
+class ScalerRule(Rule):
+    """Finds ``scaler_with_bfloat16`` and ``scaler_missing``.
+
+    Args:
+        scalers: The scalers that the step knows.
+    """
+
+    def __init__(self, mode: AuditMode, scalers: list[Any]) -> None:
+        self._mode = mode
+        self._is_scaled = any(scaler.is_enabled() for scaler in scalers)
+        self._site: Site | None = None
+        self._float16: Event | None = None
+        self._others: set[str] = set()
+
+    def see(self, event: Event) -> None:
+        """Notes the dtypes of products, and the check of gradients by a scaler."""
+        if event.name == "_amp_foreach_non_finite_check_and_unscale":
+            self._is_scaled = True
+            self._site = self._site or self._mode.here()
+        is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in event.floats)
+        if event.stage != "forward" or not event.flops or not is_trained:
+            return
+        if any(tensor.dtype == torch.float16 for tensor in event.floats):
+            self._float16 = self._float16 or event
+        else:
+            self._others.update(dtype_name(tensor.dtype) for tensor in event.floats)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields a scaler that does nothing, or one that is missing."""
+        if self._float16 is not None and not self._is_scaled:
+            region = self._float16.region
+            is_known = region is not None and bool(region.site.file)
+            site = region.site if is_known and region is not None else self._float16.site
+            message = (
+                "Gradients are float16 and no scaler is used: those below 6e-8 become zero, those "
+                "above 65504 infinite."
+            )
+            yield new_finding("scaler_missing", site, message, self._float16.site.module)
+        elif self._float16 is None and self._is_scaled and self._others:
+            names = " and ".join(sorted(self._others))
+            message = (
+                f"A gradient scaler is used, and products run in {names}, which has the range of "
+                "float32: the scaler costs a pass over all gradients, and skips steps."
+            )
+            yield new_finding("scaler_with_bfloat16", self._site or Site(), message)

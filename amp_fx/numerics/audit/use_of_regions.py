@@ -1,0 +1,161 @@
+"""Findings about autocast regions: what they do not cast, and a backward inside of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.numerics.audit.recording import Event, Rule, is_low
+from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.audit.rounding import CASTS
+from amp_fx.numerics.mode import is_in_checkpoint
+from amp_fx.numerics.shadow import address_of, is_custom
+from amp_fx.policies.policy import preset
+from amp_fx.regions.policy_codes import ambient_policy
+from amp_fx.reports import human
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.regions import Region
+    from amp_fx.numerics.audit.report import Finding
+
+LEAST_FLOPS = 1e5
+LEAST_SHARE = 0.05
+"""The size of a product that has to run in low precision: this many operations, and this share of
+all products of the forward."""
+
+
+@dataclasses.dataclass
+class _Products:
+    """The products of a region: whether any was cast, and the first one that was not."""
+
+    is_cast: bool = False
+    other: Event | None = None
+
+
+class RegionRule(Rule):
+    """Finds ``float32_product``, ``region_without_effect`` and ``backward_in_region``."""
+
+    def __init__(self, mode: AuditMode) -> None:
+        self._mode = mode
+        self._products: dict[Region, _Products] = {}
+        self._float32: list[Event] = []
+        self._flops = 0
+        self._backward: tuple[Event, Region] | None = None
+
+    def see(self, event: Event) -> None:
+        """Notes products by region, and ops of a backward in a region."""
+        region = event.region
+        if event.stage == "backward" and self._backward is None:
+            is_on = region is not None and region.is_enabled
+            if is_on and not is_custom(event.node) and not is_in_checkpoint():
+                assert region is not None
+                self._backward = (dataclasses.replace(event, site=self._mode.here()), region)
+        if event.stage != "forward":
+            return
+        if event.name == "_to_copy" and event.function not in CASTS and region is not None:
+            self._products.setdefault(region, _Products()).is_cast |= is_low(event.results[0].dtype)
+        if not event.flops or not event.floats:
+            return
+        self._flops += event.flops
+        if region is not None and not region.is_asked:
+            return  # a region inside turns autocast off on purpose
+        has_low = any(is_low(tensor.dtype) for tensor in event.floats)
+        for outer in self._mode.regions.open():
+            products = self._products.setdefault(outer, _Products())
+            products.is_cast |= has_low
+            products.other = products.other or event
+        is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
+        if region is not None and region.is_enabled and is_float32 and not _is_by_policy(event):
+            self._float32.append(event)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields what the regions do not cast, and the backward."""
+        yield from self._without_effect()
+        least = max(LEAST_FLOPS, LEAST_SHARE * self._flops)
+        for event in self._float32:
+            assert event.region is not None
+            if event.flops < least:
+                continue
+            message = (
+                f"{event.name} with {human(event.flops, '')} operations runs in float32 inside a "
+                f"region of {dtype_name(event.region.dtype)}, so no tensor core is used."
+            )
+            yield new_finding("float32_product", event.site, message)
+        if self._backward is not None:
+            event, region = self._backward
+            message = (
+                f"The backward runs under autocast to {dtype_name(region.dtype)}, which casts ops "
+                "of the backward for a second time; PyTorch does not support that."
+            )
+            yield new_finding("backward_in_region", event.site, message)
+
+    def _without_effect(self) -> Iterator[Finding]:
+        """Yields the lines whose regions cast nothing in any entry."""
+        effective = {r.site for r, products in self._products.items() if products.is_cast}
+        for region, products in self._products.items():
+            event = products.other
+            if event is None or not region.is_asked or region.site in effective:
+                continue
+            dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in event.floats}))
+            device = event.floats[0].device.type
+            message = (
+                f"The region for {region.device_type} and {dtype_name(region.dtype)} casts "
+                f"nothing: the products inside run in {dtypes} on {device}."
+            )
+            site = region.site if region.site.file else event.site
+            yield new_finding("region_without_effect", site, message)
+
+
+def _is_by_policy(event: Event) -> bool:
+    """Returns True if a policy says in which precision the call computes."""
+    policy = ambient_policy() or preset("torch")
+    table = policy.tables.get(event.tensors[0].device.type, {})
+    names = {name.partition(".")[0] for name in table}
+    has_policy = f"aten::{event.site.op}" in names and not event.op._schema.is_mutable
+    return has_policy or policy != preset("torch")
+
+
+class LowWeightRule(Rule):
+    """Finds ``weights_low``: weights of low precision in products of a region."""
+
+    def __init__(self, mode: AuditMode, weights: list[torch.Tensor]) -> None:
+        self._mode = mode
+        self._weights = {
+            address_of(weight): weight
+            for weight in weights
+            if weight.requires_grad and is_low(weight.dtype)
+        }
+        self._found: dict[str, tuple[torch.dtype, Event]] = {}
+
+    def see(self, event: Event) -> None:
+        """Notes the weights of a product in a region."""
+        is_on = event.region is not None and event.region.is_enabled
+        if event.stage != "forward" or not event.flops or not is_on:
+            return
+        for tensor in event.floats:
+            weight = self._weights.get(address_of(tensor))
+            if weight is not None:
+                name = self._mode.names.of(weight)
+                self._found.setdefault(name, (tensor.dtype, event))
+
+    def findings(self) -> Iterator[Finding]:
+        """Yields one finding for all weights."""
+        if not self._found:
+            return
+        dtype, event = next(iter(self._found.values()))
+        assert event.region is not None
+        names = list(self._found)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        site = event.region.site if event.region.site.file else event.site
+        message = (
+            f"{len(names)} trained weights of products are stored in "
+            f"{dtype_name(dtype)} ({', '.join(names[:3])}{more}): autocast casts no "
+            "weight, and the optimizer rounds each update to that dtype."
+        )
+        yield new_finding("weights_low", site, message, event.site.module)

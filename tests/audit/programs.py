@@ -1,0 +1,812 @@
+"""Training steps with one planted fault each, and their sound twins.
+
+The line that a finding has to name ends with ``# here``. A program is a function that returns the
+step, its inputs and the options of ``amp_fx.audit``.
+"""
+# mypy: disable-error-code="no-untyped-call, no-any-return, untyped-decorator"
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812, torch's own spelling
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Program = Callable[[], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+
+BFLOAT16 = torch.bfloat16
+PLANTED: dict[str, tuple[str, Program]] = {}
+"""Programs with a fault, by name, with the kind of the finding."""
+SOUND: dict[str, tuple[str, Program]] = {}
+"""Their twins without it."""
+
+
+def planted(kind: str) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        PLANTED[program.__name__] = kind, program
+        return program
+
+    return add
+
+
+def sound(kind: str) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        SOUND[program.__name__] = kind, program
+        return program
+
+    return add
+
+
+def net(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, width))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 16), torch.randint(16, (8,))
+
+
+def training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
+) -> Callable[..., Any]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", BFLOAT16, enabled=dtype is None):
+            logits = model(x if dtype is None else x.to(dtype))
+            loss = F.cross_entropy(logits.float(), y)
+        loss.backward()
+        optimizer.step()  # here
+        return loss
+
+    return step
+
+
+@sound("all")
+def plain() -> Any:
+    model = net()
+    return training(model, torch.optim.AdamW(model.parameters())), batch(), {}
+
+
+@planted("update_lost")
+def low_weights_with_a_small_rate() -> Any:
+    model = net().bfloat16()
+    step = training(model, torch.optim.AdamW(model.parameters(), lr=1e-5), BFLOAT16)
+    return step, batch(), {}
+
+
+@planted("update_lost")
+def one_norm_that_stays_at_one() -> Any:
+    model = net()
+    model[2].bfloat16()  # type: ignore[index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        hidden = model[:2](x).bfloat16()  # type: ignore[index]
+        loss = F.cross_entropy(model[3](model[2](hidden).float()), y)  # type: ignore[index]
+        loss.backward()
+        optimizer.step()  # here
+        return loss
+
+    return step, batch(), {}
+
+
+@sound("update_lost")
+def low_weights_with_a_large_rate() -> Any:
+    model = net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+    return training(model, optimizer, BFLOAT16), batch(), {}
+
+
+class Masters(torch.optim.SGD):
+    """SGD on float32 copies that are in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if "copy" not in self.state[weight]:
+                    self.state[weight]["copy"] = weight.detach().float().clone()
+                master = self.state[weight]["copy"]
+                master -= group["lr"] * weight.grad.to(master.dtype)
+                weight.detach().copy_(master)
+
+
+class Kahan(torch.optim.SGD):
+    """SGD that adds what a step has lost to the next one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if "lost" not in self.state[weight]:
+                    self.state[weight]["lost"] = torch.zeros_like(weight)
+                lost = self.state[weight]["lost"]
+                update = lost - group["lr"] * weight.grad
+                before = weight.detach().clone()
+                weight.detach().add_(update)
+                lost.copy_(update - (weight.detach() - before))
+
+
+class ByChance(torch.optim.SGD):
+    """SGD that rounds up or down by chance."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.dtype != BFLOAT16:
+                    weight.detach().sub_(weight.grad, alpha=group["lr"])
+                    continue
+                exact = weight.detach().float() - group["lr"] * weight.grad.float()
+                bits = exact.contiguous().view(torch.int32)
+                bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
+                weight.detach().copy_((bits & -65536).view(torch.float32))
+
+
+def _with(kind: type[torch.optim.SGD]) -> Any:
+    model = net().bfloat16()
+    step = training(model, kind(model.parameters(), lr=1e-3), BFLOAT16)
+    return step, batch(), {}
+
+
+@sound("update_lost")
+def float32_copies_in_the_optimizer() -> Any:
+    return _with(Masters)
+
+
+@sound("update_lost")
+def lost_parts_are_added_later() -> Any:
+    return _with(Kahan)
+
+
+@sound("update_lost")
+def rounding_by_chance() -> Any:
+    return _with(ByChance)
+
+
+@planted("state_low")
+def state_cast_to_bfloat16() -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.999)
+    step = training(model, optimizer)
+    for _ in range(2):
+        step(*batch())
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+    return step, batch(), {}
+
+
+@sound("state_low")
+def state_in_float32() -> Any:
+    step, inputs, options = plain()
+    step(*batch())
+    return step, inputs, options
+
+
+@planted("gradient_sum_low")
+def micro_batches_on_low_weights() -> Any:
+    model = net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        for part in range(4):
+            logits = model(x[2 * part :][:2].bfloat16()).float()
+            F.cross_entropy(logits, y[2 * part :][:2]).backward()  # here
+        optimizer.step()
+
+    return step, batch(), {}
+
+
+@sound("gradient_sum_low")
+def micro_batches() -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        for part in range(4):
+            with torch.autocast("cpu"):
+                loss = F.cross_entropy(model(x[2 * part :][:2]), y[2 * part :][:2])
+            loss.backward()
+        optimizer.step()
+
+    return step, batch(), {}
+
+
+def _recurrent(*, caches: bool) -> Any:
+    cell = nn.Linear(16, 16)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", cache_enabled=caches):
+            for _ in range(6):
+                x = x + cell(x).tanh()  # here
+        return x.float().square().mean()
+
+    return step, (torch.randn(8, 16),), {}
+
+
+@planted("gradient_sum_low")
+def one_weight_in_each_of_six_layers() -> Any:
+    return _recurrent(caches=True)
+
+
+@sound("gradient_sum_low")
+def one_weight_in_each_of_six_layers_cast_each_time() -> Any:
+    return _recurrent(caches=False)
+
+
+@planted("loss_low")
+def logits_rounded_before_the_loss() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        return F.cross_entropy(logits.bfloat16().float(), y)  # here
+
+    return step, batch(), {}
+
+
+@planted("loss_low")
+def loss_outside_of_the_region() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            logits = model(x)
+        return F.cross_entropy(logits, y)  # here
+
+    return step, batch(), {}
+
+
+@planted("loss_low")
+def a_loss_by_hand() -> Any:
+    model = net()
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu"):
+            predicted = model(x)
+        loss = (predicted - x.bfloat16()).square().mean()  # here
+        loss.backward()
+
+    return step, batch()[:1], {}
+
+
+@planted("loss_low")
+def a_norm_of_rounded_values() -> Any:
+    model, norm = net(), nn.LayerNorm(16)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x).bfloat16()
+        with torch.autocast("cpu"):
+            hidden = norm(hidden)  # here
+        return F.cross_entropy(hidden.float(), y)
+
+    return step, batch(), {}
+
+
+@planted("loss_low")
+def a_norm_by_hand() -> Any:
+    model = net().bfloat16()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model(x.bfloat16())
+        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # here
+        return F.cross_entropy((hidden * scale).float(), y)
+
+    return step, batch(), {}
+
+
+@sound("loss_low")
+def a_norm_by_hand_in_float32() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = model(x).float()
+        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        return F.cross_entropy(F.normalize(hidden * scale), y)
+
+    return step, batch(), {}
+
+
+@sound("loss_low")
+def loss_inside_of_the_region() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return F.cross_entropy(model(x), y)
+
+    return step, batch(), {}
+
+
+@sound("loss_low")
+def a_loss_of_float32_logits() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            logits = model(x)
+        return F.cross_entropy(logits.float() / 2.0, y) + F.mse_loss(logits.float(), x)
+
+    return step, batch(), {}
+
+
+class Experts(nn.Module):
+    """A layer with a router, as in mixtures of experts."""
+
+    def __init__(self, *, is_exact: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.is_exact = is_exact
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=not self.is_exact):
+            scores = self.gate(x).float().softmax(-1)
+        weights, chosen = scores.topk(2, dim=-1)  # here
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]).float() * weights[rows, which, None])
+        return out
+
+
+def _mixture(*, is_exact: bool) -> Any:
+    model = Experts(is_exact=is_exact)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return model(x).float().square().mean()
+
+    return step, (torch.randn(32, 16),), {}
+
+
+@planted("router_low")
+def experts_chosen_in_bfloat16() -> Any:
+    return _mixture(is_exact=False)
+
+
+@sound("router_low")
+def experts_chosen_in_float32() -> Any:
+    return _mixture(is_exact=True)
+
+
+@planted("router_low")
+def tokens_kept_by_a_threshold() -> Any:
+    score, model = nn.Linear(16, 1), nn.Linear(16, 16)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            kept = score(x).squeeze(-1).sigmoid() > 0.5  # here
+            return model(x[kept]).float().square().sum()
+
+    return step, (torch.randn(32, 16),), {}
+
+
+@sound("router_low")
+def choices_that_move_nothing_else() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            logits = model(x)
+            leaky = torch.where(logits > 0.5, logits, 0.1 * logits)
+            pooled = leaky.max(dim=0).values.float().sum()
+            error = (logits - 1).abs()
+            huber = torch.where(error < 1, error.square(), 2 * error - 1).float().mean()
+            loss = F.cross_entropy(leaky, y) + pooled + huber
+        correct = (logits.argmax(-1) == y).float().mean()
+        top = logits.topk(3).indices.eq(y[:, None]).any(-1).float().mean()
+        assert 0 <= correct <= top
+        return loss
+
+    return step, batch(), {}
+
+
+@sound("router_low")
+def masks_of_random_numbers_and_constants() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            logits = model(x)
+            logits = logits * (torch.rand_like(logits) < 0.9)
+            kept = (y != 3).to(logits.dtype)
+            logits = torch.where((1 - kept)[:, None] == 1, logits.detach(), logits)
+            logits = logits[model(x).abs().sum(-1) != 0]
+            return F.cross_entropy(logits[kept > 0.5], y[kept > 0.5])
+
+    return step, batch(), {}
+
+
+def _angles(count: int) -> Any:
+    frequencies = nn.Parameter(torch.rand(1, 16))
+
+    def step() -> Tensor:
+        positions = torch.arange(count)[:, None].float()
+        with torch.autocast("cpu"):
+            angles = positions @ frequencies  # here
+        return angles.float().cos().mean()
+
+    return step, (), {}
+
+
+@planted("integer_low")
+def positions_beyond_256() -> Any:
+    return _angles(1000)
+
+
+@planted("integer_low")
+def positions_made_in_bfloat16() -> Any:
+    frequencies = nn.Parameter(torch.rand(16))
+
+    def step() -> Tensor:
+        positions = torch.arange(1000, dtype=BFLOAT16)[:, None]
+        return (positions * frequencies).cos().mean()  # here
+
+    return step, (), {}
+
+
+@planted("integer_low")
+def ids_that_come_back() -> Any:
+    table = nn.Embedding(5000, 16)
+
+    def step(ids: Tensor) -> Tensor:
+        packed = ids.half()
+        return table(packed.long()).square().mean()  # here
+
+    return step, (torch.tensor([2047, 2049, 4003]),), {}
+
+
+@sound("integer_low")
+def positions_up_to_256() -> Any:
+    return _angles(257)
+
+
+def _large_product(*, writes: bool) -> Any:
+    weight, base = nn.Parameter(torch.randn(64, 64)), torch.zeros(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = x @ weight
+            if writes:
+                hidden = base.clone().addmm_(hidden.float(), weight)  # here
+            else:
+                hidden = torch.addmm(base, hidden, weight)
+        return hidden.float().square().mean()
+
+    return step, (torch.randn(64, 64),), {}
+
+
+@planted("float32_product")
+def a_product_in_place() -> Any:
+    return _large_product(writes=True)
+
+
+@planted("float32_product")
+def a_product_with_out() -> Any:
+    weight, out = nn.Parameter(torch.randn(64, 64)), torch.empty(64, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = x @ weight
+            fixed = torch.mm(x, weight.detach(), out=out)  # here
+        return (hidden.float() * fixed).mean()
+
+    return step, (torch.randn(64, 64),), {}
+
+
+@sound("float32_product")
+def a_product_out_of_place() -> Any:
+    return _large_product(writes=False)
+
+
+@sound("float32_product")
+def a_product_in_a_disabled_region() -> Any:
+    model, head = net(), nn.Linear(16, 64)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = model(x)
+            with torch.autocast("cpu", enabled=False):
+                logits = head(hidden.float())
+                distances = torch.cdist(logits, logits)
+            distances = distances + torch.cdist(logits, logits + 1)
+        return distances.mean() + logits.mean()
+
+    return step, batch()[:1], {}
+
+
+def _backward(*, is_inside: bool) -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu"):
+            loss = F.cross_entropy(model(x), y)
+            if is_inside:
+                loss.backward()  # here
+        if not is_inside:
+            loss.backward()
+
+    return step, batch(), {}
+
+
+@planted("backward_in_region")
+def backward_in_the_closure_of_an_optimizer() -> Any:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu"):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()  # here
+            return loss
+
+        optimizer.step(closure)
+
+    return step, batch(), {}
+
+
+@planted("backward_in_region")
+def backward_in_the_region() -> Any:
+    return _backward(is_inside=True)
+
+
+@sound("backward_in_region")
+def backward_after_the_region() -> Any:
+    return _backward(is_inside=False)
+
+
+@sound("backward_in_region")
+def checkpoints_and_custom_functions() -> Any:
+    model, other = net(), net()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grad @ weight.t(), x.t() @ grad
+
+    weight = nn.Parameter(torch.randn(16, 16))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu"):
+            hidden = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+            again = torch.utils.checkpoint.checkpoint(
+                other, x.clone().requires_grad_(), use_reentrant=True
+            )
+            loss = F.cross_entropy(Doubled.apply(hidden + again, weight), y)
+        loss.backward()
+
+    return step, batch(), {}
+
+
+def _scaled(dtype: torch.dtype, *, has_scaler: bool) -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=has_scaler)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):  # here
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)  # here
+        scaler.update()
+
+    return step, batch(), {}
+
+
+@planted("scaler_with_bfloat16")
+def a_scaler_with_bfloat16() -> Any:
+    return _scaled(BFLOAT16, has_scaler=True)
+
+
+@planted("scaler_missing")
+def float16_without_a_scaler() -> Any:
+    return _scaled(torch.float16, has_scaler=False)
+
+
+@sound("scaler_missing")
+def float16_with_a_scaler() -> Any:
+    return _scaled(torch.float16, has_scaler=True)
+
+
+@sound("scaler_with_bfloat16")
+def bfloat16_with_a_scaler_that_is_off() -> Any:
+    return _scaled(BFLOAT16, has_scaler=False)
+
+
+@sound("scaler_missing")
+def a_teacher_in_float16() -> Any:
+    model, teacher = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            target = teacher(x)
+        with torch.autocast("cpu"):
+            return F.mse_loss(model(x), target)
+
+    return step, batch()[:1], {"optimizer": optimizer}
+
+
+def _driven(dtype: torch.dtype, *, has_scaler: bool) -> Any:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):  # here
+            return F.cross_entropy(model(x), y)
+
+    scaler = torch.amp.GradScaler("cpu") if has_scaler else None
+    return step, batch(), {"optimizer": optimizer, "scaler": scaler}
+
+
+@planted("scaler_missing")
+def a_loss_in_float16_without_a_scaler() -> Any:
+    return _driven(torch.float16, has_scaler=False)
+
+
+@sound("scaler_missing")
+def a_loss_in_float16_with_a_scaler() -> Any:
+    return _driven(torch.float16, has_scaler=True)
+
+
+def _stored(dtype: torch.dtype) -> Any:
+    model = net().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", BFLOAT16):  # here
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    return step, batch(), {}
+
+
+@planted("weights_low")
+def weights_stored_in_bfloat16() -> Any:
+    return _stored(BFLOAT16)
+
+
+@sound("weights_low")
+def weights_stored_in_float32() -> Any:
+    return _stored(torch.float32)
+
+
+@sound("weights_low")
+def frozen_low_weights_with_a_trained_part() -> Any:
+    model, adapter = net().bfloat16().requires_grad_(False), nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(adapter.parameters())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", BFLOAT16):
+            loss = F.cross_entropy(adapter(model(x)), y)
+        loss.backward()
+        optimizer.step()
+
+    return step, batch(), {}
+
+
+@sound("weights_low")
+def frozen_low_weights_without_an_optimizer() -> Any:
+    model, adapter = net().bfloat16().requires_grad_(False), nn.Linear(16, 16)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BFLOAT16):
+            return F.cross_entropy(adapter(model(x)), y)
+
+    return step, batch(), {}
+
+
+@sound("weights_low")
+def low_weights_of_an_optimizer_with_copies() -> Any:
+    model = net().bfloat16()
+    masters = copy.deepcopy(model).float()
+    optimizer = torch.optim.AdamW(masters.parameters())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu", BFLOAT16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for master, weight in zip(masters.parameters(), model.parameters(), strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight in zip(masters.parameters(), model.parameters(), strict=True):
+                weight.copy_(master)
+
+    return step, batch(), {}
+
+
+@planted("region_without_effect")
+def a_region_for_another_device() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):  # here
+            return F.cross_entropy(model(x), y)
+
+    return step, batch(), {}
+
+
+@planted("region_without_effect")
+def a_region_around_float64() -> Any:
+    model = net().double()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):  # here
+            return F.cross_entropy(model(x.double()), y)
+
+    return step, batch(), {}
+
+
+@sound("region_without_effect")
+def regions_that_are_off_or_empty() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            logits = model(x)
+        with torch.autocast("cpu"):
+            logits = model(x) + logits
+            with torch.autocast("cpu", enabled=False):
+                logits = logits.float() @ torch.ones(16, 16)
+        with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+            logits = logits.float() @ torch.ones(16, 16)
+        with torch.autocast("cpu"):
+            return F.cross_entropy(logits, y)
+
+    return step, batch(), {}
+
+
+def _upcast(*, is_used: bool) -> Any:
+    model, head = net(), nn.Linear(16, 16)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            hidden = model(x).float()  # here
+            loss = F.cross_entropy(head(hidden), y)
+            return loss + hidden.square().mean() if is_used else loss
+
+    return step, batch(), {}
+
+
+@planted("upcast_lost")
+def a_cast_that_autocast_takes_back() -> Any:
+    return _upcast(is_used=False)
+
+
+@planted("upcast_lost")
+def a_cast_back_by_hand() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        hidden = model.bfloat16()(x.bfloat16()).float()  # here
+        return F.cross_entropy((hidden[:, None, :].bfloat16() * 2).float().squeeze(1), y)
+
+    return step, batch(), {}
+
+
+@sound("upcast_lost")
+def a_cast_that_is_used() -> Any:
+    return _upcast(is_used=True)

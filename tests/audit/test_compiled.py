@@ -1,0 +1,148 @@
+"""Compiled steps are audited with the casts that they make: losses are those of compiled code."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812, torch's own spelling
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.numerics.shadow import backend_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EAGER: dict[str, Any] = {"compiler": "eager"}
+BFLOAT16 = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.norm(F.gelu(self.up(x))))
+        return result
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_of(program: Callable[..., Any]) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(program(x).float(), y)
+
+    return step
+
+
+def in_backend(model: nn.Module) -> Any:
+    return loss_of(torch.compile(model, backend="amp_fx", options=EAGER))
+
+
+def in_float16(model: nn.Module) -> Any:
+    options = {**EAGER, "dtype": "float16"}
+    return loss_of(torch.compile(model, backend="amp_fx", options=options))
+
+
+def by_method(model: nn.Module) -> Any:
+    model.compile(backend="amp_fx", options=EAGER)
+    return loss_of(model)
+
+
+def by_amp_fx(model: nn.Module) -> Any:
+    return loss_of(amp_fx.compile(model, options=EAGER))
+
+
+def with_policy(model: nn.Module) -> Any:
+    policy = amp_fx.preset("torch").with_ops({"gelu": "fp32"})
+    return loss_of(amp_fx.compile(model, policy=policy, options=EAGER))
+
+
+def whole_step(model: nn.Module) -> Any:
+    return torch.compile(loss_of(model), backend="amp_fx", options=EAGER)
+
+
+def around(model: nn.Module) -> Any:
+    compiled = torch.compile(model, backend="eager")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BFLOAT16):
+            return F.cross_entropy(compiled(x), y)
+
+    return step
+
+
+def switched_off(model: nn.Module) -> Any:
+    compiled = torch.compile(model, backend="amp_fx", options=EAGER)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.cross_entropy(compiled(x), y)
+
+    return step
+
+
+WAYS: dict[Any, str] = {
+    in_backend: "bfloat16",
+    in_float16: "float16",
+    by_method: "bfloat16",
+    by_amp_fx: "bfloat16",
+    with_policy: "bfloat16",
+    whole_step: "bfloat16",
+    around: "bfloat16",
+    switched_off: "float32",
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_loss_is_that_of_compiled_code(way: Callable[[nn.Module], Any]) -> None:
+    model = net()
+    x, y = torch.randn(8, 16), torch.randint(16, (8,))
+    expected = way(copy.deepcopy(model))(x, y)
+    audited = way(model)
+    torch._dynamo.reset()
+    report = amp_fx.audit(audited)(x, y)
+    assert report.loss == expected.item()
+    assert {use.dtype for use in report.uses if use.what == "products"} == {WAYS[way]}
+    kinds = {finding.kind for finding in report.findings}
+    assert kinds == ({"scaler_missing"} if way is in_float16 else set()), str(report)
+
+
+def test_the_backend_of_a_program_is_known() -> None:
+    """Relies on what ``torch.compile`` leaves on modules and functions."""
+    model = net()
+    assert backend_of(torch.compile(model, backend="amp_fx")) is not None
+    assert backend_of(torch.compile(model.forward, backend="amp_fx")) is not None
+    assert backend_of(torch.compile(model, backend="eager")) is None
+    assert backend_of(model) is None
+
+
+def test_a_compiled_step_of_an_optimizer_is_restored() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    update = amp_fx.compile_step(optimizer)
+    x, y = torch.randn(8, 16), torch.randint(16, (8,))
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu"):
+            loss = F.cross_entropy(model(x), y)
+        torch.autograd.backward(loss)
+        update()
+        return loss
+
+    step()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    report = amp_fx.audit(step)()
+    assert not report.findings
+    assert any(use.what == "optimizer states" for use in report.uses)
+    after = (model.state_dict(), optimizer.state_dict())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert not update._has_warned

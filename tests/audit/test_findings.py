@@ -1,0 +1,100 @@
+"""``amp_fx.audit`` finds each planted fault at its line, and nothing in the sound twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import amp_fx
+from amp_fx.numerics.audit.report import REPAIRS
+from tests.audit.programs import PLANTED, SOUND
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_at_its_line(name: str) -> None:
+    torch.manual_seed(0)
+    kind, program = PLANTED[name]
+    step, inputs, options = program()
+    report = amp_fx.audit(step, **options)(*inputs)
+    found = [finding for finding in report.findings if finding.kind == kind]
+    assert [finding.code.endswith("# here") for finding in found] == [True], str(report)
+    [finding] = found
+    assert finding.source.partition(":")[0].endswith("tests/audit/programs.py")
+    assert finding.message
+    assert finding.repair == REPAIRS[kind]
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_twin_has_no_such_finding(name: str) -> None:
+    torch.manual_seed(0)
+    kind, program = SOUND[name]
+    step, inputs, options = program()
+    report = amp_fx.audit(step, **options)(*inputs)
+    found = [finding for finding in report.findings if kind in ("all", finding.kind)]
+    assert not found, str(report)
+
+
+def test_each_kind_has_a_planted_fault() -> None:
+    kinds = {kind for kind, _ in PLANTED.values()}
+    assert kinds == set(REPAIRS) - {"reduction_low"}  # in test_collectives.py
+    assert kinds <= {kind for kind, _ in SOUND.values()}
+
+
+def test_a_region_around_the_audit_is_that_of_the_forward() -> None:
+    model = torch.nn.Linear(16, 16)
+    with torch.autocast("cpu"):
+        report = amp_fx.audit(lambda x: model(x).float().square().mean())(torch.randn(4, 16))
+    assert not report.findings
+    assert {use.dtype for use in report.uses if use.what == "products"} == {"bfloat16"}
+
+
+def test_sparse_and_complex_tensors_are_left_alone() -> None:
+    table, weight = torch.nn.Embedding(32, 16, sparse=True), torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD([*table.parameters(), *weight.parameters()], lr=0.1)
+
+    def step(ids: torch.Tensor) -> Any:
+        with torch.autocast("cpu"):
+            hidden = weight(table(ids)).float()
+        return torch.fft.rfft(hidden).abs().mean() + (torch.eye(16).to_sparse() @ hidden).mean()
+
+    report = amp_fx.audit(step, optimizer)(torch.randint(32, (16,)))
+    assert not report.findings
+
+
+def test_the_error_of_a_low_sum_is_measured() -> None:
+    """The oracle adds six equal gradients one after the other."""
+    weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    scale = torch.tensor(1.3359375, dtype=torch.bfloat16)
+
+    def step() -> None:
+        for _ in range(6):
+            torch.autograd.backward((weight * scale).sum().float())
+
+    low = scale.clone()
+    for _ in range(5):
+        low = low + scale
+    error = abs(float(low) / (6 * float(scale)) - 1)
+    assert error > 1e-3
+    [finding] = [f for f in amp_fx.audit(step)().findings if f.kind == "gradient_sum_low"]
+    assert "6 micro-batches" in finding.message
+    assert f"off by {error:.2%}" in finding.message
+
+
+def test_what_a_checkpoint_computes_again_is_counted_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+
+    def products(*, is_checkpointed: bool) -> int:
+        def step(x: torch.Tensor) -> Any:
+            with torch.autocast("cpu"):
+                hidden = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            return hidden.float().square().mean()
+
+        report = amp_fx.audit(step)(torch.randn(4, 16))
+        return sum(use.count for use in report.uses if use.what == "products")
+
+    assert products(is_checkpointed=True) == products(is_checkpointed=False)

@@ -1,0 +1,63 @@
+"""``python -m amp_fx audit``: the report, the page and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_fx.commands.cli import main
+from amp_fx.numerics.audit.report import REPAIRS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+HERE = "tests.commands.test_audit"
+
+
+def make_step(dtype: torch.dtype = torch.float32) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    model = nn.Linear(16, 16, dtype=dtype)
+
+    def step(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    return step, (torch.randn(4, 16),)
+
+
+def low_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return make_step(torch.bfloat16)
+
+
+def test_a_sound_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"{HERE}:make_step", "--optimizer", "AdamW"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("make_step.<locals>.step: 0 findings, loss ")
+    assert "optimizer states" in printed
+
+
+def test_findings_as_json_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "audit.html"
+    arguments = ["--optimizer", "SGD", "--json", "--html", str(page)]
+    assert main(["audit", f"{HERE}:low_step", *arguments]) == 1
+    report = json.loads(capsys.readouterr().out)
+    kinds = {finding["kind"] for finding in report["findings"]}
+    assert kinds <= set(REPAIRS)
+    assert "weights_low" in kinds
+    fields = {"kind", "module", "source", "code", "message", "repair", "count"}
+    assert all(set(finding) == fields for finding in report["findings"])
+    use = {"what", "dtype", "module", "count", "num_bytes", "flops"}
+    assert all(set(each) == use for each in report["uses"])
+    assert page.read_text(encoding="utf-8").count("weights_low") == 1
+
+
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["audit", f"{HERE}:make_step", "--html", str(tmp_path / "no" / "a.html")]) == 2
+    assert "the folder does not exist" in capsys.readouterr().err
+    assert main(["audit", "torch:relu", "--input-shape", "8,64"]) == 2
+    assert "neither calls backward() nor returns a loss" in capsys.readouterr().err
