@@ -102,7 +102,7 @@ _install_lock = threading.Lock()
 
 def after_step(optimizer: Any, *_: Any) -> None:
     """Records a write to all weights of an optimizer."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return  # kernels of a compiled step request pointers
     weights = parts_of([p for group in optimizer.param_groups for p in group["params"]])
     engine().mark(weights)
