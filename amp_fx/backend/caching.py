@@ -422,7 +422,12 @@ def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor
 
 
 def caching(
-    captured: fx.GraphModule, found: Rewritten, example_inputs: Sequence[Any], options: Options
+    captured: fx.GraphModule,
+    found: Rewritten,
+    example_inputs: Sequence[Any],
+    options: Options,
+    *,
+    can_watch: Callable[[], bool] = is_available,
 ) -> Caching:
     """Finds out what the graphs of a rewritten graph can cache.
 
@@ -431,10 +436,11 @@ def caching(
         found: The same, rewritten.
         example_inputs: Its inputs.
         options: The options of the backend.
+        can_watch: Returns True if writes to weights can be detected.
     """
     weights: dict[int, Weight] = {}
     is_allowed = options.weight_cache and found.state.cache_enabled
-    if is_allowed and options.compiler != "eager" and is_available():
+    if is_allowed and options.compiler != "eager" and can_watch():
         stored = set() if options.freezing else stored_tensors(found.frame.modules())
         weights = cacheable_weights(captured, found.gm, example_inputs, stored=stored)
     trained = {

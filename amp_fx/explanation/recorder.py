@@ -40,9 +40,7 @@ from amp_fx.graphs.values import (
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState, no_autocast
-from amp_fx.weights.cacheable import cacheable_weights
 from amp_fx.weights.split import viewed_by
-from amp_fx.weights.stored_low import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
-    from amp_fx.weights.cacheable import Weight
 
 
 log = logging.getLogger(__name__)
@@ -163,17 +160,11 @@ class GraphRecorder:
 
         Where the CPU stands for an accelerator, the accelerator's rules hold.
         """
-        options, seen = self.options, self.seen
+        options = self.options
         if self.is_imagined:
             level = options.weight_cache and "training"
             options = dataclasses.replace(options, weight_cache=level, freezing=False)
-        uncached = dataclasses.replace(options, weight_cache=False)
-        cache = caching(seen.captured, found, inputs, uncached)
-        weights: dict[int, Weight] = {}
-        if options.weight_cache and found.state.cache_enabled and can_watch():
-            stored = set() if options.freezing else stored_tensors(found.frame.modules())
-            weights = cacheable_weights(seen.captured, found.gm, inputs, stored=stored)
-        return dataclasses.replace(cache, weights=weights, options=options)
+        return caching(self.seen.captured, found, inputs, options, can_watch=can_watch)
 
     def _find_cached_values(
         self, cache: Caching, inputs: Sequence[Any], *, is_grad_enabled: bool

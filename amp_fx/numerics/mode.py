@@ -9,17 +9,16 @@ error yet. What cannot be run again is listed as not examined.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
+from amp_fx.numerics.pausable import PausableMode
 from amp_fx.numerics.places import CallNotes, Places, Site, is_inside
 from amp_fx.numerics.records import Rounding, Seen
 from amp_fx.numerics.shadow import (
@@ -43,7 +42,6 @@ from amp_fx.numerics.shadow import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import FrameType
 
     from amp_fx.numerics.state import StateGuard
@@ -401,7 +399,7 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
     return any(not bool(t.isfinite().all()) for t in floats)
 
 
-class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ShadowMode(PausableMode):
     """Runs everything under it with a shadow."""
 
     supports_higher_order_operators = True
@@ -426,7 +424,6 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.measured_nodes: set[int] = set()
         """Nodes of custom functions whose forward and backward are each measured as one op."""
         self.num_healed = 0
-        self.is_paused = False
         self.guard = guard
         self.reference = reference
         self._modules = modules
@@ -473,15 +470,6 @@ class ShadowMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pause(self, is_paused: bool) -> None:
         """Lets ops run as they are from now on, or no longer."""
         self.is_paused = is_paused
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Lets ops run as they are meanwhile."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""

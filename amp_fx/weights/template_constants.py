@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_fx.graphs.purity import is_pure
+from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         is_known = bool(tensors) and all(tensor in self._nodes for tensor in tensors)
         if is_known and isinstance(result, torch.Tensor):
             nodes = tree_map_only(torch.Tensor, self._nodes.__getitem__, (args, kwargs))

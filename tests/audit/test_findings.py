@@ -15,12 +15,16 @@ from tests.audit.programs import PLANTED, SOUND
 pytestmark = pytest.mark.filterwarnings("ignore:.*Disabling autocast")
 
 
+def audited(program: Any) -> Any:
+    torch.manual_seed(0)
+    step, inputs, options = program()
+    return amp_fx.audit(step, **options)(*inputs)
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_at_its_line(name: str) -> None:
-    torch.manual_seed(0)
     kind, program = PLANTED[name]
-    step, inputs, options = program()
-    report = amp_fx.audit(step, **options)(*inputs)
+    report = audited(program)
     found = [finding for finding in report.findings if finding.kind == kind]
     assert [finding.code.endswith("# here") for finding in found] == [True], str(report)
     [finding] = found
@@ -31,10 +35,8 @@ def test_a_planted_fault_is_found_at_its_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_twin_has_no_such_finding(name: str) -> None:
-    torch.manual_seed(0)
     kind, program = SOUND[name]
-    step, inputs, options = program()
-    report = amp_fx.audit(step, **options)(*inputs)
+    report = audited(program)
     found = [finding for finding in report.findings if kind in ("all", finding.kind)]
     assert not found, str(report)
 

@@ -91,6 +91,16 @@ WAYS = {
 }
 
 
+def numbers_of_hooks() -> list[int]:
+    tables = (
+        hooks._global_forward_hooks,
+        hooks._global_forward_pre_hooks,
+        optimizers._global_optimizer_pre_hooks,
+        optimizers._global_optimizer_post_hooks,
+    )
+    return [len(table) for table in tables]
+
+
 @pytest.mark.parametrize("fails_in", ["", "forward", "region", "backward", "unscaled", "stepped"])
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
@@ -104,15 +114,7 @@ def test_nothing_changes(way: str, num_before: int, fails_in: str) -> None:
     for parameter, gradient in zip(trainer.model.parameters(), gradients, strict=True):
         parameter.grad = gradient
     before = trainer.state()
-    counts = [
-        len(table)
-        for table in (
-            hooks._global_forward_hooks,
-            hooks._global_forward_pre_hooks,
-            optimizers._global_optimizer_pre_hooks,
-            optimizers._global_optimizer_post_hooks,
-        )
-    ]
+    counts = numbers_of_hooks()
     methods = [vars(torch.autocast)[name] for name in ("__init__", "__enter__", "__exit__")]
 
     trainer.fails_in = fails_in
@@ -128,15 +130,7 @@ def test_nothing_changes(way: str, num_before: int, fails_in: str) -> None:
         assert parameter.grad is gradient
     assert not torch.is_autocast_enabled("cpu")
     assert methods == [vars(torch.autocast)[n] for n in ("__init__", "__enter__", "__exit__")]
-    assert counts == [
-        len(table)
-        for table in (
-            hooks._global_forward_hooks,
-            hooks._global_forward_pre_hooks,
-            optimizers._global_optimizer_pre_hooks,
-            optimizers._global_optimizer_post_hooks,
-        )
-    ]
+    assert counts == numbers_of_hooks()
 
 
 def test_the_next_steps_are_those_without_an_audit() -> None:

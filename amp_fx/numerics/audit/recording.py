@@ -6,19 +6,18 @@ tensor as a mark on the tensor's storage, so that views share it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
+from amp_fx.numerics.pausable import PausableMode
 from amp_fx.numerics.places import CallNotes, Places, Site
 from amp_fx.numerics.shadow import (
     StorageReference,
@@ -196,7 +195,7 @@ class Uses:
         return tuple(sorted(found, key=lambda use: KINDS.index(use.what)))
 
 
-class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AuditMode(PausableMode):
     """Runs a step as it is, and shows each op to rules."""
 
     supports_higher_order_operators = True
@@ -210,7 +209,7 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.regions = Regions(self.here)
         self.uses = Uses()
         self.rules: list[Rule] = []
-        self.is_paused = self.is_updating = False
+        self.is_updating = False
         self.num_backwards = 0
         """The number of ops of a backward."""
         self._site: tuple[int, Site] = (-1, Site())
@@ -323,15 +322,6 @@ class AuditMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._saved.add(address)
                 self.uses.add("saved activations", [tensor], self.here().module)
         return tensor
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Hides ops from the rules."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
 
 
 def _flops(
