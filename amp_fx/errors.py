@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-import sys
 import typing
-import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-P = typing.ParamSpec("P")
-R = typing.TypeVar("R")
+    from collections.abc import Iterable
 
 
 class AmpFxError(Exception):
@@ -119,47 +112,6 @@ if not typing.TYPE_CHECKING:
     def __getattr__(name: str) -> typing.NoReturn:
         instead = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
-
-
-class SecondCall:
-    """The function of a model's inputs that ``amp_fx.explain(model)`` and the like return.
-
-    It warns if it is dropped before anyone has called it.
-    """
-
-    def __init__(self, name: str, function: Callable[..., typing.Any]) -> None:
-        functools.update_wrapper(self, function, assigned=("__doc__",), updated=())
-        self._name, self._function, self._is_called = name, function, False
-
-    def __call__(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
-        """Calls the function."""
-        self._is_called = True
-        return self._function(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        """Says what to do with it."""
-        return f"<{self._name}(model): call it with the model's inputs, {self._name}(model)(x)>"
-
-    def __del__(self) -> None:
-        """Warns if nothing was done."""
-        if not self._is_called and not sys.is_finalizing():
-            message = f"{self._name}(model) does nothing until it is called: {self._name}(model)(x)"
-            warnings.warn(message, stacklevel=2)
-
-
-def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function return a ``SecondCall``, and say so if it is given the model's inputs."""
-    name = f"amp_fx.{function.__name__}"
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > 1:
-            message = f"{name} takes a model and returns a function of its inputs: {name}(model)(x)"
-            raise TypeError(message)
-        found: typing.Any = function(*args, **kwargs)
-        return SecondCall(name, found) if inspect.isfunction(found) else found  # type: ignore[return-value]
-
-    return call
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
-    ("errors", "dtypes", "csrc", "progress", "replaced", "reports"),
+    ("errors", "dtypes", "csrc", "progress", "replaced", "reports", "second_call"),
     ("devices",),
     ("tables",),
     ("policies",),

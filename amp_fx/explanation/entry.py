@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.inner import is_strict
 from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, takes_inputs_later
+from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
 from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
@@ -47,6 +47,7 @@ from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
+from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -73,7 +73,7 @@ class Explanation(Report):
 
     @property
     def casts(self) -> tuple[CastRecord, ...]:
-        """The casts that were insertedto forward graphs, removed ones included."""
+        """The casts that were inserted into forward graphs, removed ones included."""
         return tuple(cast for graph in self.forward for cast in graph.casts)
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AccuracyError, OptionError, takes_inputs_later
+from amp_fx.errors import AccuracyError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
@@ -21,6 +21,7 @@ from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.progress import working
 from amp_fx.regions.region import autocast
+from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
     import os

@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, SearchError, takes_inputs_later
+from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
@@ -47,6 +47,7 @@ from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reason
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.regions.region import autocast
+from amp_fx.second_call import takes_inputs_later
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:

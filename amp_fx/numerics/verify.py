@@ -12,7 +12,7 @@ import torch
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.errors import OptionError, takes_inputs_later
+from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
@@ -27,6 +27,7 @@ from amp_fx.policies.policy import preset
 from amp_fx.progress import working
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
+from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
     import os

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import ArgumentTypeError, UnsupportedError, takes_inputs_later
+from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
 from amp_fx.front.settings import as_dtype, unwrap
@@ -20,6 +20,7 @@ from amp_fx.progress import working
 from amp_fx.regions.policy_codes import ambient_policy
 from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
+from amp_fx.second_call import takes_inputs_later
 from amp_fx.stored.analysis import Call, named_weights, reasons_to_stay, store
 from amp_fx.stored.report import StorageReport, StoredWeight
 from amp_fx.weights.stored_low import forget, mark_stored

@@ -147,7 +147,7 @@ class Rule:
         yield from ()
 
 
-def is_low(dtype: torch.dtype) -> bool:
+def is_below_float32(dtype: torch.dtype) -> bool:
     """Returns True if a floating-point dtype has fewer bits than float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
@@ -233,7 +233,7 @@ class AuditMode(PausableMode):
         facts = facts_of(func)
         if not facts.is_view:
             self.guard.save(facts.written(args, kwargs))
-        is_sum = facts.name == "aten::add_" and is_low(tensors[0].dtype)
+        is_sum = facts.name == "aten::add_" and is_below_float32(tensors[0].dtype)
         before = tensors[0].detach().clone() if is_sum and running_node() is not None else None
         results = func(*args, **kwargs)
         if not facts.is_view:

@@ -13,7 +13,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.places import short_path
-from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_low
+from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
 from amp_fx.numerics.mode import PRODUCTS
@@ -78,7 +78,9 @@ class Roundings(Rule):
 
     def of(self, tensor: torch.Tensor) -> Rounding | None:
         """Returns the rounding of a tensor; None if it is exact or has full precision."""
-        return self._marks.get(tensor, Rounding(tensor.dtype) if is_low(tensor.dtype) else None)
+        return self._marks.get(
+            tensor, Rounding(tensor.dtype) if is_below_float32(tensor.dtype) else None
+        )
 
     def see(self, event: Event) -> None:
         """Notes the rounding of the result of an op."""
@@ -90,14 +92,14 @@ class Roundings(Rule):
         rounding = next(filter(None, found), None)
         is_random = torch.Tag.nondeterministic_seeded in event.op.tags
         is_made = is_random or event.name.startswith(_CONSTANTS)
-        is_cast = event.name == "_to_copy" and is_low(result.dtype) and not any(found)
+        is_cast = event.name == "_to_copy" and is_below_float32(result.dtype) and not any(found)
         self._marks.pop(result)
         if not floats or (is_made and "dropout" not in event.name):
             self._marks.put(result, None)
         elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
             self._marks.put(result, Rounding(result.dtype, event.site))
         elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
-            is_exact = not is_low(result.dtype) or all(map(self._marks.has, floats))
+            is_exact = not is_below_float32(result.dtype) or all(map(self._marks.has, floats))
             if rounding is not None:
                 self._marks.put(result, rounding if len(floats) == 1 else Rounding(rounding.dtype))
             elif is_exact and any(map(self._marks.has, floats)):
@@ -127,16 +129,16 @@ class LossRule(Rule):
             rounding = self._roundings.of(tensor)
             if rounding is not None and rounding.cast is not None and tensor.dim():
                 self._add(event.site, event.function, rounding.dtype, rounding.cast)
-            elif is_loss and is_off and is_low(tensor.dtype):
+            elif is_loss and is_off and is_below_float32(tensor.dtype):
                 self._add(event.site, event.function, tensor.dtype)
         for result in event.results if is_off else ():
-            if result.numel() == 1 and is_low(result.dtype):
+            if result.numel() == 1 and is_below_float32(result.dtype):
                 self._scalars.put(result, event.site)
 
     def see_root(self, root: torch.Tensor) -> None:
         """Examines the tensor that a backward begins with."""
         site = self._scalars.get(root)
-        if site is not None and is_low(root.dtype):
+        if site is not None and is_below_float32(root.dtype):
             self._add(site, "the loss", root.dtype)
 
     def findings(self) -> Iterator[Finding]:
@@ -169,11 +171,11 @@ class IntegerRule(Rule):
         if event.stage != "forward" or not event.results:
             return
         result = event.results[0]
-        if event.name == "_to_copy" and is_low(result.dtype):
+        if event.name == "_to_copy" and is_below_float32(result.dtype):
             largest = _rounded(result, event.tensors[0])
             if largest:
                 self._rounded.put(result, (largest, result.dtype, event.site))
-        elif event.name == "arange" and is_low(result.dtype) and result.numel():
+        elif event.name == "arange" and is_below_float32(result.dtype) and result.numel():
             largest = float(result.abs().max())
             if largest > 2 / torch.finfo(result.dtype).eps:
                 self._rounded.put(result, (largest, result.dtype, event.site))
@@ -222,7 +224,7 @@ _LARGEST = 2.0**24
 
 def _rounded(low: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the largest of integers that a cast changed; 0 if there are none."""
-    if is_low(exact.dtype) or exact.dtype == torch.bool or exact.is_complex():
+    if is_below_float32(exact.dtype) or exact.dtype == torch.bool or exact.is_complex():
         return 0.0
     largest = rounded_integers(low, exact)
     return largest if largest <= _LARGEST else 0.0
@@ -262,14 +264,14 @@ class UpcastRule(Rule):
             upcast = self._marks.get(tensor)
             if upcast is None:
                 continue
-            if event.name == "_to_copy" and is_low(result.dtype):
+            if event.name == "_to_copy" and is_below_float32(result.dtype):
                 upcast.rounded = upcast.rounded or event.site
             elif is_move(event):
                 self._marks.put(result, upcast)
             else:
                 upcast.is_used = True
         is_up = event.name == "_to_copy" and result.dtype == torch.float32
-        is_up = is_up and is_low(event.tensors[0].dtype) and event.function in CASTS
+        is_up = is_up and is_below_float32(event.tensors[0].dtype) and event.function in CASTS
         if is_up and self._roundings.of(event.tensors[0]) is not None:
             upcast = Upcast(event.site, event.tensors[0].dtype)
             self._upcasts.append(upcast)

@@ -11,7 +11,7 @@ import torch.distributed
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
-from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_low
+from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class GradientRule(Rule):
             return
         is_add = event.name == "add" and len(event.floats) == 2
         is_add = is_add and event.floats[0].shape == event.floats[1].shape
-        is_add = is_add and all(is_low(tensor.dtype) for tensor in event.floats)
+        is_add = is_add and all(is_below_float32(tensor.dtype) for tensor in event.floats)
         if event.node.name() == LEAF:
             self._see_leaf(event, event.node.variable, is_add=is_add)
         elif is_add:
@@ -144,7 +144,7 @@ class CollectiveRule(Rule):
             return
         tensor = event.floats[0]
         size = _group_size(event.args)
-        if not is_low(tensor.dtype) or size == 1 or not _is_sum(event.args):
+        if not is_below_float32(tensor.dtype) or size == 1 or not _is_sum(event.args):
             return
         number = sum(each.numel() for each in event.floats)
         ranks = f"{size} ranks" if size else "the ranks"

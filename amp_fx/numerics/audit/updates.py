@@ -16,9 +16,10 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.recording import Event, Rule, is_low
+from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.places import Site
+from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,8 +100,10 @@ class UpdateRule(Rule):
         low = [
             parameter
             for parameter in members
-            if is_low(parameter.dtype)
-            or any(is_low(value.dtype) for value in _state_of(optimizer, parameter).values())
+            if is_below_float32(parameter.dtype)
+            or any(
+                is_below_float32(value.dtype) for value in _state_of(optimizer, parameter).values()
+            )
         ]
         found_inf = getattr(optimizer, "found_inf", None)  # a fused step skips itself
         if not low or (found_inf is not None and found_inf.item()):
@@ -110,7 +113,7 @@ class UpdateRule(Rule):
         for parameter in low:
             state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
             name = self._mode.names.of(parameter)
-            value = _local(parameter).clone()
+            value = part_of(parameter).clone()
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
 
@@ -155,7 +158,7 @@ class UpdateRule(Rule):
         for each in before:
             exact = _state_of(twin, each.twin)
             for key, value in _state_of(optimizer, each.parameter).items():
-                if not is_low(value.dtype):
+                if not is_below_float32(value.dtype):
                     continue
                 keys[key] = value.dtype
                 if key in each.state and key in exact:
@@ -181,17 +184,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Returns the part of a DTensor that is on this rank."""
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
-
-
 def _state_of(optimizer: Any, parameter: torch.Tensor) -> State:
     """Returns the optimizer's floating-point state with a parameter's shape, without wrappers."""
     state = optimizer.state.get(parameter, {}).items()
     return {
-        str(key): _local(value)
+        str(key): part_of(value)
         for key, value in state
         if _is_tensor(value) and value.shape == parameter.shape
     }
@@ -256,11 +253,11 @@ class _Loss(NamedTuple):
 
 
 def _loss(optimizer: Any, before: _Before) -> _Loss:
-    after = _local(before.parameter)
-    if not is_low(after.dtype):
+    after = part_of(before.parameter)
+    if not is_below_float32(after.dtype):
         return _Loss()
     old = before.value.float()
-    update = (_local(before.twin) - before.value).float()
+    update = (part_of(before.twin) - before.value).float()
     spacing = _spacing(old, update, torch.finfo(after.dtype))
     parts = update.abs() / spacing
     should_move, is_same = update != 0, after == before.value
@@ -280,7 +277,7 @@ def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: tor
     def sample(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten()[places].double()
 
-    old, new, wanted = sample(before.value), sample(_local(before.parameter)), sample(update)
+    old, new, wanted = sample(before.value), sample(part_of(before.parameter)), sample(update)
     for key, value in _state_of(optimizer, before.parameter).items():
         now, then = sample(value), torch.zeros_like(old)
         copied = old

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.recording import Event, Rule, is_low
+from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import CASTS
 from amp_fx.numerics.mode import is_in_checkpoint
@@ -59,13 +59,15 @@ class RegionRule(Rule):
         if event.stage != "forward":
             return
         if event.name == "_to_copy" and event.function not in CASTS and region is not None:
-            self._products.setdefault(region, _Products()).is_cast |= is_low(event.results[0].dtype)
+            self._products.setdefault(region, _Products()).is_cast |= is_below_float32(
+                event.results[0].dtype
+            )
         if not event.flops or not event.floats:
             return
         self._flops += event.flops
         if region is not None and not region.is_asked:
             return  # a region inside turns autocast off on purpose
-        has_low = any(is_low(tensor.dtype) for tensor in event.floats)
+        has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
         for outer in self._mode.regions.open():
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
@@ -129,7 +131,7 @@ class LowWeightRule(Rule):
         self._weights = {
             address_of(weight): weight
             for weight in weights
-            if weight.requires_grad and is_low(weight.dtype)
+            if weight.requires_grad and is_below_float32(weight.dtype)
         }
         self._found: dict[str, tuple[torch.dtype, Event]] = {}
 

@@ -1,0 +1,56 @@
+"""Functions that take a model, and return a function of its inputs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SecondCall:
+    """The function of a model's inputs that ``amp_fx.explain(model)`` and others return.
+
+    It warns if it is dropped without a call.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, assigned=("__doc__",), updated=())
+        self._name, self._function, self._is_called = name, function, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        self._is_called = True
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """Returns a text that shows the call."""
+        return f"<{self._name}(model): call it with the model's inputs, {self._name}(model)(x)>"
+
+    def __del__(self) -> None:
+        """Warns if it was never called."""
+        if not self._is_called and not sys.is_finalizing():
+            message = f"{self._name}(model) does nothing until it is called: {self._name}(model)(x)"
+            warnings.warn(message, stacklevel=2)
+
+
+def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function return a ``SecondCall``, and raise an error if it gets a model's inputs."""
+    name = f"amp_fx.{function.__name__}"
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > 1:
+            message = f"{name} takes a model and returns a function of its inputs: {name}(model)(x)"
+            raise TypeError(message)
+        found: Any = function(*args, **kwargs)
+        return SecondCall(name, found) if inspect.isfunction(found) else found  # type: ignore[return-value]
+
+    return call
