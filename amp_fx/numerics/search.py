@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, OptionError, SearchError, takes_inputs_later
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
@@ -46,7 +47,6 @@ from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
-from amp_fx.regions.region import autocast
 from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:

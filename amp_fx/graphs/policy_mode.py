@@ -1,0 +1,355 @@
+"""Applies a policy of the user's own in eager code.
+
+``PolicyMode`` gets each call of a torch function, and treats it as the passes treat a node: it
+decomposes the call once, on fake tensors (``decompose``), and runs the ops with their casts. A
+call that the policy treats as PyTorch does runs as it is, under native autocast.
+
+Dynamo traces the mode, too. There the mode only annotates the nodes with the number of the policy
+(``policies_of``), and Dynamo's guards compare that number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate, map_arg
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amp_fx.devices.float8 import warn_of_slowness
+from amp_fx.errors import BannedOpError
+from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, Site, call_key
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.values import tensors_in
+from amp_fx.policies.calls import CAST, qualified_name
+from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
+from amp_fx.policies.policy import preset
+from amp_fx.regions.module_stack import CompileFrame, current_stack, is_linear_end
+from amp_fx.regions.policy_numbers import number_of, policy_of
+from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
+from amp_fx.tables.cast_policy import CastPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from amp_fx.graphs.decompose import OpDecision
+    from amp_fx.policies.calls import Call
+    from amp_fx.policies.policy import Policy
+
+_ANNOTATION = "amp_fx_policy_"
+
+
+class PolicyMode(TorchFunctionMode):
+    """Applies a policy to the calls inside it; of nested ones, the innermost.
+
+    It has no ``__enter__`` of its own: Dynamo can then break a graph inside it.
+
+    Args:
+        number: The number of the policy, which must stay alive.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function as the policy demands."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
+                return func(*args, **kwargs)
+        call = _find_call(self.number, func, args, kwargs)
+        return func(*args, **kwargs) if call is None else call(func, args, kwargs)
+
+
+def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
+    """Returns the policy of the innermost mode in which Dynamo captured a node; None without any.
+
+    Dynamo does not annotate a node of a higher-order op, but the nodes of its bodies.
+    """
+    nodes = [node]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        bodies = [getattr(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        nodes += [
+            n for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes
+        ]
+    names = [str(name) for each in nodes for name in each.meta.get("custom") or ()]
+    numbers = [n.removeprefix(_ANNOTATION) for n in names if n.startswith(_ANNOTATION)]
+    return policy_of(int(numbers[0])) if numbers else None  # the innermost mode annotates first
+
+
+def ambient_policy() -> Policy | None:
+    """Returns the policy of the innermost region of the calling thread that has one.
+
+    Dynamo empties the stack of modes while it compiles. Relies on
+    ``torch_function_mode_stack_state_mgr`` holding the stack meanwhile.
+    """
+    stack = _get_current_function_mode_stack()
+    if not stack and "torch._dynamo.variables.torch_function" in sys.modules:
+        from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+        stack = torch_function_mode_stack_state_mgr.stack
+    modes = [mode for mode in stack if isinstance(mode, PolicyMode)]
+    return policy_of(modes[-1].number) if modes else None
+
+
+def enter_policy(number: int) -> PolicyMode:
+    """Enters the mode of a policy, as a node of a graph that runs an island."""
+    mode = PolicyMode(number)
+    mode.__enter__()
+    return mode
+
+
+def exit_policy(mode: PolicyMode) -> None:
+    """Exits the mode that ``enter_policy`` entered."""
+    mode.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def markers_left_on_error() -> Iterator[None]:
+    """Leaves the regions and modes that an exception has kept markers of a graph from leaving."""
+    depth = len(_get_current_function_mode_stack())
+    try:
+        with left_on_error():
+            yield
+    except BaseException:
+        for mode in reversed(_get_current_function_mode_stack()[depth:]):
+            mode.__exit__(None, None, None)
+        raise
+
+
+@contextlib.contextmanager
+def policy_applied(policy: Policy | None) -> Iterator[None]:
+    """Applies an interned policy to the calls inside it; None changes nothing."""
+    with contextlib.nullcontext() if policy is None else PolicyMode(number_of(policy)):
+        yield
+
+
+class _State(threading.local):
+    is_decided = False
+    """A mode has decided on the call that runs: modes around it do nothing."""
+
+
+_state = _State()
+
+
+def _find_call(
+    number: int, func: Any, args: tuple[Any, ...], kwargs: Any
+) -> _Native | _Rewritten | None:
+    """Returns what runs a call under a policy; None if autocast has nothing to do with it."""
+    if _state.is_decided:
+        return None
+    tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
+    devices = {tensor.device.type for tensor in tensors}
+    if not any(map(_is_enabled, devices)) or _has_effects(func, args, kwargs):
+        return None
+    return _outside_of_dynamo(_decided_call)(number, func, args, kwargs)
+
+
+def _is_enabled(device_type: str) -> bool:
+    is_known = torch.amp.is_autocast_available(device_type)
+    return is_known and torch.is_autocast_enabled(device_type)
+
+
+_EFFECTS = ("__get__", "__set__", "__delete__", "__setitem__", "backward", "register_hook", "grad")
+
+
+def _has_effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True for functions that do more than compute tensors of tensors."""
+    name = getattr(func, "__name__", "")
+    if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
+        return True
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return True
+    found: list[Any] = []
+    map_aggregate((args, kwargs), lambda leaf: found.append(callable(leaf)))
+    return any(found)
+
+
+def _outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps Dynamo from compiling what a function calls, if Dynamo is there at all."""
+    return _disabled(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+@dataclasses.dataclass(frozen=True)
+class _Native:
+    """Runs a call as it is."""
+
+    is_off: bool = False
+    """Autocast is off: the policy has nothing for the call, and PyTorch has."""
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _decided(), no_autocast() if self.is_off else contextlib.nullcontext():
+            return func(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewritten:
+    """Runs the ops that a call was decomposed into."""
+
+    decomposed: Decomposed
+    site: Site
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = _outside_of_dynamo(self._run)
+        with _decided(), no_autocast():
+            return run(_as_node(func, args, kwargs)[1])
+
+    def _run(self, tensors: list[torch.Tensor]) -> Any:
+        graph = self.decomposed.graph
+        assert graph is not None
+        env = dict(zip(graph.find_nodes(op="placeholder"), tensors, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                env[node] = self._run_node(node, env)
+        return map_arg(graph.output_node().args[0], env.__getitem__)
+
+    def _run_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+        decision = self._decision(node)
+        if decision is None or decision.policy is not CastPolicy.FLOAT8:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        def uncast(source: fx.Node) -> Any:
+            return env[source.all_input_nodes[0] if source.target is CAST else source]
+
+        given = map_arg((node.args, node.kwargs), uncast)
+        return self._run_float8((node.target, *given), (node.target, args, kwargs), decision.origin)
+
+    def _decision(self, node: fx.Node) -> OpDecision | None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        name = qualified_name(node.target)
+        return next((d for d in self.decomposed.decisions if d.op == name), None)
+
+    def _run_float8(self, call: Call, lowered: Call, origin: str) -> Any:
+        """Runs a product in float8, if it fits and a leaf is its weight; else in the low dtype."""
+        weight, has_rows = weight_of(call)
+        state = self.site.state
+        is_end = origin == "table" and weight is not None and is_linear_end(weight)
+        policy = state.policy
+        if weight is not None and policy is not None and not is_end:
+            low_dtype = state.low_dtype(weight.device.type)
+            given = (lowered, weight, low_dtype, policy.float8)
+            if not why_not_float8(*given, has_rows_of_outputs=has_rows):
+                if weight.device.type == "cpu":
+                    warn_of_slowness()
+                recipe = policy.float8.recipe
+                return run_float8(lowered, weight, recipe, has_rows_of_outputs=has_rows)
+        return lowered[0](*lowered[1], **lowered[2])
+
+
+@contextlib.contextmanager
+def _decided() -> Iterator[None]:
+    before = _state.is_decided
+    _state.is_decided = True
+    try:
+        yield
+    finally:
+        _state.is_decided = before
+
+
+_calls: dict[Any, _Native | _Rewritten] = {}
+_MAX_CALLS = 10_000
+
+
+def _decided_call(
+    number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Native | _Rewritten:
+    policy = policy_of(number)
+    state = dataclasses.replace(AutocastState.ambient(), policy=policy)
+    site = Site(state, torch.is_grad_enabled())
+    stack = current_stack() if policy.resolver.depends_on_module else ()
+    node, tensors = _as_node(func, args, kwargs)
+    key = call_key(node, node.all_input_nodes), site, policy.resolver.stack_key(stack)
+    if key not in _calls:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = _find_out(node, tensors, site, CompileFrame(stack))
+    return _calls[key]
+
+
+def _as_node(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.Node, list[torch.Tensor]]:
+    """Returns a call as a node of a graph of its own, and its distinct tensors."""
+    graph = fx.Graph()
+    nodes: dict[int, fx.Node] = {}
+
+    def as_placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in nodes:
+            nodes[id(leaf)] = graph.placeholder(f"x{len(nodes)}")
+            VALUE.put(nodes[id(leaf)], leaf)
+        return nodes[id(leaf)]
+
+    node = graph.create_node("call_function", func, *map_aggregate((args, kwargs), as_placeholder))
+    return node, [VALUE.of(each) for each in node.all_input_nodes]
+
+
+def _find_out(
+    node: fx.Node, tensors: list[torch.Tensor], site: Site, frame: CompileFrame
+) -> _Native | _Rewritten:
+    fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
+    with _disable_current_modes(), _decided():
+        for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
+            VALUE.put(each, _fake_of(tensor, fake_mode))
+        ours = _opened(
+            node, site, Decomposer(site.state.policy or preset("torch"), fake_mode, frame)
+        )
+        default = dataclasses.replace(site, state=dataclasses.replace(site.state, policy=None))
+        try:
+            theirs = _opened(node, default, Decomposer(preset("torch"), fake_mode))
+        except BannedOpError:
+            theirs = None
+    if ours is None or (theirs is not None and _effect(ours) == _effect(theirs)):
+        return _Native()
+    return _Native(is_off=True) if ours.graph is None else _Rewritten(ours, site)
+
+
+def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+    """Returns a plain fake tensor with the metadata of one of any class."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    with fake_mode:
+        return torch.empty_strided(
+            tensor.size(),
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+
+
+def _opened(node: fx.Node, site: Site, decomposer: Decomposer) -> Decomposed | None:
+    """Returns what a call is decomposed into; None if it cannot be traced."""
+    try:
+        return decomposer.open(node, site)[0]
+    except NotPlainError:
+        return None
+
+
+def _effect(decomposed: Decomposed) -> object:
+    decisions = [(d.op, d.device_type, d.policy) for d in decomposed.decisions]
+    return decisions, str(decomposed.graph)
+
+
+SKIPPED = (PolicyMode.__torch_function__, PolicyMode.__init__, _find_call, _is_enabled)
+SKIPPED += (_has_effects, _outside_of_dynamo, _decided, _Native.__call__, _Rewritten.__call__)
+"""Functions that are not compiled as frames of their own."""
