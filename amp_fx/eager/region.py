@@ -16,7 +16,9 @@ from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.errors import RegionError
 from amp_fx.graphs import policy_mode
 from amp_fx.graphs.policy_mode import PolicyMode, policy_applied
+from amp_fx.policies import policy as policy_module
 from amp_fx.policies.policy import Policy, as_policy
+from amp_fx.regions import policy_numbers
 from amp_fx.regions.policy_numbers import interned, pin
 from amp_fx.regions.state import autocast_device_types
 
@@ -231,12 +233,15 @@ def _skip_in_dynamo() -> None:
     After a graph break it tries so with every function that is called. That says nothing of
     inlining: a region in a function that Dynamo compiles is captured.
 
-    Relies on ``torch._dynamo.eval_frame.skip_code``.
+    Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
     """
+    from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code
 
+    for module in (policy_module, policy_numbers):
+        trace_rules.add(module.__name__)
     functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
-    functions += [_enter, _leave, _Active.__init__, policy_applied, *policy_mode.SKIPPED]
+    functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED]
     functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
     for function in functions:
         skip_code(inspect.unwrap(function).__code__)

@@ -26,7 +26,7 @@ class CompiledModule(OptimizedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; hooks registered on the compiled module are inside the region."""
-        if torch.compiler.is_compiling():  # inside other compiled code
+        if torch.compiler.is_dynamo_compiling():  # inside other compiled code
             module: Any = self._modules["_orig_mod"]
             with self._amp_fx_settings.region(module, args, kwargs):
                 outputs = module(*args, **kwargs)

@@ -66,9 +66,17 @@ class PolicyMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
+                if (
+                    func is torch.nn.functional.binary_cross_entropy
+                    and args[0].device.type != "cpu"
+                ):
+                    # Dynamo would meet PyTorch's ban, which the policy may lift.
+                    torch._dynamo.graph_break()
                 return func(*args, **kwargs)
-        call = _find_call(self.number, func, args, kwargs)
-        return func(*args, **kwargs) if call is None else call(func, args, kwargs)
+        call = _outside_of_dynamo(_find_call, self.number, func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        return _outside_of_dynamo(call, func, args, kwargs)
 
 
 def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
@@ -87,13 +95,18 @@ def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
     return policy_of(int(numbers[0])) if numbers else None  # the innermost mode annotates first
 
 
+def _mode_stack() -> list[Any]:
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return stack
+
+
 def ambient_policy() -> Policy | None:
     """Returns the policy of the innermost region of the calling thread that has one.
 
     Dynamo empties the stack of modes while it compiles. Relies on
     ``torch_function_mode_stack_state_mgr`` holding the stack meanwhile.
     """
-    stack = _get_current_function_mode_stack()
+    stack = _mode_stack()
     if not stack and "torch._dynamo.variables.torch_function" in sys.modules:
         from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
@@ -105,24 +118,24 @@ def ambient_policy() -> Policy | None:
 def enter_policy(number: int) -> PolicyMode:
     """Enters the mode of a policy, as a node of a graph that runs an island."""
     mode = PolicyMode(number)
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
     return mode
 
 
 def exit_policy(mode: PolicyMode) -> None:
     """Exits the mode that ``enter_policy`` entered."""
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def markers_left_on_error() -> Iterator[None]:
     """Leaves the regions and modes that an exception has kept markers of a graph from leaving."""
-    depth = len(_get_current_function_mode_stack())
+    depth = len(_mode_stack())
     try:
         with left_on_error():
             yield
     except BaseException:
-        for mode in reversed(_get_current_function_mode_stack()[depth:]):
+        for mode in reversed(_mode_stack()[depth:]):
             mode.__exit__(None, None, None)
         raise
 
@@ -152,7 +165,7 @@ def _find_call(
     devices = {tensor.device.type for tensor in tensors}
     if not any(map(_is_enabled, devices)) or _has_effects(func, args, kwargs):
         return None
-    return _outside_of_dynamo(_decided_call)(number, func, args, kwargs)
+    return _decided_call(number, func, args, kwargs)
 
 
 def _is_enabled(device_type: str) -> bool:
@@ -175,14 +188,17 @@ def _has_effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return any(found)
 
 
-def _outside_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps Dynamo from compiling what a function calls, if Dynamo is there at all."""
-    return _disabled(function) if "torch._dynamo" in sys.modules else function
+def _outside_of_dynamo(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function, and keeps Dynamo, if it is there at all, from compiling its frames."""
+    return _disabled_call()(function, *args) if "torch._dynamo" in sys.modules else function(*args)
 
 
 @functools.cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+def _disabled_call() -> Callable[..., Any]:
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
     return disabled
 
 
@@ -206,9 +222,8 @@ class _Rewritten:
     site: Site
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = _outside_of_dynamo(self._run)
         with _decided(), no_autocast():
-            return run(_as_node(func, args, kwargs)[1])
+            return self._run(_as_node(func, args, kwargs)[1])
 
     def _run(self, tensors: list[torch.Tensor]) -> Any:
         graph = self.decomposed.graph
@@ -350,6 +365,12 @@ def _effect(decomposed: Decomposed) -> object:
     return decisions, str(decomposed.graph)
 
 
-SKIPPED = (PolicyMode.__torch_function__, PolicyMode.__init__, _find_call, _is_enabled)
-SKIPPED += (_has_effects, _outside_of_dynamo, _decided, _Native.__call__, _Rewritten.__call__)
-"""Functions that are not compiled as frames of their own."""
+SKIPPED = (
+    PolicyMode.__torch_function__,
+    _outside_of_dynamo,
+    _disabled_call,
+    ambient_policy,
+    _mode_stack,
+    policy_applied,
+)
+"""Functions that Dynamo must not compile as frames of their own."""

@@ -103,7 +103,7 @@ _install_lock = threading.Lock()
 
 def after_step(optimizer: Any, *_: Any) -> None:
     """Takes all weights of an optimizer for written."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return  # a compiled step writes through pointers that its kernels ask for
     weights = parts_of([p for group in optimizer.param_groups for p in group["params"]])
     engine().mark(weights)

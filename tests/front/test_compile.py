@@ -21,6 +21,7 @@ import amp_fx
 from amp_fx import CastPolicy, preset
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError, PolicyError, RegionError
 from amp_fx.regions.state import AutocastState
+from tests.other_thread import compiling_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -512,3 +513,20 @@ def test_inputs_that_are_given_at_once(name: str) -> None:
     function: Any = getattr(amp_fx, name)
     with pytest.raises(TypeError, match=rf"returns a function.*amp_fx\.{name}\(model\)\(x\)"):
         function(nn.Linear(4, 4), torch.randn(2, 4))
+
+
+def test_a_module_runs_compiled_while_another_thread_compiles() -> None:
+    class Net(nn.Module):
+        num_eager_calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_dynamo_compiling():
+                self.num_eager_calls += 1
+            return x @ x
+
+    net, x = Net(), torch.randn(4, 4)
+    fast = amp_fx.compile(net, **EAGER)
+    fast(x)
+    with compiling_elsewhere():
+        assert fast(x).dtype == bf16
+    assert net.num_eager_calls == 0

@@ -14,6 +14,7 @@ from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE, making_values
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
+from tests.other_thread import compiling_elsewhere
 from tests.weights.cuda_like import cuda_like, list_writes
 from tests.weights.specs import cast_spec
 
@@ -151,6 +152,14 @@ def test_a_step_is_noticed_whatever_it_writes_with() -> None:
     entry, version = kept(p), p._version
     optimizer.step()
     assert not observed(entry, p, version)
+    assert not entry.is_fresh()
+
+
+def test_a_step_is_noticed_while_another_thread_compiles() -> None:
+    p = torch.nn.Parameter(torch.ones(SHAPE))
+    optimizer, entry = WritesUnseen(p), kept(p)
+    with compiling_elsewhere():
+        optimizer.step()
     assert not entry.is_fresh()
 
 
