@@ -33,7 +33,7 @@ def enter_region(
 
 def exit_region(graph: fx.Graph, enters: list[fx.Node]) -> list[fx.Node]:
     """Adds the nodes that exit what ``enter_region`` entered; returns them."""
-    counterparts = dict(zip(ENTERS, EXITS, strict=True))
+    counterparts: dict[Any, Any] = dict(zip(ENTERS, EXITS, strict=True))
     return [graph.call_function(counterparts[node.target], (node,)) for node in reversed(enters)]
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,12 +38,14 @@ from amp_fx.regions.module_stack import CompileFrame, current_stack, is_linear_e
 from amp_fx.regions.policy_numbers import number_of, policy_of
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amp_fx.graphs.decompose import OpDecision
     from amp_fx.policies.calls import Call
+    from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.policy import Policy
 
 _ANNOTATION = "amp_fx_policy_"
@@ -163,7 +166,8 @@ def _find_call(
         return None
     tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
     devices = {tensor.device.type for tensor in tensors}
-    if not any(map(_is_enabled, devices)) or _has_effects(func, args, kwargs):
+    is_nested = any(tensor.is_nested for tensor in tensors)
+    if is_nested or not any(map(_is_enabled, devices)) or _has_effects(func, args, kwargs):
         return None
     return _decided_call(number, func, args, kwargs)
 
@@ -218,55 +222,51 @@ class _Native:
 class _Rewritten:
     """Runs the ops that a call was decomposed into."""
 
-    decomposed: Decomposed
-    site: Site
+    graph: fx.Graph
+    float8: dict[str, OpDecision]
+    """The decisions on products that run in float8, by op."""
+    number: int
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _, tensors = _as_node(func, args, kwargs)
+        env: dict[fx.Node, Any] = {}
+        env.update(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
         with _decided(), no_autocast():
-            return self._run(_as_node(func, args, kwargs)[1])
-
-    def _run(self, tensors: list[torch.Tensor]) -> Any:
-        graph = self.decomposed.graph
-        assert graph is not None
-        env = dict(zip(graph.find_nodes(op="placeholder"), tensors, strict=True))
-        for node in graph.nodes:
-            if node.op == "call_function":
-                env[node] = self._run_node(node, env)
-        return map_arg(graph.output_node().args[0], env.__getitem__)
+            for node in self.graph.nodes:
+                if node.op == "call_function":
+                    env[node] = self._run_node(node, env)
+        return map_arg(self.graph.output_node().args[0], env.__getitem__)
 
     def _run_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-        decision = self._decision(node)
-        if decision is None or decision.policy is not CastPolicy.FLOAT8:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+        decision = self.float8.get(_name_of(target))
+        if decision is None:
+            return target(*args, **kwargs)
 
         def uncast(source: fx.Node) -> Any:
             return env[source.all_input_nodes[0] if source.target is CAST else source]
 
         given = map_arg((node.args, node.kwargs), uncast)
-        return self._run_float8((node.target, *given), (node.target, args, kwargs), decision.origin)
+        return self._run_float8((target, *given), (target, args, kwargs), decision)
 
-    def _decision(self, node: fx.Node) -> OpDecision | None:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return None
-        name = qualified_name(node.target)
-        return next((d for d in self.decomposed.decisions if d.op == name), None)
-
-    def _run_float8(self, call: Call, lowered: Call, origin: str) -> Any:
+    def _run_float8(self, call: Call, lowered: Call, decision: OpDecision) -> Any:
         """Runs a product in float8, if it fits and a leaf is its weight; else in the low dtype."""
         weight, has_rows = weight_of(call)
-        state = self.site.state
-        is_end = origin == "table" and weight is not None and is_linear_end(weight)
-        policy = state.policy
-        if weight is not None and policy is not None and not is_end:
-            low_dtype = state.low_dtype(weight.device.type)
-            given = (lowered, weight, low_dtype, policy.float8)
-            if not why_not_float8(*given, has_rows_of_outputs=has_rows):
-                if weight.device.type == "cpu":
-                    warn_of_slowness()
-                recipe = policy.float8.recipe
-                return run_float8(lowered, weight, recipe, has_rows_of_outputs=has_rows)
-        return lowered[0](*lowered[1], **lowered[2])
+        is_end = decision.origin == "table" and weight is not None and is_linear_end(weight)
+        if weight is None or is_end:
+            return lowered[0](*lowered[1], **lowered[2])
+        settings = policy_of(self.number).float8
+        low_dtype = torch.get_autocast_dtype(decision.device_type)
+        if why_not_float8(lowered, weight, low_dtype, settings, has_rows_of_outputs=has_rows):
+            return lowered[0](*lowered[1], **lowered[2])
+        if weight.device.type == "cpu":
+            warn_of_slowness()
+        return run_float8(lowered, weight, settings.recipe, has_rows_of_outputs=has_rows)
+
+
+def _name_of(target: object) -> str:
+    return qualified_name(target) if isinstance(target, torch._ops.OpOverload) else ""
 
 
 @contextlib.contextmanager
@@ -279,7 +279,10 @@ def _decided() -> Iterator[None]:
         _state.is_decided = before
 
 
-_calls: dict[Any, _Native | _Rewritten] = {}
+_calls: weakref.WeakKeyDictionary[Policy, dict[object, _Native | _Rewritten]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What was found out about calls, by policy; the entries hold no policy."""
 _MAX_CALLS = 10_000
 
 
@@ -287,16 +290,19 @@ def _decided_call(
     number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Native | _Rewritten:
     policy = policy_of(number)
-    state = dataclasses.replace(AutocastState.ambient(), policy=policy)
-    site = Site(state, torch.is_grad_enabled())
+    site = Site(AutocastState.ambient(), torch.is_grad_enabled())
     stack = current_stack() if policy.resolver.depends_on_module else ()
     node, tensors = _as_node(func, args, kwargs)
-    key = call_key(node, node.all_input_nodes), site, policy.resolver.stack_key(stack)
-    if key not in _calls:
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = _find_out(node, tensors, site, CompileFrame(stack))
-    return _calls[key]
+    if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.size()):
+        return _find_out(node, tensors, site, number, stack)  # a symbol is of one graph
+    calls = _calls.setdefault(policy, {})
+    where = policy.resolver.stack_key(stack)
+    key = call_key(node, node.all_input_nodes), site, where, len(REGISTERED)
+    if key not in calls:
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        calls[key] = _find_out(node, tensors, site, number, stack)
+    return calls[key]
 
 
 def _as_node(
@@ -319,23 +325,26 @@ def _as_node(
 
 
 def _find_out(
-    node: fx.Node, tensors: list[torch.Tensor], site: Site, frame: CompileFrame
+    node: fx.Node, tensors: list[torch.Tensor], site: Site, number: int, stack: ModuleStack
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
+    default, policy = preset("torch"), policy_of(number)
     with _disable_current_modes(), _decided():
         for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(each, _fake_of(tensor, fake_mode))
-        ours = _opened(
-            node, site, Decomposer(site.state.policy or preset("torch"), fake_mode, frame)
-        )
-        default = dataclasses.replace(site, state=dataclasses.replace(site.state, policy=None))
+        ours = _opened(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
         try:
-            theirs = _opened(node, default, Decomposer(preset("torch"), fake_mode))
+            theirs = _opened(node, site, Decomposer(default, fake_mode))
         except BannedOpError:
             theirs = None
     if ours is None or (theirs is not None and _effect(ours) == _effect(theirs)):
         return _Native()
-    return _Native(is_off=True) if ours.graph is None else _Rewritten(ours, site)
+    if ours.graph is None:
+        return _Native(is_off=True)
+    for each in ours.graph.nodes:
+        each.meta.clear()  # the fake values
+    float8 = {d.op: d for d in ours.decisions if d.policy is CastPolicy.FLOAT8}
+    return _Rewritten(ours.graph, float8, number)
 
 
 def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
