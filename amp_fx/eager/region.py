@@ -14,12 +14,12 @@ import torch
 from amp_fx.dtypes import as_dtype
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.errors import RegionError
-from amp_fx.graphs import policy_mode
+from amp_fx.graphs import policy_calls, policy_mode
 from amp_fx.graphs.policy_mode import PolicyMode, policy_applied
 from amp_fx.policies import policy as policy_module
 from amp_fx.policies.policy import Policy, as_policy
 from amp_fx.regions import policy_numbers
-from amp_fx.regions.policy_numbers import interned, pin
+from amp_fx.regions.policy_numbers import interned, number_of, pin
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -190,14 +190,12 @@ class _PolicyRegion:
     def __call__(self, func: F) -> F:
         if not callable(func):
             raise TypeError(f"{self!r} decorates functions, not {type(func).__name__}")
-        number, settings = pin(self._policy), self._settings
+        number, settings = number_of(self._policy), self._settings
 
         @functools.wraps(func)
         def in_region(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                with PolicyMode(number), torch.autocast(*settings):
-                    return func(*args, **kwargs)
-            with self:
+            is_captured = torch.compiler.is_dynamo_compiling()
+            with _captured_region(number, settings) if is_captured else self:
                 return func(*args, **kwargs)
 
         return in_region  # type: ignore[return-value]
@@ -241,7 +239,7 @@ def _skip_in_dynamo() -> None:
     for module in (policy_module, policy_numbers):
         trace_rules.add(module.__name__)
     functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
-    functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED]
+    functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED, *policy_calls.SKIPPED]
     functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
     for function in functions:
         skip_code(inspect.unwrap(function).__code__)
