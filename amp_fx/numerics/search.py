@@ -549,10 +549,12 @@ class _Search:
             region = autocast(self.device_type, self.dtype, policy=policy)
         is_eager = call is None
         with undisturbed(guard, is_eager=is_eager), contextlib.ExitStack() as modes:
+            # Branches and loops run as eager code, in the region and in the backward.
+            notes = CallNotes if is_eager else contextlib.nullcontext
+            modes.enter_context(notes())
             if is_eager:
-                modes.enter_context(CallNotes())  # branches and loops as eager code
                 modes.enter_context(GuardMode(guard, torch.float32))
-            with region:
+            with region, notes():
                 outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
             return self._with_gradients(outputs)
 
