@@ -226,7 +226,7 @@ def _find_out(
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
-    with _disable_current_modes(), _decided():
+    with _tracing_alone(), _disable_current_modes(), _decided():
         for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(each, _fake_of(tensor, fake_mode))
         ours = _opened(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
@@ -242,6 +242,23 @@ def _find_out(
         each.meta.clear()  # the fake values
     float8 = {d.op: d for d in ours.decisions if d.policy is CastPolicy.FLOAT8}
     return _Rewritten(ours.graph, float8, number)
+
+
+@contextlib.contextmanager
+def _tracing_alone() -> Iterator[None]:
+    """Keeps other threads from compiling while this one traces.
+
+    FX has one flag for all threads, which says that one of them traces; compiled functions refuse
+    to be called then, unless Dynamo compiles. Relies on ``convert_frame.compile_lock`` and
+    ``torch.compiler._compile_session_context``, with which Dynamo compiles.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock, torch.compiler._compile_session_context():
+        yield
 
 
 def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:

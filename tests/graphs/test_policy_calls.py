@@ -167,7 +167,8 @@ def test_a_call_under_another_state_is_another_call(args: tuple[torch.Tensor, ..
 
 
 def test_hooks_and_backwards_run_as_they_are(args: tuple[torch.Tensor, ...]) -> None:
-    x, seen = args[0], []
+    x: Any = args[0]
+    seen: list[torch.dtype] = []
     with amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
         y = x * 2
         y.register_hook(lambda grad: seen.append(grad.dtype))
