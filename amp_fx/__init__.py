@@ -111,6 +111,7 @@ _MOVED = {
     "amp_fx.grad_scaler.processes": "amp_fx.grad_scaler.old_pickles",
     "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
     "amp_fx.policies.overrides": "amp_fx.policies.changes",
+    "amp_fx.regions.region": "amp_fx.eager.region",
 }
 """Modules that older pickles name, and where their classes are now."""
 
