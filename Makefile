@@ -20,7 +20,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 # Lint, types and some tests of every part, in three minutes: what to run between two edits.
-CHECK := tables policies/test_calls.py policies/test_policy.py regions/test_region.py graphs/test_decompose.py \
+CHECK := tables policies/test_calls.py policies/test_policy.py eager/test_region.py graphs/test_decompose.py \
 	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
 	passes/test_wrap_islands.py weights/test_sharing.py weights/test_shared_values.py \
 	weights/test_write_signals.py weights/test_gradients.py weights/test_step_copies.py test_backend.py \

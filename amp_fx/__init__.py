@@ -7,10 +7,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from amp_fx import weight_cache
+from amp_fx.eager.custom_function import custom_bwd, custom_fwd
+from amp_fx.eager.region import autocast
 from amp_fx.front.compile import compile  # noqa: A004
 from amp_fx.grad_scaler import GradScaler, compile_step
 from amp_fx.policies.policy import Policy, preset
-from amp_fx.regions.region import autocast, custom_bwd, custom_fwd
 from amp_fx.regions.registered_ops import register_device, register_op
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import warn_unknown_torch
@@ -116,6 +117,7 @@ _MOVED = {
     "amp_fx.grad_scaler.processes": "amp_fx.grad_scaler.old_pickles",
     "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
     "amp_fx.policies.overrides": "amp_fx.policies.changes",
+    "amp_fx.regions.region": "amp_fx.eager.region",
 }
 """Modules that older pickles name, and where their classes are now."""
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -29,7 +29,9 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from amp_fx.graphs.conditions import SITES_KNOWN
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.islands import TRANSFORM, is_bare_function
+from amp_fx.graphs.markers import region_arguments
 from amp_fx.graphs.metadata import ISLAND, SITE
+from amp_fx.graphs.policy_mode import annotated_policy
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
@@ -90,6 +92,8 @@ class MarkRegions:
             # A second run finds no markers any more: what is known stands.
             if not SITE.is_on(node):
                 state, is_bare = states[-1]
+                policy = annotated_policy(gm, node)
+                state = state if policy is None else state.with_policy(policy)
                 place = Site(state, is_grad_enabled, is_bare, self.site.is_branch)
                 SITE.put(node, place)
             reason = TRANSFORM if level else island_reason(node)
@@ -103,19 +107,8 @@ class MarkRegions:
 
 def _entered(state: AutocastState, is_bare: bool, marker: fx.Node) -> tuple[AutocastState, bool]:
     """The state inside a region of the program's, and whether it has none on even there."""
-    arguments = _region_arguments(marker)
+    arguments = region_arguments(marker)
     return state.enter(*arguments), is_bare and not arguments[2]
-
-
-def _region_arguments(node: fx.Node) -> tuple[Any, ...]:
-    names = ("device_type", "dtype", "enabled", "cache_enabled")
-    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return (
-        bound["device_type"],
-        bound.get("dtype"),
-        bound.get("enabled", True),
-        bound.get("cache_enabled"),
-    )
 
 
 def island_reason(node: fx.Node) -> str | None:

@@ -22,7 +22,7 @@ from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.graphs.places import lines_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.wrap_islands import needs_autocast
-from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.regions.autocast_kernels import has_autocast_kernel
 
 if TYPE_CHECKING:
     from torch import fx

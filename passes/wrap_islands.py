@@ -17,11 +17,10 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-
-from amp_fx.graphs.bodies import rewritten_bodies
+from amp_fx.graphs.bodies import argument_graphs, rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.markers import enter_region, exit_region, surround
 from amp_fx.graphs.metadata import IS_WRAPPED, ISLAND, SITE
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.passes.base import PassResult
@@ -46,7 +45,7 @@ class WrapIslands:
         counts: Counter[str] = Counter()
         for run in _island_runs(gm.graph):
             if not IS_WRAPPED.is_on(run[0]):
-                _wrap(gm.graph, run)
+                _wrap(gm, run)
                 counts["islands"] += 1
         for body in rewritten_bodies(gm):
             counts.update(self.call(body).counts)
@@ -76,13 +75,16 @@ def needs_autocast(node: fx.Node) -> bool:
     return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))
 
 
-def _wrap(graph: fx.Graph, run: list[fx.Node]) -> None:
-    site = SITE.of(run[0])
+def _wrap(gm: fx.GraphModule, run: list[fx.Node]) -> None:
+    graph, site = gm.graph, SITE.of(run[0])
     with graph.inserting_before(run[0]):
-        enters = [graph.call_function(_enter_autocast, m) for m in site.state.markers()]
+        enters = enter_region(graph, site.state.markers(), site.state.policy)
     with graph.inserting_after(run[-1]):
-        exits = [graph.call_function(_exit_autocast, (enter,)) for enter in reversed(enters)]
+        exits = exit_region(graph, enters)
     for node in (*enters, *exits):
         SITE.put(node, site)
     for node in run:
         IS_WRAPPED.put(node, True)
+        for body in argument_graphs(gm, node) if site.state.policy is not None else ():
+            surround(body.graph, (), site.state.policy)  # a backward runs outside of the markers
+            body.recompile()

@@ -20,6 +20,7 @@ ORDER = (
     ("policies",),
     ("regions",),
     ("graphs",),
+    ("eager",),
     ("weights",),
     ("passes",),
     ("backend", "options", "stats", "weight_cache"),

@@ -109,6 +109,14 @@ def test_a_compiled_module_of_old_loads() -> None:
     assert pickle.loads(old)(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
+def test_the_region_of_old_loads() -> None:
+    """A function is pickled by the name of its module."""
+    new = pickle.dumps(amp_fx.autocast, protocol=0)
+    old = new.replace(b"amp_fx.eager.region", b"amp_fx.regions.region")
+    assert new != old
+    assert pickle.loads(old) is amp_fx.autocast
+
+
 @pytest.mark.parametrize("text", [SCALER, LATER_SCALER], ids=["0.1.0", "0.2.0"])
 def test_a_scaler_of_old_goes_on(text: str) -> None:
     """Limits and agreement by the names that their modules had, and the row of overflows."""

@@ -17,7 +17,8 @@ from torch._dynamo.aot_compile_types import (
 )
 
 from amp_fx.errors import AheadOfTimeError
-from amp_fx.regions.state import left_on_error, no_autocast
+from amp_fx.graphs.policy_mode import markers_left_on_error
+from amp_fx.regions.state import no_autocast
 
 
 class SavedGraph(SerializableCallable):
@@ -53,7 +54,7 @@ class SavedGraph(SerializableCallable):
             if self.is_off:
                 stack.enter_context(no_autocast())
             if self.has_regions:
-                stack.enter_context(left_on_error())
+                stack.enter_context(markers_left_on_error())
             return self.compiled(*args)
 
 

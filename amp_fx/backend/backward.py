@@ -13,17 +13,15 @@ code fails there; ``torch.compile`` does not, as it traces every backward in the
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from amp_fx.backend.fallback import with_autocast_off
-from amp_fx.backend.inner import compile_inner, without_autograd_cache
+from amp_fx.backend.inner import compile_inner
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.values import argument_values, tensors_in
-from amp_fx.regions.kernels import prepare_state
 from amp_fx.regions.module_stack import ends_at_backward
 from amp_fx.regions.state import AutocastState, no_autocast
 
@@ -124,8 +122,5 @@ def compile_with_backward(
 
 def _compile_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
     """Compiles a rewritten graph with its backward in a state of autocast."""
-    prepare_state(state)
-    # A policy is no part of the cache's keys where no region carries it.
-    uncached = without_autograd_cache() if state.policy is not None else contextlib.nullcontext()
-    with state.applied(), uncached:
+    with state.applied():
         return compile_inner(with_autocast_off(gm, state), *args)

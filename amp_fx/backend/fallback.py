@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
+from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.values import captured_dtype, remember_captured
-from amp_fx.regions.kernels import prepare_state
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from amp_fx.regions.state import AutocastState
 
 log = logging.getLogger("amp_fx.fallback")
@@ -28,8 +25,7 @@ def as_native_region(
 ) -> fx.GraphModule:
     """Makes one region of a whole graph as Dynamo captured it, in place."""
     remember_captured(gm.graph)
-    prepare_state(state)
-    _surround(gm.graph, state.markers())
+    surround(gm.graph, state.markers(), state.policy if state.enabled else None)
     if restores_outputs:
         _restore_outputs(gm.graph)
     gm.recompile()
@@ -42,20 +38,9 @@ def with_autocast_off(gm: fx.GraphModule, state: AutocastState) -> fx.GraphModul
     Traced in ``state``, only its backward has autocast on.
     """
     dtypes = dict(state.low_dtypes)
-    _surround(gm.graph, [(d, dtypes[d], False, state.cache_enabled) for d in state.enabled])
+    surround(gm.graph, [(d, dtypes[d], False, state.cache_enabled) for d in state.enabled])
     gm.recompile()
     return gm
-
-
-def _surround(graph: fx.Graph, markers: Sequence[tuple[Any, ...]]) -> None:
-    """Enters regions before the first op of a graph, and leaves them after the last."""
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        enters = [graph.call_function(_enter_autocast, marker) for marker in markers]
-    with graph.inserting_before(graph.output_node()):
-        for enter in reversed(enters):
-            graph.call_function(_exit_autocast, (enter,))
-    graph.lint()
 
 
 def _restore_outputs(graph: fx.Graph) -> None:

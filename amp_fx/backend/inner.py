@@ -38,17 +38,16 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
+from amp_fx.graphs.policy_mode import enter_policy, markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.policies import float8 as policies_float8
 from amp_fx.policies.float8 import float8_product
 from amp_fx.progress import working
-from amp_fx.regions.policy_codes import CARRIERS
-from amp_fx.regions.state import called_without_autocast, left_on_error
+from amp_fx.regions.state import called_without_autocast
 from amp_fx.stats import record
 from amp_fx.tables import float8 as tables_float8
 from amp_fx.weights.spread import is_distributed
@@ -326,7 +325,7 @@ def through_inductor(
 
     settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(left_on_error())  # tracing runs the graph
+        stack.enter_context(markers_left_on_error())  # tracing runs the graph
         # Kernels get buffers of fixed dtypes, also where backward() is called in a region.
         stack.enter_context(called_without_autocast())
         # Inductor's own freezing would take kept copies for constant, and weights.
@@ -433,8 +432,7 @@ def _region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextM
     from torch._inductor import config
 
     graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
-    regions = [g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs]
-    if any(node.args[0] in CARRIERS for nodes in regions for node in nodes):
+    if any(g.find_nodes(op="call_function", target=enter_policy) for g in graphs):
         return without_autograd_cache()
     marked = dict(config.unsafe_marked_cacheable_functions)
     for name in ("_enter_autocast", "_exit_autocast"):
@@ -476,7 +474,7 @@ def _aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    with left_on_error():  # tracing runs the graph
+    with markers_left_on_error():  # tracing runs the graph
         return compiler(gm, list(example_inputs))
 
 

@@ -70,6 +70,7 @@ def default_passes(
     frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
     quantizes: QuantizeProducts | None = None,
+    output_dtypes: tuple[torch.dtype | None, ...] | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline.
 
@@ -81,11 +82,12 @@ def default_passes(
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: Whether numbers that the low dtype cannot hold are looked for.
         quantizes: Runs products in float8; None if the policy has none.
+        output_dtypes: Those of the uncompiled program (``RestoreOutputs``).
     """
     return (
         MarkRegions(site),
         InsertCasts(policy, frame, guards_range),
-        *((RestoreOutputs(),) if restores_outputs else ()),
+        *((RestoreOutputs(output_dtypes),) if restores_outputs else ()),
         *((quantizes,) if quantizes is not None else ()),
         HoistCasts(weights),
         FoldCasts(),

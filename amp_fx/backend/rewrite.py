@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.fallback import as_native_region, warn_fallback
@@ -15,8 +16,11 @@ from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.places import input_path
-from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
+from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
+from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
 from amp_fx.options import Options, check_device_dtype, check_units, default_dtype, warn_of_units
+from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
@@ -26,15 +30,13 @@ from amp_fx.regions.module_stack import (
     linear_ends,
     warn_unused,
 )
-from amp_fx.regions.policy_codes import pin
+from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
 from amp_fx.stats import record_graph
 from amp_fx.weights.cacheable import is_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from torch import fx
 
     from amp_fx.passes.base import Observer, Pass, PassReport
     from amp_fx.policies.policy import Policy
@@ -92,6 +94,7 @@ def rewrite(
         frame=frame,
         guards_range=options.range_guard,
         quantizes=_quantizes(gm, example_inputs, policy, frame),
+        output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
     with no_autocast():
@@ -133,6 +136,28 @@ def _quantizes(
     return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
 
 
+def _program_dtypes(
+    gm: fx.GraphModule, state: AutocastState
+) -> tuple[torch.dtype | None, ...] | None:
+    """Returns the dtypes of the outputs in the uncompiled program; None for those of capture.
+
+    Dynamo captures a region with a policy under native autocast. Where there is one, the dtypes are
+    those that the graph has with the casts of its own regions alone.
+    """
+    if not any(annotated_policy(gm, node) for node in gm.graph.nodes):
+        return None
+    program = copy_graph_module(gm)
+    remember_captured(program.graph)
+    MarkRegions(Site(state, torch.is_grad_enabled())).call(program)
+    InsertCasts(preset("torch")).call(program)
+    outputs: Any = program.graph.output_node().args[0]
+    values = [value_of(node) if isinstance(node, fx.Node) else None for node in outputs]
+    return tuple(
+        value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+        for value in values
+    )
+
+
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
     """The state of autocast where a graph begins, with the policy that holds there."""
     return start_state_on(graph_devices(gm), options)
@@ -144,7 +169,7 @@ def start_state_on(devices: set[torch.device], options: Options) -> AutocastStat
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:
         warn_of_units(device_type, _indices(devices, device_type), state.low_dtype(device_type))
-    policy = state.policy or options.policy
+    policy = ambient_policy() or options.policy
     return state if policy == preset("torch") else state.with_policy(policy)
 
 

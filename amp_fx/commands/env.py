@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
 
-WITHOUT = {
-    "amp_fx_watch": "weights are cast per call",
-    "amp_fx_kernels": "threads in eager code under a policy may wait for each other",
-}
-"""What follows where a compiled part is not there."""
-
 EXAMPLES = """\
 examples:
   python -m amp_fx env              what a bug report needs
@@ -116,13 +110,13 @@ def compiled_parts() -> Iterator[tuple[str, str]]:
     for name, source in csrc.parts().items():
         path = find(name, source)
         if csrc.why_off():
-            yield source.name, f"not used: {csrc.why_off()}; {WITHOUT[name]}"
+            yield source.name, f"not used: {csrc.why_off()}; weights are cast per call"
         elif path is not None:
             yield source.name, str(path)
         elif has_cpp_compiler():
             yield source.name, "built on first use, or by: python -m amp_fx build"
         else:
-            yield source.name, f"cannot be built without a compiler; {WITHOUT[name]}"
+            yield source.name, "cannot be built without a compiler; weights are cast per call"
 
 
 def devices() -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
-"""The compiled parts, built on first use and kept on disk (``amp_fx.csrc.build``).
+"""The compiled part, built on first use and kept on disk (``amp_fx.csrc.build``).
 
-``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL. Where a part cannot
-be built (no compiler, torch before 2.13), ``load`` and ``load_kernels`` return None. Weights are
-then cast on every call, and threads are less safe (``amp_fx.regions.kernels``).
+``watch.cpp`` watches weights. Where it cannot be built (no compiler, torch before 2.13), ``load``
+returns None. Weights are then cast on every call.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "watch.cpp"
-KERNELS_SOURCE = FOLDER / "kernels.cpp"
 SWITCH = "AMP_FX_NATIVE"
 """Environment variable; ``0`` has Python do all."""
 
 
 def parts() -> dict[str, Path]:
     """Returns the source of each compiled part, by the name of its module."""
-    return {"amp_fx_watch": SOURCE, "amp_fx_kernels": KERNELS_SOURCE}
+    return {"amp_fx_watch": SOURCE}
 
 
 def why_off() -> str:
@@ -75,23 +73,13 @@ def load() -> Any:
 
     The first call on a machine waits for the compiler, some 10 seconds.
     """
-    return _load("amp_fx_watch", SOURCE)
-
-
-@functools.cache
-def load_kernels() -> Any:
-    """Returns the module of ``kernels.cpp``; None if there is none. It takes as long."""
-    return _load("amp_fx_kernels", KERNELS_SOURCE)
-
-
-def _load(name: str, source: Path) -> Any:
     if why_off():
         return None
     try:
-        return imported(name, source)
+        return imported("amp_fx_watch", SOURCE)
     except Exception as error:
         log.debug("no compiled part", exc_info=True)
-        log.info("continuing without %s, which cannot be built: %s", source.name, error)
+        log.info("continuing without %s, which cannot be built: %s", SOURCE.name, error)
         return None
 
 

@@ -8,7 +8,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +16,7 @@ from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
+from amp_fx.graphs.markers import MARKERS
 from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.traffic import num_bytes
@@ -160,7 +160,6 @@ def _may_multiply(node: fx.Node) -> bool:
     return len(tensors_in(args, kwargs)) > 1
 
 
-_MARKERS = (_enter_autocast, _exit_autocast)
 _INPUTS = ("input", "weight")
 
 
@@ -185,7 +184,7 @@ class GraphReader:
 
     def _read_graph(self, gm: fx.GraphModule, prefix: str) -> None:
         for node in gm.graph.nodes:
-            if node.target in _MARKERS or (prefix and node.op in ("placeholder", "output")):
+            if node.target in MARKERS or (prefix and node.op in ("placeholder", "output")):
                 continue
             if node.op == "get_attr" and not tensors_in(recorded_value(node)):
                 continue

@@ -29,9 +29,10 @@ from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.islands import functorch_levels_restored
+from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
 from amp_fx.options import Options
-from amp_fx.regions.state import autocast_device_types, left_on_error, no_autocast
+from amp_fx.regions.state import autocast_device_types, no_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -250,7 +251,7 @@ def run_stand_in(
         stack.enter_context(isolated())
         stack.enter_context(without_meta_errors())
         # A graph may fail between nodes that change the state of the thread and change it back.
-        for restored in (left_on_error(), functorch_levels_restored()):
+        for restored in (markers_left_on_error(), functorch_levels_restored()):
             stack.enter_context(restored)
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         if stand_in.fake_mode is not None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
+from amp_fx.eager.region import autocast
 from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.front.settings import RegionSettings, as_dtype
 from amp_fx.options import Options, as_output_dtype
 from amp_fx.policies.policy import as_policy
-from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
     import os

@@ -10,11 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx import dtypes
+from amp_fx.eager.region import autocast
 from amp_fx.errors import ArgumentTypeError, OptionError
+from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import as_policy
-from amp_fx.regions.policy_codes import ambient_policy
-from amp_fx.regions.region import autocast
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:

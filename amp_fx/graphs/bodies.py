@@ -46,6 +46,16 @@ def has_plain_bodies(node: fx.Node) -> bool:
     return node.target in _BODIES
 
 
+def argument_graphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graphs among the arguments of a higher-order op of any kind."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    names = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [
+        body for name in names if isinstance(body := operator.attrgetter(name)(gm), fx.GraphModule)
+    ]
+
+
 def is_reentrant_checkpoint(node: fx.Node) -> bool:
     """Whether a node is ``torch.utils.checkpoint`` that recomputes under autograd's feet.
 

@@ -9,12 +9,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.node import map_arg
 
 from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
+from amp_fx.graphs.markers import MARKERS
 from amp_fx.graphs.metadata import ISLAND, SITE, VALUE
 from amp_fx.graphs.values import (
     adopt_captured,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-_MARKERS = (_enter_autocast, _exit_autocast)
 _CALLS = ("call_function", "call_method")
 
 
@@ -53,7 +52,7 @@ SITES_KNOWN = Condition("every node knows its region and grad mode", SITE.is_on)
 
 VALUES_KNOWN = Condition(
     "every call has a value",
-    lambda node: node.op not in _CALLS or node.target in _MARKERS or VALUE.is_on(node),
+    lambda node: node.op not in _CALLS or node.target in MARKERS or VALUE.is_on(node),
 )
 """What ``insert_casts`` ensures, and every pass after it."""
 

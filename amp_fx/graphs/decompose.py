@@ -39,7 +39,7 @@ from amp_fx.graphs.values import (
     without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
-from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
 from amp_fx.replaced import replaced

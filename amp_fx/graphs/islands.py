@@ -12,6 +12,7 @@ from torch._functorch import predispatch
 from torch.fx.node import map_arg
 
 from amp_fx.graphs.metadata import ISLAND, SITE
+from amp_fx.graphs.policy_mode import policy_applied
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
@@ -22,7 +23,6 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from amp_fx.regions.kernels import prepare_state
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 
 if TYPE_CHECKING:
@@ -119,8 +119,11 @@ def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
 def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
     """Sets up the evaluation of an opaque region: fake tensors, the autocast state at its site."""
     site = SITE.of(node)
-    prepare_state(site.state)
-    with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
+    with (
+        analysis(fake_mode, is_grad_enabled=site.is_grad_enabled),
+        site.state.applied(),
+        policy_applied(site.state.policy),
+    ):
         yield
 
 

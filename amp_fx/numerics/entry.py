@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.eager.region import autocast
 from amp_fx.errors import AccuracyError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
@@ -20,7 +21,6 @@ from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.progress import working
-from amp_fx.regions.region import autocast
 from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:

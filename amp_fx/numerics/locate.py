@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -25,6 +24,7 @@ from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.markers import ENTERS, EXITS
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast
@@ -232,7 +232,7 @@ def _cuts(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that make something and stand in no opaque region."""
     depth, found = 0, []
     for node in graph.nodes:
-        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+        depth += (node.target in ENTERS) - (node.target in EXITS)
         if node.op not in ("placeholder", "output", "get_attr") and not depth:
             found.append(node)
     return found

@@ -92,7 +92,10 @@ _FORMS: dict[str, Callable[..., Any]] = {
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("numerics", "regions", "front"))
+_OURS = tuple(
+    str(Path(__file__).parents[1] / room)
+    for room in ("numerics", "regions", "graphs", "eager", "front")
+)
 
 
 class Site(NamedTuple):
@@ -239,6 +242,7 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
         The name; empty for what no policy changes, such as views and writes.
     """
     called = getattr(function, "__name__", "") if function is not None else ""
+    called = called.partition(".")[0]  # of an op's overload
     bare = called.strip("_") if called.startswith("__") else called
     name = kernel.removeprefix("aten::")
     candidates = (_OTHER_NAMES.get(bare, bare), _MADE_OF.get(name, ""), name, name.lstrip("_"))

@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
@@ -46,7 +47,6 @@ from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
-from amp_fx.regions.region import autocast
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.tables.presets import torch_version
 
@@ -550,10 +550,12 @@ class _Search:
             region = autocast(self.device_type, self.dtype, policy=policy)
         is_eager = call is None
         with undisturbed(guard, is_eager=is_eager), contextlib.ExitStack() as modes:
+            # Branches and loops run as eager code, in the region and in the backward.
+            notes = CallNotes if is_eager else contextlib.nullcontext
+            modes.enter_context(notes())
             if is_eager:
-                modes.enter_context(CallNotes())  # branches and loops as eager code
                 modes.enter_context(GuardMode(guard, torch.float32))
-            with region:
+            with region, notes():
                 outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
             return self._with_gradients(outputs)
 

@@ -12,6 +12,7 @@ import torch
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.eager.region import autocast
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
 from amp_fx.front.settings import policy_for, unwrap
@@ -25,7 +26,6 @@ from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
 from amp_fx.policies.policy import preset
 from amp_fx.progress import working
-from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
 

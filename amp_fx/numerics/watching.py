@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import random_state, tensors_in, unseen_writes
-from amp_fx.regions.region import autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -156,12 +156,6 @@ class Policy:
         table = self.tables.get(device_type)
         return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
 
-    @functools.cached_property
-    def kernels_key(self) -> object:
-        """Returns what eager kernels depend on: equal for policies that need the same ones."""
-        tables = frozenset((d, frozenset(t.items())) for d, t in self.tables.items())
-        return tables, self.args, self.resolver.depends_on_module
-
     def for_modules(self, stack: ModuleStack) -> Policy:
         """This policy as it holds inside of some modules, wherever it is asked.
 
@@ -333,7 +327,11 @@ class Policy:
 
     def __hash__(self) -> int:
         """Hashes the content, as equality compares it."""
-        return hash((self.kernels_key, self.ops, self.modules, self.rules, self.dtypes))
+        return hash((self._tables_hash, self.ops, self.modules, self.args, self.rules, self.dtypes))
+
+    @functools.cached_property
+    def _tables_hash(self) -> int:
+        return hash(frozenset((d, frozenset(t.items())) for d, t in self.tables.items()))
 
     def __repr__(self) -> str:
         """The name, how many ops each device type has, and how many changes there are."""

@@ -100,17 +100,12 @@ def is_linear_end(weight: torch.Tensor) -> bool:
 
 
 def current_stack() -> ModuleStack:
-    """Tracks the modules that the calling thread is in, in eager code and while Dynamo captures.
+    """Returns the modules that the calling thread is in, in eager code.
 
-    It is read off Python's stack, which every call of a module leaves its frame on: hooks
+    They are read off Python's stack, which every call of a module leaves its frame on: hooks
     would change what Dynamo captures, and would not be there for a module called directly.
     """
-    running = _running_modules(sys._getframe(1))
-    translator = _translator()
-    if translator is None:
-        return running.stack()
-    captured = translator.output.current_tx.nn_module_stack
-    return _inside(_frame_of(running, translator), captured.values())
+    return _running_modules(sys._getframe(1)).stack()
 
 
 def compile_frame() -> CompileFrame:

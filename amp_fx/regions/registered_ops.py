@@ -13,7 +13,7 @@ from amp_fx.errors import OptionError, PolicyError
 from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, takes_policy
 from amp_fx.policies.changes import arg_override, expand_ops, to_policy
 from amp_fx.policies.policy import add_device
-from amp_fx.regions.kernels import prepare_op
+from amp_fx.regions.autocast_kernels import add_kernels_of_device, add_kernels_of_op
 from amp_fx.tables.op_names import op_text
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
 
@@ -55,7 +55,7 @@ def register_op(
         _check(name, entry)
     REGISTERED.update(dict.fromkeys(names, entry))
     for name in names:
-        prepare_op(name)
+        add_kernels_of_op(name)
     if not _reported.isdisjoint(names):
         torch._dynamo.reset()
         _reported.difference_update(names)
@@ -123,9 +123,7 @@ def register_device(
     add_device(device_type, table)
     if dtypes is not None:
         _set_supported(device_type, supported)
-    from amp_fx.regions.kernels import prepare_device
-
-    prepare_device(device_type)
+    add_kernels_of_device(device_type)
 
 
 def _check_name(device_type: object) -> None:

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.regions.policy_codes import (
-    CARRIERS,
-    ambient_codes,
-    codes_of,
-    interned,
-    is_code,
-    policy_of,
-)
+from amp_fx.regions.policy_numbers import interned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,17 +28,21 @@ if TYPE_CHECKING:
 _PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
 
 
+_NO_DEVICE = "ipu"
+"""A device type that no package has ever offered to this torch."""
+
+
 def autocast_device_types() -> tuple[str, ...]:
     """Device types that this torch can autocast, in dispatch order; to Dynamo a constant.
 
-    Not those that carry policies (``policy_codes``): nothing runs on them.
+    Without the one that stands for no device (``called_without_autocast``).
     """
     names = [
         torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
         for name in _PRIORITY
     ]
     return tuple(
-        name for name in names if name not in CARRIERS and torch.amp.is_autocast_available(name)
+        name for name in names if name != _NO_DEVICE and torch.amp.is_autocast_available(name)
     )
 
 
@@ -62,19 +59,14 @@ class AutocastState:
             enabled or not: the dtype that a region without ``dtype=`` takes.
         enabled: Device types whose autocast is on, in dispatch order.
         cache_enabled: Whether eager autocast would share casts of leaves.
-        codes: What carries the policy (``policy_codes``).
-        policy: The policy of the innermost region that names one; None if none does.
+        policy: The policy of the innermost region that names one; None if none does. ``ambient``
+            leaves it out.
     """
 
     low_dtypes: tuple[tuple[str, torch.dtype], ...]
     enabled: tuple[str, ...]
     cache_enabled: bool
-    codes: tuple[torch.dtype, ...]
-    policy: Policy | None = dataclasses.field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Decodes the policy, once; the state keeps it alive."""
-        object.__setattr__(self, "policy", policy_of(self.codes))
+    policy: Policy | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
     def ambient(cls) -> AutocastState:
@@ -84,7 +76,6 @@ class AutocastState:
             low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
             enabled=tuple(filter(torch.is_autocast_enabled, devices)),
             cache_enabled=torch.is_autocast_cache_enabled(),
-            codes=ambient_codes(),
         )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
@@ -93,21 +84,14 @@ class AutocastState:
 
     def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
         """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
-        carried = [
-            (carrier, code, False, self.cache_enabled)
-            for carrier, code in zip(CARRIERS, self.codes, strict=True)
-            if is_code(code)
-        ]
-        enabled = [
+        return [
             (device, self.low_dtype(device), True, self.cache_enabled)
             for device in reversed(self.enabled)
         ]
-        return carried + enabled
 
     def with_policy(self, policy: Policy) -> AutocastState:
         """This state with another policy."""
-        found = interned(policy)
-        return dataclasses.replace(self, codes=codes_of(found))
+        return dataclasses.replace(self, policy=interned(policy))
 
     def turned(
         self,
@@ -149,12 +133,6 @@ class AutocastState:
         """
         # ``applied`` keeps the cache off, which is not what the region shall inherit.
         cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
-        if device_type in CARRIERS:
-            assert dtype is not None
-            codes = {**dict(zip(CARRIERS, self.codes, strict=True)), device_type: dtype}
-            return dataclasses.replace(
-                self, codes=tuple(codes.values()), cache_enabled=cache_enabled
-            )
         with self.applied():
             region = torch.autocast(
                 device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
@@ -188,8 +166,6 @@ def _set_flags(state: AutocastState) -> None:
     for device_type, dtype in state.low_dtypes:
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, device_type in state.enabled)
-    for carrier, code in zip(CARRIERS, state.codes, strict=True):
-        torch.set_autocast_dtype(carrier, code)
     torch.set_autocast_cache_enabled(state.cache_enabled)
 
 
@@ -211,13 +187,12 @@ def called_without_autocast() -> Iterator[None]:
     tensor is ever on, so that nothing is traced otherwise. Relies on
     ``torch._C._is_any_autocast_enabled`` asking for that device.
     """
-    carrier = CARRIERS[1]  # the other one says that a policy holds (``cache_keys``)
-    before = torch.is_autocast_enabled(carrier)
-    torch.set_autocast_enabled(carrier, True)
+    before = torch.is_autocast_enabled(_NO_DEVICE)
+    torch.set_autocast_enabled(_NO_DEVICE, True)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(carrier, before)
+        torch.set_autocast_enabled(_NO_DEVICE, before)
 
 
 @contextlib.contextmanager

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.eager.region import autocast
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
 from amp_fx.front.settings import as_dtype, unwrap
+from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
-from amp_fx.regions.policy_codes import ambient_policy
-from amp_fx.regions.region import autocast
 from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.stored.analysis import Call, named_weights, reasons_to_stay, store

@@ -21,9 +21,8 @@ needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Small modules in place of the compiled parts, and where they are kept."""
+    """A small module in place of the compiled part, and where it is kept."""
     monkeypatch.setattr(csrc, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
-    monkeypatch.setattr(csrc, "KERNELS_SOURCE", write_part(tmp_path, "amp_fx_kernels"))
     monkeypatch.setattr(csrc._state, "started", {})
     monkeypatch.delenv(csrc.SWITCH, raising=False)
     chosen = tmp_path / "kept"
@@ -33,14 +32,14 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_both_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_part_is_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["amp_fx_watch.cpp", "amp_fx_kernels.cpp"]
+    assert [line.split(":")[0] for line in lines] == ["amp_fx_watch.cpp"]
     assert all(" built in " in line and line.endswith(build.SUFFIX) for line in lines)
-    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 2
+    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 1
     assert main(["build"]) == 0
-    assert capsys.readouterr().out.count("was there") == 2
+    assert capsys.readouterr().out.count("was there") == 1
 
 
 @needs_compiler
@@ -64,11 +63,11 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 @needs_compiler
-def test_env_says_where_they_are() -> None:
+def test_env_says_where_it_is() -> None:
+    assert "python -m amp_fx build" in dict(env.compiled_parts())["amp_fx_watch.cpp"]
     csrc.imported("amp_fx_watch", csrc.SOURCE)
-    rows = dict(env.compiled_parts())
-    assert rows["amp_fx_watch.cpp"] == str(build.find("amp_fx_watch", csrc.SOURCE))
-    assert "python -m amp_fx build" in rows["amp_fx_kernels.cpp"]
+    row = dict(env.compiled_parts())["amp_fx_watch.cpp"]
+    assert row == str(build.find("amp_fx_watch", csrc.SOURCE))
 
 
 def test_env_says_what_follows_without(monkeypatch: pytest.MonkeyPatch) -> None:

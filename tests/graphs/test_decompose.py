@@ -10,7 +10,7 @@ from torch import fx
 
 from amp_fx.graphs.decompose import Decomposer, NotPlainError
 from amp_fx.graphs.values import remember_captured, set_value
-from amp_fx.regions.kernels import has_autocast_kernel
+from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.tables.cast_policy import CastPolicy
 from tests.programs import site, symbolic
 

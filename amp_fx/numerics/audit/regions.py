@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.numerics.places import Site
-from amp_fx.regions.policy_codes import CARRIERS
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Regions:
 
     def __enter__(self) -> Regions:
         for device_type in autocast_device_types():
-            if device_type not in CARRIERS and torch.is_autocast_enabled(device_type):
+            if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
                 self._add(Region(device_type, dtype, True, True, Site()))
         self._replace("__init__", self._created)

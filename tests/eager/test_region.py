@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import amp_fx
 from amp_fx import CastPolicy, Policy, preset
 from amp_fx.errors import BannedOpError, PolicyError, RegionError
-from amp_fx.regions.policy_codes import ambient_policy, codes_of, interned
-from amp_fx.regions.region import SKIPPED_MODULES, skip_in_dynamo
+from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.presets import torch_version
 from tests.programs import assert_same_bits, compiled, run_program
@@ -244,11 +242,6 @@ def test_numbers_promote_as_numbers(
     torch.testing.assert_close(inside, expected, rtol=0, atol=0)
 
 
-def test_equal_policies_share_a_code(mine: Policy) -> None:
-    assert interned(mine) is interned(Policy("copy", mine.tables))
-    assert codes_of(interned(mine)) != codes_of(interned(preset("torch")))
-
-
 def test_gradients_in_eager_code(args: tuple[torch.Tensor, ...]) -> None:
     """The replaced kernels against native ones: a policy that does by others what torch does."""
     policy = with_ops(add__Tensor=CastPolicy.FP32, linear=CastPolicy.LOWER_PRECISION_FP)
@@ -391,13 +384,3 @@ def test_island_in_a_region_with_a_policy(args: tuple[torch.Tensor, ...], mine: 
     ours = compiled(call)(*args)
     assert ours.dtype == bf16
     assert torch.equal(ours, call(*args))
-
-
-@pytest.mark.parametrize("name", SKIPPED_MODULES)
-def test_modules_that_dynamo_skips_are_there(name: str) -> None:
-    """They are named by strings: one that is moved would be compiled, without a word."""
-    from torch._dynamo import trace_rules
-
-    skip_in_dynamo()
-    module = importlib.import_module(name)
-    assert trace_rules.check_file(module.__file__).skipped

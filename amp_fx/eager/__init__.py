@@ -1,0 +1,1 @@
+"""Regions in eager code: ``amp_fx.autocast``, functions of autograd, checkpoints."""

@@ -1,0 +1,61 @@
+"""Nodes that enter and exit autocast regions, with their policies, when a graph runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from amp_fx.graphs.policy_mode import enter_policy, exit_policy
+from amp_fx.regions.policy_numbers import pin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import fx
+
+    from amp_fx.policies.policy import Policy
+
+ENTERS = (_enter_autocast, enter_policy)
+EXITS = (_exit_autocast, exit_policy)
+MARKERS = (*ENTERS, *EXITS)
+
+
+def enter_region(
+    graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
+) -> list[fx.Node]:
+    """Adds the nodes that enter regions of ``torch.autocast``, and a policy; returns them."""
+    enters = [graph.call_function(_enter_autocast, region) for region in regions]
+    if policy is not None:
+        enters.append(graph.call_function(enter_policy, (pin(policy),)))
+    return enters
+
+
+def exit_region(graph: fx.Graph, enters: list[fx.Node]) -> list[fx.Node]:
+    """Adds the nodes that exit what ``enter_region`` entered; returns them."""
+    counterparts: dict[Any, Any] = dict(zip(ENTERS, EXITS, strict=True))
+    return [graph.call_function(counterparts[node.target], (node,)) for node in reversed(enters)]
+
+
+def surround(
+    graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
+) -> None:
+    """Enters regions before the first op of a graph, and exits them after the last."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        enters = enter_region(graph, regions, policy)
+    with graph.inserting_before(graph.output_node()):
+        exit_region(graph, enters)
+    graph.lint()
+
+
+def region_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Returns the arguments of a node that enters a region of ``torch.autocast``."""
+    names = ("device_type", "dtype", "enabled", "cache_enabled")
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return (
+        bound["device_type"],
+        bound.get("dtype"),
+        bound.get("enabled", True),
+        bound.get("cache_enabled"),
+    )

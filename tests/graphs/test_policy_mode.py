@@ -1,0 +1,124 @@
+"""policy_mode: the policy of a region, in eager code and in what Dynamo captures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+import amp_fx
+from amp_fx import Policy
+from amp_fx.graphs.policy_mode import ambient_policy
+from amp_fx.regions.policy_numbers import interned, number_of
+from tests.programs import compiled
+
+bf16, f32 = torch.bfloat16, torch.float32
+WIDE = Policy.default().with_ops({"matmul": "fp32"})
+LOW = Policy.default().with_ops({"aten::sin": "lower_precision_fp"})
+
+
+@pytest.fixture
+def x(rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(4, 4, generator=rng).requires_grad_()
+
+
+def no_opinion_anew() -> Any:
+    """A rule that is another function each time."""
+    return lambda *_: None
+
+
+def test_equal_policies_share_a_number() -> None:
+    assert interned(WIDE) is interned(Policy("copy", WIDE.tables, WIDE.ops))
+    assert number_of(interned(WIDE)) != number_of(interned(LOW))
+
+
+def test_a_region_keeps_no_policy_alive(x: torch.Tensor) -> None:
+    found = []
+    for _ in range(3):
+        policy = Policy.default().with_rule(no_opinion_anew())
+        found.append(weakref.ref(policy))
+        with amp_fx.autocast("cpu", policy=policy):
+            assert ambient_policy() is policy
+            assert (x @ x).dtype == bf16
+    del policy
+    gc.collect()
+    assert [policy() for policy in found] == [None] * 3
+
+
+def test_a_checkpoint_keeps_the_policy_of_its_forward(x: torch.Tensor) -> None:
+    """Its region is over, and nothing else has the policy, when it is computed again."""
+    seen: list[str] = []
+
+    def rule(op: str, *_: Any) -> str | None:
+        seen.append(op)
+        return "fp32" if op == "aten::linear" else None
+
+    linear = torch.nn.Linear(4, 4)
+    with amp_fx.autocast("cpu", policy=Policy.default().with_rule(rule)):
+        out = torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False)
+    gc.collect()
+    assert out is not None
+    torch.autograd.backward(out.sum())
+    assert out.dtype == f32
+
+
+def test_without_a_policy_there_is_no_mode() -> None:
+    with amp_fx.autocast("cpu"):
+        assert _get_current_function_mode_stack() == []  # type: ignore[no-untyped-call]
+
+
+def test_a_backend_learns_the_policy_around_it(x: torch.Tensor) -> None:
+    """Relies on where Dynamo puts the function modes while it compiles."""
+    seen: list[Policy | None] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(ambient_policy())
+        return gm.forward
+
+    call = torch.compile(lambda x: x @ x, backend=backend)
+    with amp_fx.autocast("cpu", policy=LOW), amp_fx.autocast("cpu", policy=WIDE):
+        assert call(x).dtype == f32
+    call(x)
+    assert seen == [WIDE, None]
+
+
+def test_nested_regions_are_captured_with_the_innermost_policy(x: torch.Tensor) -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with amp_fx.autocast("cpu", bf16, policy=WIDE):
+            first = x @ x
+            with amp_fx.autocast("cpu", bf16, policy=LOW):
+                second = (x @ x, x.sin())
+                with amp_fx.autocast("cpu", bf16, policy="torch"):
+                    third = (x @ x, x.sin())
+            return first, *second, *third, x.sin(), x * first
+
+    eager = program(x)
+    assert [y.dtype for y in eager] == [f32, bf16, bf16, bf16, f32, f32, f32]
+    options = {"compiler": "eager"}
+    whole = torch.compile(program, backend="amp_fx", options=options, fullgraph=True)
+    torch.testing.assert_close(whole(x), eager, rtol=0, atol=0)
+
+
+def test_what_follows_a_region_has_the_dtypes_of_the_program(x: torch.Tensor) -> None:
+    """Dynamo captures the product as PyTorch casts it; outputs are those of the program."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", bf16, policy=WIDE):
+            y = x @ x
+        return y * 2
+
+    assert program(x).dtype == f32
+    assert compiled(program)(x).dtype == f32
+
+
+def test_graphs_of_other_backends_follow_native_autocast(x: torch.Tensor) -> None:
+    call = torch.compile(lambda x: x @ x, backend="aot_eager")
+    with amp_fx.autocast("cpu", bf16, policy=WIDE):
+        found = call(x)
+    with torch.autocast("cpu", bf16):
+        assert torch.equal(found, x @ x)
+        assert found.dtype == bf16
