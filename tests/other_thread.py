@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import amp_fx
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx import Policy
+
 
 @contextlib.contextmanager
-def compiling_elsewhere() -> Iterator[None]:
-    """Has Dynamo compile in another thread for as long as the block runs."""
+def compiling_elsewhere(policy: Policy | None = None) -> Iterator[None]:
+    """Has Dynamo compile in another thread, in a region, for as long as the block runs."""
     is_compiling, is_done = threading.Event(), threading.Event()
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
@@ -23,7 +27,12 @@ def compiling_elsewhere() -> Iterator[None]:
         return gm.forward
 
     call = torch.compile(lambda x: x + 1, backend=backend)
-    thread = threading.Thread(target=call, args=(torch.ones(2),))
+
+    def run() -> None:
+        with amp_fx.autocast("cpu", policy=policy):
+            call(torch.ones(2))
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         assert is_compiling.wait(60)

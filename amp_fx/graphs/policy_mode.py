@@ -8,10 +8,11 @@ nodes with the number of the policy (``annotated_policy``), and Dynamo's guards 
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._guards import TracingContext
+from torch.nn.functional import binary_cross_entropy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from amp_fx.graphs.bodies import argument_graphs
@@ -47,12 +48,8 @@ class PolicyMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
-                if (
-                    func is torch.nn.functional.binary_cross_entropy
-                    and args[0].device.type != "cpu"
-                ):
-                    # Dynamo would meet PyTorch's ban, which the policy may lift.
-                    torch._dynamo.graph_break()
+                if func is binary_cross_entropy and args[0].device.type != "cpu":
+                    torch._dynamo.graph_break()  # PyTorch may ban it, and the policy allow it
                 return func(*args, **kwargs)
         call = outside_of_dynamo(find_call, self.number, func, args, kwargs)
         if call is None:
@@ -80,10 +77,10 @@ def ambient_policy() -> Policy | None:
     """Returns the policy of the innermost region of the calling thread that has one.
 
     Dynamo empties the stack of modes while it compiles. Relies on
-    ``torch_function_mode_stack_state_mgr`` holding the stack meanwhile.
+    ``torch_function_mode_stack_state_mgr`` holding the stack of the compiling thread meanwhile.
     """
     stack = _mode_stack()
-    if not stack and "torch._dynamo.variables.torch_function" in sys.modules:
+    if not stack and TracingContext.try_get() is not None:  # this thread compiles
         from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 
         stack = torch_function_mode_stack_state_mgr.stack

@@ -14,6 +14,7 @@ import amp_fx
 from amp_fx import Policy
 from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.regions.policy_numbers import interned, number_of
+from tests.other_thread import compiling_elsewhere
 from tests.programs import compiled
 
 bf16, f32 = torch.bfloat16, torch.float32
@@ -84,6 +85,11 @@ def test_a_backend_learns_the_policy_around_it(x: torch.Tensor) -> None:
         assert call(x).dtype == f32
     call(x)
     assert seen == [WIDE, None]
+
+
+def test_the_policy_of_a_thread_that_compiles_is_its_own() -> None:
+    with compiling_elsewhere(WIDE):
+        assert ambient_policy() is None
 
 
 def test_nested_regions_are_captured_with_the_innermost_policy(x: torch.Tensor) -> None:
