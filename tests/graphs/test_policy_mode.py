@@ -104,8 +104,7 @@ def test_nested_regions_are_captured_with_the_innermost_policy(x: torch.Tensor) 
 
     eager = program(x)
     assert [y.dtype for y in eager] == [f32, bf16, bf16, bf16, f32, f32, f32]
-    options = {"compiler": "eager"}
-    whole = torch.compile(program, backend="amp_fx", options=options, fullgraph=True)
+    whole = torch.compile(program, backend="amp_fx", options={"compiler": "eager"}, fullgraph=True)
     torch.testing.assert_close(whole(x), eager, rtol=0, atol=0)
 
 
