@@ -63,7 +63,7 @@ class Options:
             fewer bytes; ``"autocast"``: they are rounded to the low dtype first; None: float32
             under policies by which residual sums are low, such as the preset ``"lean"``.
         numerics: How generated code rounds, under inductor. ``"eager"``: every value has the bits
-            of eager autocast, where torch can give them (``amp_fx.backend.inner.numerics_config``);
+            of eager autocast, where torch can give them (``amp_fx.backend.numerics``);
             what generated code would compute otherwise runs in ATen's kernels, products are not
             computed in float32 (``amp_fx.devices.wide_products``) and the range guard is off.
             ``"strict"`` and the like: inductor's own, since torch 2.15; what amp_fx adds then

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.weights.engine import engine, is_available
 
 WATCH = pytest.mark.skipif(engine() is None, reason="the part that watches weights is not built")

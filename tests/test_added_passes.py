@@ -13,7 +13,7 @@ import torch
 import amp_fx
 from amp_fx import stats
 from amp_fx.backend import pipeline
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError, PassError
 from amp_fx.options import DISABLE_ENVIRONMENT, Options
 from amp_fx.passes.base import PassResult

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from amp_fx import preset
 from amp_fx.backend import after_autograd
 from amp_fx.backend.after_autograd import AfterAutograd, widen_weight_grads
-from amp_fx.backend.inner import has_cpp_compiler, inductor_config
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.inductor import inductor_config
 from amp_fx.options import Options
 
 if TYPE_CHECKING:

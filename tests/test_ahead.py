@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from amp_fx.backend.ahead import is_ahead_of_time
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import AheadOfTimeError
 from tests.ahead_program import Net
 

@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx import csrc
-from amp_fx.backend.inner import apart
+from amp_fx.backend.cuda_graphs import apart
 from tests import needs
 
 ON = {"triton.cudagraphs": True}

@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor import config, lowering
 
 from amp_fx.backend import fallback
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.insert_casts import InsertCasts
 

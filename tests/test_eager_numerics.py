@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 import amp_fx
-from amp_fx.backend import inner
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend import numerics
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError
 from amp_fx.passes.keep_eager_kernels import needs_kernel
 from tests.parity import oracle
@@ -221,9 +221,9 @@ def test_a_batch_norm_whose_gradient_is_transposed(dtype: torch.dtype) -> None:
 def test_what_cannot_be_had_on_another_device_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    inner._warn_strict.cache_clear()
+    numerics._warn_strict.cache_clear()
     for _ in range(2):
-        inner._warn_of_devices({"cpu", "cuda"})
+        numerics.warn_of_devices({"cpu", "cuda"})
     [record] = caplog.records
     assert record.getMessage().startswith("on cuda, numerics='eager' means inductor's 'strict'")
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from amp_fx.backend.inner import has_cpp_compiler, repaired
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.inductor_repair import repaired
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 

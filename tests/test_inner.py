@@ -14,6 +14,8 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 
 from amp_fx.backend import inner
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.disk_caches import region_markers_cacheable
 from tests.programs import compiled
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def test_graphs_without_cpu_tensors_need_no_compiler() -> None:
 
 
 NO_COMPILER = """
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 assert not has_cpp_compiler()
 """
 
@@ -81,8 +83,8 @@ def test_compiler_that_is_there_is_found() -> None:
         get_cpp_compiler()
     except Exception:  # noqa: BLE001, whatever it is, there is none
         pytest.skip("no C++ compiler")
-    inner.has_cpp_compiler.cache_clear()
-    assert inner.has_cpp_compiler()
+    has_cpp_compiler.cache_clear()
+    assert has_cpp_compiler()
 
 
 def empty_graph() -> torch.fx.GraphModule:
@@ -94,7 +96,7 @@ def empty_graph() -> torch.fx.GraphModule:
 def test_region_markers_are_cacheable_while_compiling_only() -> None:
     """Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``."""
     before = dict(config.unsafe_marked_cacheable_functions)
-    with inner._region_markers_cacheable(empty_graph()):
+    with region_markers_cacheable(empty_graph()):
         marked = dict(config.unsafe_marked_cacheable_functions)
     assert dict(config.unsafe_marked_cacheable_functions) == before
     added = set(marked) - set(before)
@@ -106,7 +108,7 @@ def test_region_markers_are_cacheable_while_compiling_only() -> None:
 
 
 def test_errors_while_compiling_come_out() -> None:
-    with pytest.raises(ZeroDivisionError), inner._region_markers_cacheable(empty_graph()):
+    with pytest.raises(ZeroDivisionError), region_markers_cacheable(empty_graph()):
         raise ZeroDivisionError
 
 

@@ -25,14 +25,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
-from amp_fx.backend.inner import (
-    after_autograd,
-    compile_with_inductor,
-    inductor_config,
-    is_strict,
-    uses_inductor,
-    without_autograd_cache,
-)
+from amp_fx.backend.disk_caches import without_autograd_cache
+from amp_fx.backend.inductor import after_autograd, compile_with_inductor, inductor_config
+from amp_fx.backend.inner import uses_inductor
+from amp_fx.backend.numerics import is_strict
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in

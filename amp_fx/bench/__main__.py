@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench import report as reports
 from amp_fx.bench.cases import CASES
 from amp_fx.bench.contenders import CONTENDERS, NAMES

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.backend.inner import numerics_config
+from amp_fx.backend.numerics import numerics_config
 from amp_fx.options import Options
 
 if TYPE_CHECKING:

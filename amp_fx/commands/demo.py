@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.progress import Progress
 from rich.table import Table
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench.settings import choose, machine, parse_device
 from amp_fx.demo.generate import TEXTS, generate
 from amp_fx.demo.train import Settings, compare, statements, warm_up

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx import __version__, csrc
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from amp_fx.backend.inner import is_strict
+from amp_fx.backend.numerics import is_strict
 from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError

@@ -14,7 +14,8 @@ from torch import fx
 
 from amp_fx import csrc
 from amp_fx.backend.caching import caching
-from amp_fx.backend.inner import has_cpp_compiler, without_autograd_cache
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, kind_of, region_names

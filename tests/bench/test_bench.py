@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from amp_fx import csrc, weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amp_fx import csrc
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands import env
 from amp_fx.commands.cli import main
 from amp_fx.csrc import build

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from amp_fx import csrc
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.csrc import build
 from amp_fx.errors import NativeBuildError
 from tests.csrc.parts import write_part

@@ -84,7 +84,7 @@ def ours(recipe: str, make_step: Callable[[Any], Any]) -> list[Tensor]:
 def torchaos(recipe: str) -> list[Tensor]:
     torch._dynamo.reset()
     model = converted(copy.deepcopy(mlp()), recipe)
-    # As long kernels as ours may be (``amp_fx.backend.inner``).
+    # As long kernels as ours may be (``amp_fx.backend.inductor``).
     options: dict[str, Any] = {"realize_opcount_threshold": 50}
     compiled = torch.compile(model, dynamic=False, options=options)
 

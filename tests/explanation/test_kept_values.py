@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests import needs
 
 if TYPE_CHECKING:

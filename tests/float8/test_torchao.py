@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.backend.inner import numerics_config
+from amp_fx.backend.numerics import numerics_config
 from amp_fx.options import Options
 from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, converted
 

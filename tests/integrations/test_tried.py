@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError, SearchError
 from tests.numerics.faults import WIDTH, Bare, Broken, Layer, Loss, Rms, Scores, TinyGPT
 

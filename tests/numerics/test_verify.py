@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import amp_fx
 from amp_fx.backend import inner
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
 from amp_fx.errors import CompileTargetError, OptionError
@@ -260,13 +260,13 @@ def _with_sin(gm: fx.GraphModule) -> None:
 
 
 def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_it = inner._aot_eager
+    compile_it = inner.compile_with_aot_eager
 
     def wrong(gm: fx.GraphModule, *args: Any) -> Any:
         _with_sin(gm)
         return compile_it(gm, *args)
 
-    monkeypatch.setattr(inner, "_aot_eager", wrong)
+    monkeypatch.setattr(inner, "compile_with_aot_eager", wrong)
     report = amp_fx.verify(net(), options={"compiler": "aot_eager"})(x())
     assert "AOTAutograd" in report.cause
     assert report.remedy == {"compiler": "eager"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.passes.raise_casts import raise_casts
 from tests.passes.test_narrow_gathers import LOW, Building, aten, prims
 

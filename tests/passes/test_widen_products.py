@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_fx
 from amp_fx import stats, weight_cache
 from amp_fx.backend.after_autograd import AfterAutograd
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.devices import wide_products
 from amp_fx.passes.widen_products import KINDS
 from tests import needs

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench.report import three_digits
 from amp_fx.bench.settings import versions
 from amp_fx.dtypes import dtype_name, low_dtype_named

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench.settings import versions
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.grad_scaler import two_pass

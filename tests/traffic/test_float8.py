@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.tables.float8 import RECIPES
 from tests.traffic.__main__ import main
 from tests.traffic.float8 import BATCHES, contenders, count, float8_operations

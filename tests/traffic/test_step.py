@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests.traffic.step import count
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests.traffic import command
 from tests.traffic.__main__ import main
 from tests.traffic.models import CASES, TINY, Case

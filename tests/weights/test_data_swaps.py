@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests import needs
 from tests.weights.keeping import (
     FROZEN,

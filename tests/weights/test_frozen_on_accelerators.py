@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_fx import weight_cache
 from amp_fx.backend import caching
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.options import Options
 from amp_fx.weights import write_signals
 from amp_fx.weights.sample import CALLS_BETWEEN

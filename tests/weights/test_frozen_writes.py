@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.weights import store
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests.distributed.spawn import run_ranks
 from tests.weights.keeping import WAYS, Line, Way, batch, check, contents, is_right, make_line
 

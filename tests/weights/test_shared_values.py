@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests import needs
 from tests.weights.nets import random, twin_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amp_fx import weight_cache
-from amp_fx.backend.inner import has_cpp_compiler
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.tables.presets import torch_version
 from tests import needs
 from tests.weights.nets import EVAL, HALF, TRAIN, Graph, Net, compile_amp_fx, inputs, make_net

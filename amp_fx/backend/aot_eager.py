@@ -1,0 +1,55 @@
+"""Runs rewritten graphs op by op after AOTAutograd."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from amp_fx.backend.collectives import narrowing
+from amp_fx.graphs.policy_mode import markers_left_on_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from amp_fx.backend.backward import RefuseMixedDtypes
+    from amp_fx.backend.caching import Caching
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None,
+    joint_pass: type[RefuseMixedDtypes] | None,
+) -> Compiled:
+    """Returns a rewritten graph that AOTAutograd differentiates and runs op by op."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if joint_pass is not None:
+            joint_pass()(gm.graph)
+        into = min_cut_rematerialization_partition if cache is None else cache.partition
+        return into(gm, *args, **kwargs)
+
+    def compile_inside(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        return boxed_nop(graph, list(inputs))
+
+    if cache is not None:
+        compile_inside = cache.wrap(compile_inside)
+    compile_inside = narrowing(compile_inside, options)
+    compiler = aot_autograd(
+        fw_compiler=functools.partial(compile_inside, is_inference=False),
+        bw_compiler=functools.partial(compile_inside, is_backward=True),
+        inference_compiler=functools.partial(compile_inside, is_inference=True),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    with markers_left_on_error():  # tracing runs the graph
+        return compiler(gm, list(example_inputs))

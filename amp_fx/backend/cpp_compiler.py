@@ -1,0 +1,21 @@
+"""Finds the C++ compiler that inductor needs for kernels of the CPU."""
+
+from __future__ import annotations
+
+import functools
+
+
+@functools.cache
+def has_cpp_compiler() -> bool:
+    """Returns True if inductor finds the C++ compiler that it needs for CPU kernels.
+
+    Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising if there is none.
+    """
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+        return False
+    return True

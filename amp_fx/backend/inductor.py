@@ -1,0 +1,190 @@
+"""Compiles rewritten graphs with TorchInductor."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from amp_fx.backend.collectives import narrowing, narrowing_in_keys
+from amp_fx.backend.cuda_graphs import apart, settled
+from amp_fx.backend.disk_caches import region_markers_cacheable, without_autograd_cache
+from amp_fx.backend.fallback import warn_eager
+from amp_fx.backend.inductor_repair import repaired
+from amp_fx.backend.numerics import is_strict, numerics_config
+from amp_fx.graphs.policy_mode import markers_left_on_error
+from amp_fx.passes.keep_eager_kernels import keeping_whole
+from amp_fx.policies.float8 import float8_product
+from amp_fx.progress import working
+from amp_fx.regions.state import called_without_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.backend.after_autograd import AfterAutograd
+    from amp_fx.backend.backward import RefuseMixedDtypes
+    from amp_fx.backend.caching import Caching
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+log = logging.getLogger("amp_fx.inner")
+
+
+def compile_cached_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    cache: Caching | None,
+    joint_pass: type[RefuseMixedDtypes] | None,
+) -> Compiled:
+    """Compiles a rewritten graph, and caches what it computes from weights."""
+    compile_inside = _backward_or_eager if options.fallback else compile_graph
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_joint_pass_added(joint_pass))
+        if cache is not None and cache.is_on():
+            compile_inside = cache.wrap(compile_inside)
+            stack.enter_context(without_autograd_cache())  # that cache lacks the call wrapper
+            stack.enter_context(cache.partitioning())
+        return compile_with_inductor(gm, example_inputs, options, compile_inside)
+
+
+def _joint_pass_added(
+    joint_pass: type[RefuseMixedDtypes] | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Makes inductor run a pass over joint graphs, before one of the user's own."""
+    from torch._inductor import config
+
+    if joint_pass is None:
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        joint_custom_pre_pass=joint_pass(config.joint_custom_pre_pass)
+    )
+    return patch
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_inside: Callable[..., Any],
+) -> Compiled:
+    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
+
+    Args:
+        gm: The graph; it is edited.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        compile_inside: Compiles each graph of AOTAutograd, as inductor's ``compile_fx_inner``.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    settings = {**_float8_config(gm), **inductor_config(options)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(markers_left_on_error())  # tracing runs the graph
+        # Kernels get buffers of fixed dtypes, also where backward() is called in a region.
+        stack.enter_context(called_without_autocast())
+        # Inductor's own freezing would treat cached values, and weights, as constants.
+        stack.enter_context(config.patch(freezing=False))
+        stack.enter_context(region_markers_cacheable(gm))
+        stack.enter_context(repaired())
+        stack.enter_context(narrowing_in_keys(options))
+        stack.enter_context(settled(settings))
+        return compile_fx(  # type: ignore[return-value]
+            gm,
+            example_inputs,
+            inner_compile=narrowing(compile_inside, options),
+            config_patches=settings,
+            decompositions=_whole_ops(options),
+        )
+
+
+def inductor_config(options: Options) -> dict[str, Any]:
+    """Returns the settings of inductor that graphs are compiled with."""
+    from torch._inductor import config
+
+    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    settings = {**numerics_config(options), **wrapper.config}
+    name = "post_grad_custom_pre_pass"
+    settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
+    return settings
+
+
+def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
+    """Returns the rewrite of AOTAutograd's graphs that inductor runs before it lowers them."""
+    from amp_fx.backend.after_autograd import AfterAutograd
+
+    return AfterAutograd(
+        has_wide_grads=options.has_wide_weight_grads,
+        widens_products=not is_strict(options),
+        raises_casts=options.raise_casts,
+        keeps_kernels=options.numerics == "eager",
+        following=following,
+    )
+
+
+def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
+    """Returns settings under which kernels of graphs with float8 products are as long as on a CPU.
+
+    On GPUs it ends a kernel after 30 ops. Scales, and what undoes them, are 20 of those: it then
+    writes float32 tensors in the midst of a norm's backward, which others read again.
+    """
+    from torch._inductor import config
+
+    name = "realize_opcount_threshold"
+    nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
+    is_unset = getattr(config, name, 0) is None
+    return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}
+
+
+def _whole_ops(options: Options) -> dict[Any, Any] | None:
+    """Returns decompositions that keep ops whose kernels are needed; None: those of inductor."""
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    if options.numerics != "eager":
+        return None
+    with config.patch(fallback_random=True):  # which decides whether dropout is among them
+        return keeping_whole(select_decomp_table())
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    parts = apart(gm, kwargs.get("static_input_idxs") or ())
+    stage = "backward" if kwargs.get("is_backward") else "forward"
+    with working(f"inductor's {stage}"), repaired():
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+    if hasattr(compiled, "current_callable"):
+        compiled.current_callable = parts.wrap(compiled.current_callable)
+    return compiled
+
+
+def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one graph of AOTAutograd; if that fails for a backward, runs it op by op.
+
+    A backward is compiled when it is first run, where nobody could fall back from it. What
+    fails in a forward is left to the caller, who has the graph before differentiation.
+    """
+    if not kwargs.get("is_backward"):
+        return compile_graph(gm, example_inputs, **kwargs)
+    ours = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
+    try:
+        return compile_graph(gm, example_inputs, **kwargs)
+    except Exception as error:
+        log.debug("falling back", exc_info=True)
+        warn_eager(error, "inductor", ours.graph, "backward graph")
+
+        def run(inputs: list[Any]) -> Any:
+            args = list(inputs)
+            inputs.clear()
+            return ours(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run

@@ -1,0 +1,61 @@
+"""Turns the option ``numerics`` into settings of inductor."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amp_fx.options import Options
+
+log = logging.getLogger("amp_fx.inner")
+
+
+def numerics_config(options: Options) -> dict[str, Any]:
+    """Returns the settings of inductor that the option ``numerics`` stands for.
+
+    ``numerics`` of inductor is there since torch 2.15; before, ``emulate_precision_casts`` rounds
+    where eager code does. Patterns are off under ``"eager"``: they make other ops of several, as
+    attention of its parts; so are other layouts, in which kernels add up in another order. Random
+    numbers are those of eager code.
+    """
+    from torch._inductor import config
+
+    if options.numerics is None:
+        return {}
+    is_eager = options.numerics == "eager"
+    mode = "strict" if is_eager else options.numerics
+    settings: dict[str, Any] = {"numerics": mode}
+    if not hasattr(config, "numerics"):
+        settings = {"emulate_precision_casts": mode in ("strict", "strict_pointwise")}
+    if is_eager:
+        names = ("layout_optimization", "pattern_matcher")
+        settings |= {**dict.fromkeys(names, False), "fallback_random": True}
+    return settings
+
+
+def is_strict(options: Options) -> bool:
+    """Returns True if generated code must round as eager code does, here or in all of a process."""
+    from torch._inductor import config
+
+    if options.numerics is not None:
+        return options.numerics != "default"
+    given = dict(options.inductor)
+    names = ("numerics", "emulate_precision_casts")
+    return any(given.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
+
+
+def warn_of_devices(device_types: set[str]) -> None:
+    """Warns once per device type for which ``numerics="eager"`` is not known to hold."""
+    for name in sorted(device_types - {"cpu", "meta"}):
+        _warn_strict(name)
+
+
+@functools.cache
+def _warn_strict(device_type: str) -> None:
+    log.warning(
+        "on %s, numerics='eager' means inductor's 'strict': which generated code has the bits of "
+        "eager autocast is known for the CPU only",
+        device_type,
+    )
