@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,8 @@ from torch._functorch import config as functorch_config
 from amp_fx.graphs.policy_mode import enter_policy
 
 if TYPE_CHECKING:
+    import contextlib
+
     from torch import fx
 
 

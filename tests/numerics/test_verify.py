@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import amp_fx
 from amp_fx.backend import inner
+from amp_fx.backend.aot_eager import compile_with_aot_eager
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
@@ -260,7 +261,7 @@ def _with_sin(gm: fx.GraphModule) -> None:
 
 
 def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_it = inner.compile_with_aot_eager
+    compile_it = compile_with_aot_eager
 
     def wrong(gm: fx.GraphModule, *args: Any) -> Any:
         _with_sin(gm)
