@@ -1,0 +1,45 @@
+"""State of autograd and of ``torch.func``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch._functorch import predispatch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ("temporarily_clear_interpreter_stack",)
+
+enter_dual_level = predispatch._enter_dual_level
+exit_dual_level = predispatch._exit_dual_level
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_tracing() -> Iterator[None]:
+    """Context manager in which the user's hooks for saved tensors do not run."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+@contextlib.contextmanager
+def functorch_levels_restored() -> Iterator[None]:
+    """Pops levels of ``torch.func`` that an exception left, and allows saved tensor hooks again."""
+    stack, hooks = torch._C._functorch, torch._C._autograd
+    depth = len(stack.get_interpreter_stack() or ())
+    is_forbidden = hooks._saved_tensors_hooks_get_disabled_error_message() is not None
+    try:
+        yield
+    finally:
+        if not is_forbidden:
+            hooks._saved_tensors_hooks_enable()
+        while len(stack.get_interpreter_stack() or ()) > depth:
+            stack.pop_dynamic_layer_stack()

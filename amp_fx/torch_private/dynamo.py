@@ -1,0 +1,83 @@
+"""Dynamo: what it captures, its guards, and the frames that it skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import config, pgo, symbolic_convert, trace_rules
+from torch._dynamo.aot_compile_types import (
+    BundledAOTAutogradSerializableCallable,
+    SerializableCallable,
+)
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import (
+    OptimizedModule,
+    _NullDecorator,
+    innermost_backend,
+    skip_code,
+)
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    SkipFrame,
+    TorchRuntimeError,
+    Unsupported,
+)
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import GlobalStateSource, LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import counters
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+__all__ = (
+    "BackendCompilerFailed",
+    "BundledAOTAutogradSerializableCallable",
+    "GlobalStateSource",
+    "GuardBuilder",
+    "InstructionTranslator",
+    "LocalSource",
+    "OptimizedModule",
+    "RestartAnalysis",
+    "SerializableCallable",
+    "SkipFrame",
+    "TorchRuntimeError",
+    "Unsupported",
+    "compile_lock",
+    "config",
+    "counters",
+    "innermost_backend",
+    "install_guard",
+    "pgo",
+    "skip_code",
+    "trace_rules",
+)
+
+NullDecorator = _NullDecorator
+compile_session = torch.compiler._compile_session_context
+disable = torch._dynamo.disable
+graph_break = torch._dynamo.graph_break
+mark_static_address = torch._dynamo.mark_static_address
+optimize = torch._dynamo.optimize
+reset = torch._dynamo.reset
+
+
+def current_translator() -> InstructionTranslator | None:
+    """Returns what traces a frame in this thread; None if nothing does."""
+    return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+def captured_function_modes() -> list[Any]:
+    """Returns the function modes around the frame that Dynamo is compiling in this thread."""
+    return torch_function_mode_stack_state_mgr.stack
+
+
+def skip_this_call(error: Any) -> None:
+    """Limits the effect of an exception of Dynamo to the call that raised it.
+
+    torch 2.15 has ``apply_to_code`` besides, which says if later calls are skipped, too.
+    """
+    error.frame_exec_strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.SKIP)
+    error.apply_to_code = False

@@ -1,0 +1,64 @@
+"""Inductor's compilers of graphs, its lowerings, and its freezing."""
+
+from __future__ import annotations
+
+from torch._inductor import aoti_compile_and_package
+from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.constant_folding import replace_node_with_constant
+from torch._inductor.decomposition import decompositions, select_decomp_table
+from torch._inductor.freezing import convert_conv_weights_to_channels_last
+from torch._inductor.freezing_utils import (
+    enter_freezing,
+    is_frozen_param,
+    record_has_frozen_params,
+)
+from torch._inductor.fx_passes import freezing_patterns
+from torch._inductor.fx_passes.freezing_patterns import freezing_passes
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch._inductor.graph import GraphLowering
+from torch._inductor.kernel.bmm import tuned_bmm
+from torch._inductor.lowering import (
+    constrain_to_fx_strides,
+    lowerings,
+    make_fallback,
+    make_pointwise,
+    register_lowering,
+)
+from torch._inductor.pattern_matcher import PatternMatcherPass
+from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper
+from torch._inductor.utils import fresh_cache
+from torch._inductor.virtualized import ops
+from torch.utils._triton import has_triton
+
+__all__ = (
+    "CacheabilityValidator",
+    "DataProcessorChoiceCallerWrapper",
+    "FxGraphCachePickler",
+    "GraphLowering",
+    "PatternMatcherPass",
+    "SchedulerNode",
+    "aoti_compile_and_package",
+    "compile_fx",
+    "compile_fx_inner",
+    "constrain_to_fx_strides",
+    "convert_conv_weights_to_channels_last",
+    "decompositions",
+    "enter_freezing",
+    "freezing_passes",
+    "freezing_patterns",
+    "fresh_cache",
+    "has_triton",
+    "is_frozen_param",
+    "lowerings",
+    "make_fallback",
+    "make_pointwise",
+    "ops",
+    "record_has_frozen_params",
+    "register_lowering",
+    "replace_node_with_constant",
+    "select_decomp_table",
+    "tuned_bmm",
+    "view_to_reshape",
+)

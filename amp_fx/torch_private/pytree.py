@@ -1,0 +1,13 @@
+"""Nested lists, tuples and dictionaries of tensors; torch 2.13 to 2.15 have no public module."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")
