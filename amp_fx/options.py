@@ -19,6 +19,7 @@ from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.tables.lean import has_low_sums
+from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -208,7 +209,7 @@ def as_output_dtype(value: Any) -> str:
 
 
 def _to_mode(name: str, value: Any) -> str:
-    from torch._inductor import list_mode_options
+    from amp_fx.torch_private.inductor_config import list_mode_options
 
     return _to_choice(name, value, tuple(list_mode_options()))
 
@@ -302,7 +303,7 @@ _REMOVED = {
 def _check_inductor_options(options: Mapping[str, Any]) -> None:
     if not options:
         return
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     known = config.get_config_copy()
     for name in options:
@@ -311,8 +312,10 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
                 f"unknown option {name!r}: amp_fx takes {', '.join(_CONVERT)}; "
                 "inductor's own options (torch._inductor.list_options()) are passed on to inductor"
             )
+    from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper
+
     try:
-        torch._TorchCompileInductorWrapper(None, dict(options), None)  # type: ignore[no-untyped-call]
+        TorchCompileInductorWrapper(None, dict(options), None)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise OptionError(str(error)) from error
 
@@ -388,7 +391,7 @@ def supported_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
 
     A PrivateUse1 backend says it itself, through ``get_amp_supported_dtype``.
     """
-    if device_type == torch._C._get_privateuse1_backend_name():
+    if device_type == privateuse1_name():
         module = getattr(torch, device_type, None)
         supported = getattr(module, "get_amp_supported_dtype", None)
         if supported is not None:

@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx.node import map_arg
 
 from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
 from amp_fx.graphs.metadata import CAPTURED, VALUE
 from amp_fx.graphs.values import remember_captured
 from amp_fx.passes.base import PassResult
+from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
 
 _hop = torch.ops.higher_order
 _NUM_SETTINGS: dict[Any, int] = {_hop.wrap_with_autocast: 4, _hop.wrap_with_set_grad_enabled: 1}
@@ -76,12 +76,12 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     )
     is_autocast = node.target is _hop.wrap_with_autocast
     with gm.graph.inserting_before(node):
-        enter = gm.graph.call_function(_enter_autocast, settings) if is_autocast else None
+        enter = gm.graph.call_function(enter_autocast, settings) if is_autocast else None
         for each in body.graph.nodes:
             if each.op not in ("placeholder", "output"):
                 env[each] = _copy(gm, body, each, env)
         if enter is not None:
-            gm.graph.call_function(_exit_autocast, (enter,))
+            gm.graph.call_function(exit_autocast, (enter,))
     _replace(node, map_arg(body.graph.output_node().args[0], env.__getitem__))
     if not body_node.users:
         gm.graph.erase_node(body_node)

@@ -66,11 +66,10 @@ from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     from amp_fx.graphs.conditions import Condition
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 log = logging.getLogger(__name__)
 

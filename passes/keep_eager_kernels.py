@@ -18,10 +18,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._prims_common import suggest_memory_format
-from torch.utils._pytree import tree_leaves
 
 from amp_fx.tables.generated import EXACT_POWERS, INEXACT, INEXACT_IN_FLOAT32, MOVES, SCALING
+from amp_fx.torch_private.ops import OpOverload
+from amp_fx.torch_private.pytree import tree_leaves
+from amp_fx.torch_private.tensors import suggest_memory_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +51,7 @@ def _let_inductor_call(op: Any) -> None:
 
     Relies on ``make_fallback`` of ``torch._inductor.lowering``.
     """
-    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
+    from amp_fx.torch_private.inductor import constrain_to_fx_strides, lowerings, make_fallback
 
     if op not in lowerings:
         make: Any = make_fallback
@@ -162,7 +163,7 @@ _OWN = dict.fromkeys((_aten.index_put.default, _aten._unsafe_index_put.default),
 
 def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
     """Whether only ATen's kernel of an op gives ATen's bits on the CPU."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
     floats = list(filter(_is_float, tensors))
@@ -199,7 +200,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _is_view(op: torch._ops.OpOverload) -> bool:
+def _is_view(op: OpOverload) -> bool:
     return any(each.alias_info is not None for each in op._schema.returns)
 
 
@@ -217,7 +218,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 @functools.cache
 def _taken_apart() -> frozenset[str]:
-    from torch._inductor.decomposition import decompositions
+    from amp_fx.torch_private.inductor import decompositions
 
     return frozenset(map(str, decompositions)) - {"aten.add.Tensor"}  # of complex numbers
 

@@ -23,9 +23,6 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-
 from amp_fx.graphs.conditions import SITES_KNOWN
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.islands import TRANSFORM, is_bare_function
@@ -33,6 +30,9 @@ from amp_fx.graphs.markers import region_arguments
 from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.graphs.policy_mode import annotated_policy
 from amp_fx.passes.base import PassResult
+from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
+from amp_fx.torch_private.autograd import set_grad_enabled
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from torch import fx
@@ -75,17 +75,17 @@ class MarkRegions:
         is_grad_enabled = self.site.is_grad_enabled
         level = 0
         for node in list(gm.graph.nodes):
-            if node.target is _enter_autocast:
+            if node.target is enter_autocast:
                 states.append(_entered(*states[-1], node))
                 continue
-            if node.target is _exit_autocast:
+            if node.target is exit_autocast:
                 states.pop()
                 enter = node.args[0]
                 gm.graph.erase_node(node)
                 gm.graph.erase_node(enter)
                 counts["regions"] += 1
                 continue
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 is_grad_enabled = node.args[0]
             name = getattr(node.target, "__name__", "")
             level += name in _LEVEL_UP
@@ -115,7 +115,7 @@ def island_reason(node: fx.Node) -> str | None:
     """Why a node must stay as it is, or None if it is plain."""
     if node.op not in ("call_function", "call_method"):
         return None
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return "higher-order op"
     module = getattr(node.target, "__module__", None) or ""
     if node.op == "call_function" and module.startswith(_STATEFUL_MODULES):

@@ -23,6 +23,7 @@ from amp_fx.graphs.places import lines_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.wrap_islands import needs_autocast
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
+from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 
 if TYPE_CHECKING:
     from torch import fx
@@ -55,9 +56,9 @@ class RefuseIslands:
 
 def _calls_plain_op(node: fx.Node) -> bool:
     """Whether a higher-order op calls one op, as it stands, that autocast does not know."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return False
-    ops = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
+    ops = [arg for arg in node.args if isinstance(arg, OpOverload)]
     devices = SITE.of(node).state.enabled
     return len(ops) == 1 and not any(has_autocast_kernel(ops[0], device) for device in devices)
 

@@ -38,9 +38,10 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.passes.base import PassResult
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 REASON = "computed in float32"
 
@@ -72,7 +73,7 @@ class WidenOps:
         return PassResult(counts)
 
     def _is_refused(self, node: fx.Node) -> bool:
-        if not isinstance(node.target, torch._ops.OpOverload) or is_cast_call(node):
+        if not isinstance(node.target, OpOverload) or is_cast_call(node):
             return False
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
         if not any(map(is_low, inputs)):

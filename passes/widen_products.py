@@ -199,8 +199,7 @@ def _lower_rounded() -> None:
     """
     if torch_version() < (2, 13):
         return
-    from torch._inductor.lowering import make_pointwise, register_lowering
-    from torch._inductor.virtualized import ops
+    from amp_fx.torch_private.inductor import make_pointwise, ops, register_lowering
 
     @register_lowering(torch.ops.amp_fx.rounded.default, type_promotion_kind=None)
     def lower(x: Any, dtype: torch.dtype) -> Any:

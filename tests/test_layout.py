@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
+    ("torch_private",),
     ("errors", "dtypes", "csrc", "progress", "replaced", "reports", "second_call"),
     ("devices",),
     ("tables",),

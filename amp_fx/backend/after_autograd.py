@@ -15,7 +15,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from amp_fx.devices.wide_products import units
 from amp_fx.dtypes import is_low
@@ -31,6 +30,7 @@ from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
 from amp_fx.stats import record
 from amp_fx.tables import generated
+from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _wide_products() -> dict[Any, Any]:
     Relies on inductor's lowering of ``aten.bmm`` taking an ``out_dtype`` where ``aten.bmm.dtype``
     is lowered.
     """
-    from torch._inductor.kernel.bmm import tuned_bmm
+    from amp_fx.torch_private.inductor import tuned_bmm
 
     found = {aten.mm.default: aten.mm.dtype}
     if "out_dtype" in inspect.signature(tuned_bmm).parameters:

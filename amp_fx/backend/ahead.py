@@ -11,14 +11,10 @@ import pickle
 from contextlib import ExitStack
 from typing import Any
 
-from torch._dynamo.aot_compile_types import (
-    BundledAOTAutogradSerializableCallable,
-    SerializableCallable,
-)
-
 from amp_fx.errors import AheadOfTimeError
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private.dynamo import BundledAOTAutogradSerializableCallable, SerializableCallable
 
 
 class SavedGraph(SerializableCallable):
@@ -63,7 +59,7 @@ def is_ahead_of_time() -> bool:
 
     Relies on ``torch._dynamo.aot_compile`` setting these for as long as it calls the backend.
     """
-    from torch._functorch import config
+    from amp_fx.torch_private.aot_autograd import config
 
     return bool(
         getattr(config, "force_autograd_cache", False)

@@ -28,9 +28,11 @@ def compile_with_aot_eager(
     joint_pass: type[RefuseMixedDtypes] | None,
 ) -> Compiled:
     """Returns a rewritten graph that AOTAutograd differentiates and runs op by op."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from amp_fx.torch_private.aot_autograd import (
+        aot_autograd,
+        boxed_nop,
+        min_cut_rematerialization_partition,
+    )
 
     def partition(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if joint_pass is not None:

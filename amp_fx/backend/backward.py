@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from amp_fx.backend.fallback import with_autocast_off
 from amp_fx.backend.inner import compile_inner
@@ -24,6 +23,7 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.regions.module_stack import ends_at_backward
 from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

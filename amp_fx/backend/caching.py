@@ -18,11 +18,6 @@ import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.disk_caches import without_autograd_cache
@@ -33,6 +28,10 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
 from amp_fx.stats import record
+from amp_fx.torch_private.aot_autograd import make_boxed_func, min_cut_rematerialization_partition
+from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
+from amp_fx.torch_private.inductor_passes import CustomPartitionerFn, get_hash_for_files
+from amp_fx.torch_private.tracing import TracingContext
 from amp_fx.weights.cacheable import cacheable_weights, owner_of, verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.conv_layouts import lay_out_convolutions
@@ -184,7 +183,7 @@ class Caching:
     @contextlib.contextmanager
     def partitioning(self) -> Iterator[None]:
         """Makes inductor call ``partition``, unless the user has a partitioner of their own."""
-        from torch._inductor import config
+        from amp_fx.torch_private.inductor_config import config
 
         partitioner = config.custom_partitioner_fn or Partitioner(self)
         with config.patch(custom_partitioner_fn=partitioner):
@@ -346,7 +345,7 @@ def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None
     Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the
     passes of its freezing not being.
     """
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     if not is_strict(options):
         return contextlib.nullcontext()
@@ -480,7 +479,7 @@ _OPAQUE_ON_ACCELERATORS = ("max_autotune", "max_autotune_gemm", "triton.cudagrap
 
 def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:
     """Returns True if a setting of inductor is on: here, or for the process."""
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
 

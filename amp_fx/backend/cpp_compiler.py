@@ -11,11 +11,10 @@ def has_cpp_compiler() -> bool:
 
     Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising if there is none.
     """
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from amp_fx.torch_private.inductor_build import InvalidCxxCompiler, get_cpp_compiler
 
     try:
         get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+    except (InvalidCxxCompiler, RuntimeError, OSError):
         return False
     return True

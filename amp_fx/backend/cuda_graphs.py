@@ -19,10 +19,10 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.disk_caches import without_autograd_cache
+from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +40,7 @@ def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[No
 
 
 def _is_on(settings: Mapping[str, Any]) -> bool:
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     return bool(settings.get("triton.cudagraphs", config.triton.cudagraphs))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch import config as functorch_config
 
 from amp_fx.graphs.policy_mode import enter_policy
+from amp_fx.torch_private.aot_autograd import config as functorch_config
 
 if TYPE_CHECKING:
     import contextlib
@@ -34,7 +34,7 @@ def region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextMa
     Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``, and on
     ``torch._functorch.config.enable_autograd_cache`` and ``enable_remote_autograd_cache``.
     """
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
     if any(g.find_nodes(op="call_function", target=enter_policy) for g in graphs):

@@ -7,9 +7,6 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
-from torch._guards import CompileContext
-
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.backward import compile_with_backward
@@ -28,6 +25,8 @@ from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.torch_private.dynamo import RestartAnalysis, SkipFrame
+from amp_fx.torch_private.tracing import CompileContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,6 +13,7 @@ from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.values import captured_dtype, remember_captured
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from amp_fx.regions.state import AutocastState
@@ -123,7 +124,7 @@ def _node_at_work(error: BaseException) -> fx.Node | None:
 
 
 def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:
-    ops = [node for node in calls if isinstance(node.target, torch._ops.OpOverload)]
+    ops = [node for node in calls if isinstance(node.target, OpOverload)]
     return next((node for node in ops if str(node.target) in message), None)
 
 

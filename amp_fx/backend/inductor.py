@@ -7,7 +7,6 @@ import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from amp_fx.backend.collectives import narrowing, narrowing_in_keys
@@ -57,7 +56,7 @@ def _joint_pass_added(
     joint_pass: type[RefuseMixedDtypes] | None,
 ) -> contextlib.AbstractContextManager[None]:
     """Makes inductor run a pass over joint graphs, before one of the user's own."""
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     if joint_pass is None:
         return contextlib.nullcontext()
@@ -81,8 +80,8 @@ def compile_with_inductor(
         options: The options of the backend.
         compile_inside: Compiles each graph of AOTAutograd, as inductor's ``compile_fx_inner``.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from amp_fx.torch_private.inductor import compile_fx
+    from amp_fx.torch_private.inductor_config import config
 
     settings = {**_float8_config(gm), **inductor_config(options)}
     with contextlib.ExitStack() as stack:
@@ -106,9 +105,9 @@ def compile_with_inductor(
 
 def inductor_config(options: Options) -> dict[str, Any]:
     """Returns the settings of inductor that graphs are compiled with."""
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper, config
 
-    wrapper = torch._TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    wrapper = TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
     settings = {**numerics_config(options), **wrapper.config}
     name = "post_grad_custom_pre_pass"
     settings[name] = after_autograd(options, settings.get(name, getattr(config, name)))
@@ -134,7 +133,7 @@ def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
     On GPUs it ends a kernel after 30 ops. Scales, and what undoes them, are 20 of those: it then
     writes float32 tensors in the midst of a norm's backward, which others read again.
     """
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     name = "realize_opcount_threshold"
     nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
@@ -144,8 +143,8 @@ def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
 
 def _whole_ops(options: Options) -> dict[Any, Any] | None:
     """Returns decompositions that keep ops whose kernels are needed; None: those of inductor."""
-    from torch._inductor import config
-    from torch._inductor.decomposition import select_decomp_table
+    from amp_fx.torch_private.inductor import select_decomp_table
+    from amp_fx.torch_private.inductor_config import config
 
     if options.numerics != "eager":
         return None
@@ -155,7 +154,7 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
-    from torch._inductor.compile_fx import compile_fx_inner
+    from amp_fx.torch_private.inductor import compile_fx_inner
 
     parts = apart(gm, kwargs.get("static_input_idxs") or ())
     stage = "backward" if kwargs.get("is_backward") else "forward"

@@ -39,7 +39,7 @@ def repaired() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _repair() -> None:
-    from torch._inductor.scheduler import SchedulerNode
+    from amp_fx.torch_private.inductor import SchedulerNode
 
     recompute = SchedulerNode.recompute_size_and_body
 

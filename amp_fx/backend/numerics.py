@@ -20,7 +20,7 @@ def numerics_config(options: Options) -> dict[str, Any]:
     attention of its parts; so are other layouts, in which kernels add up in another order. Random
     numbers are those of eager code.
     """
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     if options.numerics is None:
         return {}
@@ -37,7 +37,7 @@ def numerics_config(options: Options) -> dict[str, Any]:
 
 def is_strict(options: Options) -> bool:
     """Returns True if generated code must round as eager code does, here or in all of a process."""
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     if options.numerics is not None:
         return options.numerics != "default"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._logging._internal import trace_structured
 from torch.utils.hooks import RemovableHandle
 
 from amp_fx.errors import AmpFxError, OptionError, PassError, did_you_mean
@@ -30,6 +29,7 @@ from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.regions.module_stack import NO_FRAME
+from amp_fx.torch_private.tracing import trace_structured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -291,7 +291,7 @@ def in_cache_keys(passes: Iterable[Pass]) -> Iterator[None]:
     if not own:
         yield
         return
-    from torch._functorch import config as functorch_config
+    from amp_fx.torch_private.aot_autograd import config as functorch_config
 
     config: Any = torch.compiler.config
     keys = [f"{each.name}={getattr(each, 'cache_key', '')}" for each in own]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.backend.pipeline import default_passes, run_passes, with_added
@@ -33,6 +32,7 @@ from amp_fx.regions.module_stack import (
 from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
 from amp_fx.stats import record_graph
+from amp_fx.torch_private.autocast import enter_autocast
 from amp_fx.weights.cacheable import is_weight
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _quantizes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
 ) -> QuantizeProducts | None:
     """The pass for products in float8; None if no policy can have any."""
-    has_regions = bool(gm.graph.find_nodes(op="call_function", target=_enter_autocast))
+    has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
     pairs = _weights_of(gm, example_inputs)

@@ -11,9 +11,12 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from torch._dynamo.eval_frame import innermost_backend
-from torch._dynamo.exc import Unsupported
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from amp_fx.torch_private.dynamo import (
+    InstructionTranslator,
+    Unsupported,
+    innermost_backend,
+    skip_this_call,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +39,8 @@ def compile_after_transforms(backend: Callable[..., Any]) -> None:
         except Unsupported as error:
             if _is_compiled_by(backend, self.output.compiler_fn):
                 _warn_once()
-                _skip_this_call(error)
+                skip_this_call(error)
+                error.logged = True
             raise
 
     InstructionTranslator._throw_if_in_functorch = refuse_once  # type: ignore[method-assign]
@@ -46,19 +50,6 @@ def _is_compiled_by(backend: Callable[..., Any], compiler_fn: Any) -> bool:
     """Returns True if a backend is what Dynamo's wrappers of it call."""
     inner: Any = innermost_backend(compiler_fn)
     return getattr(inner, "compiler_fn", inner) is backend
-
-
-def _skip_this_call(error: Any) -> None:
-    """Limits the effect of an exception of Dynamo to the call that raised it.
-
-    Relies on ``TorchDynamoException.frame_exec_strategy``; torch 2.15 has ``apply_to_code``
-    besides, which says whether later calls are skipped too.
-    """
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-
-    error.frame_exec_strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.SKIP)
-    error.apply_to_code = False
-    error.logged = True
 
 
 def _warn_once() -> None:

@@ -21,7 +21,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from amp_fx import weight_cache
 from amp_fx.bench.contenders import (
@@ -38,7 +37,8 @@ from amp_fx.bench.contenders import (
 )
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.train import wait_for
-from amp_fx.weights.entry import storage_address_of
+from amp_fx.torch_private.dynamo import counters
+from amp_fx.torch_private.tensors import data_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +90,7 @@ def _kept_bytes(device: torch.device) -> int:
     sizes: dict[int, int] = {}
     for tensor in (tensor for tensor in alive if tensor.device.type == "cpu"):
         if tensor.layout is torch.strided:  # views share a storage, and so do aliases
-            sizes[storage_address_of(tensor)] = tensor.untyped_storage().nbytes()
+            sizes[data_address(tensor)] = tensor.untyped_storage().nbytes()
         else:  # packed for oneDNN, say: without padding
             sizes[id(tensor)] = tensor.numel() * tensor.itemsize
     return sum(sizes.values())
@@ -266,7 +266,7 @@ def compare(
         figures += _cast_figures(workload, comparison, casts)
     if AMP_FX in runs and not workload.micro_batches:
         figures.append(_after_write(workload, runs[AMP_FX], settings))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return comparison, figures
 
 

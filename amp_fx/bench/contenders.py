@@ -175,7 +175,7 @@ def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
     """What the first call of a contender, which compiles, has to run in."""
     if not contender.is_frozen:
         return contextlib.nullcontext()
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     patch: contextlib.AbstractContextManager[Any] = config.patch(freezing=True)
     return patch

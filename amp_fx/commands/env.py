@@ -91,7 +91,7 @@ def _compiler() -> str:
     """The first line of what the compiler says of itself; empty if there is none."""
     if not has_cpp_compiler():
         return ""
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from amp_fx.torch_private.inductor_build import get_cpp_compiler
 
     name = get_cpp_compiler()
     done = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)

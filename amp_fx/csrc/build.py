@@ -50,7 +50,7 @@ def cache_folder() -> Path:
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen).absolute()
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from amp_fx.torch_private.inductor_build import cache_dir
 
     return Path(cache_dir()) / "amp_fx"
 
@@ -64,7 +64,7 @@ def key(source: Path) -> str:
     abi = (
         torch.__version__,
         torch.version.git_version,
-        torch._C._GLIBCXX_USE_CXX11_ABI,
+        torch.compiled_with_cxx11_abi(),
         sysconfig.get_config_var("SOABI") or sys.version,
         sys.platform,
         platform.machine(),
@@ -220,7 +220,7 @@ def _command(name: str, source: Path, folder: str) -> tuple[tuple[str, ...], Pat
     Relies on inductor's ``CppBuilder`` and ``CppTorchOptions`` to know the compiler, and
     torch's headers and libraries.
     """
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, is_gcc
+    from amp_fx.torch_private.inductor_build import CppBuilder, CppTorchOptions, is_gcc
 
     options = CppTorchOptions(warning_all=False, include_pytorch=True)
     options._cflags = [*_plain_flags(options._cflags), *(GCC_FLAGS if is_gcc() else ())]

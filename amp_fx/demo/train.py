@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._inductor.utils import fresh_cache
 
 from amp_fx import stats
 from amp_fx.csrc.build import FOLDER_VARIABLE, cache_folder
 from amp_fx.demo.models import GPT, Loss, Size
 from amp_fx.grad_scaler import GradScaler
+from amp_fx.torch_private.inductor import fresh_cache
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -9,6 +9,7 @@ import torch
 
 from amp_fx.devices.low_dtypes import device_names
 from amp_fx.errors import DtypeWarning
+from amp_fx.torch_private.ops import has_kernel_for
 
 LEAST_CAPABILITY = (8, 9)
 """The first compute capability with float8 units."""
@@ -41,7 +42,7 @@ def why_no_float8_experts(device: torch.device) -> str:
     if device.type == "meta":
         return ""
     key = device.type.upper()
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_grouped_mm", key):
+    if not has_kernel_for("aten::_scaled_grouped_mm", key):
         return f"torch has no torch._scaled_grouped_mm for {device.type}"
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""

@@ -233,8 +233,7 @@ def _skip_in_dynamo() -> None:
 
     Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
     """
-    from torch._dynamo import trace_rules
-    from torch._dynamo.eval_frame import skip_code
+    from amp_fx.torch_private.dynamo import skip_code, trace_rules
 
     for module in (policy_module, policy_numbers):
         trace_rules.add(module.__name__)

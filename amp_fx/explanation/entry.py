@@ -10,12 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch._dynamo import exc as dynamo_exc
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -48,6 +42,12 @@ from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
 from amp_fx.second_call import takes_inputs_later
+from amp_fx.torch_private.dynamo import BackendCompilerFailed, TorchRuntimeError
+from amp_fx.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -351,14 +351,14 @@ def capture_call(
         inner = _root_cause(error)
         if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
-        if isinstance(error, dynamo_exc.TorchRuntimeError):
+        if isinstance(error, TorchRuntimeError):
             error.__traceback__ = None  # frames of Dynamo; where the program fails is in the text
         raise _as_explain_error(stand_in.program, error) from error
 
 
 def _root_cause(error: BaseException) -> BaseException:
     """What an error of Dynamo's is about."""
-    if isinstance(error, dynamo_exc.BackendCompilerFailed):
+    if isinstance(error, BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__
     if isinstance(cause, (*NEEDS_NUMBERS, AmpFxError)):

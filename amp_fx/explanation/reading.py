@@ -8,7 +8,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx.dtypes import dtype_name
@@ -23,14 +22,16 @@ from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
 from amp_fx.tables.reasons import family_of
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from torch import fx
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.graphs.decompose import OpDecision
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 _KINDS = {
     "input": "an argument of the graph",
@@ -123,7 +124,7 @@ class FlopMeter:
         """Returns the floating-point operations of one call; 0 if it cannot be called by itself."""
         if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
             return 0
-        if isinstance(node.target, torch._ops.HigherOrderOperator) or not _may_multiply(node):
+        if isinstance(node.target, HigherOrderOperator) or not _may_multiply(node):
             return 0
         if self._fake_mode is None or any(not VALUE.is_on(n) for n in node.all_input_nodes):
             return 0

@@ -210,8 +210,7 @@ def derive_backward(
     gm: fx.GraphModule, inputs: Sequence[Any], cache: Caching
 ) -> fx.GraphModule | None:
     """Returns the backward that AOTAutograd derives from a rewritten graph, or None."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
 
     found: list[fx.GraphModule] = []
 

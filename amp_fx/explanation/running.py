@@ -18,21 +18,22 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo import pgo
-from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from amp_fx.backend.entry import called_in
 from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
-from amp_fx.graphs.islands import functorch_levels_restored
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
 from amp_fx.options import Options
 from amp_fx.regions.state import autocast_device_types, no_autocast
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.autograd import functorch_levels_restored
+from amp_fx.torch_private.dynamo import config as dynamo_config
+from amp_fx.torch_private.dynamo import counters, optimize, pgo
+from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from amp_fx.torch_private.modules import has_global_module_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -286,7 +287,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
     Relies on ``nn.Module._call_impl`` looking at these dictionaries.
     """
     own = module._forward_hooks or module._forward_pre_hooks
-    return bool(own) or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return bool(own) or has_global_module_hooks()
 
 
 @contextlib.contextmanager
@@ -299,7 +300,7 @@ def isolated() -> Iterator[None]:
     before = Counter(counters["graph_break"])
     try:
         no_limit = {"recompile_limit": sys.maxsize, "accumulated_recompile_limit": sys.maxsize}
-        with _sizes_forgotten(), torch._dynamo.config.patch(no_limit):
+        with _sizes_forgotten(), dynamo_config.patch(no_limit):
             yield
     finally:
         counters["graph_break"] = before
@@ -322,14 +323,14 @@ def _sizes_forgotten() -> Iterator[None]:
 
 def optimized(backend: Any, **kwargs: Any) -> Any:
     """Returns ``torch._dynamo.optimize`` with entries of its own in Dynamo's cache."""
-    return torch._dynamo.optimize(backend, isolate_recompiles=True, **kwargs)
+    return optimize(backend, isolate_recompiles=True, **kwargs)
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:
     """Lets regions for an imagined device be regions for the CPU, which stands for it."""
-    from torch.amp.autocast_mode import _enter_autocast
+    from amp_fx.torch_private.autocast import enter_autocast
 
-    for node in gm.graph.find_nodes(op="call_function", target=_enter_autocast):
+    for node in gm.graph.find_nodes(op="call_function", target=enter_autocast):
         if node.args[0] != device_type:
             continue
         dtype = node.args[1] if len(node.args) > 1 else None

@@ -255,6 +255,8 @@ def package(
         raise OptionError(
             f"{target}: the name of a package must end in {SUFFIX}, in an existing folder"
         )
+    from amp_fx.torch_private.inductor import aoti_compile_and_package
+
     configs = dict(inductor_configs or {})
     if freezing is None:
         freezing = all(device.type == "cpu" for device in graph_devices(exported.graph_module))
@@ -262,9 +264,7 @@ def package(
     folding = batch_norm_folding(fold_batch_norm) if freezing else contextlib.nullcontext()
     try:
         with torch.no_grad(), no_autocast(), folding:
-            torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(target), inductor_configs=configs
-            )
+            aoti_compile_and_package(exported, package_path=str(target), inductor_configs=configs)
     except Exception as error:
         lines = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from amp_fx.backend.pipeline import run_passes, with_added
 from amp_fx.errors import UnsupportedError
@@ -37,6 +36,8 @@ from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,7 +68,7 @@ def _is_transform(node: fx.Node) -> bool:
 
 def _advice(program: ExportedProgram) -> str:
     constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, constants)):
+    if any(map(is_functorch_wrapped_tensor, constants)):
         return "torch.export itself bakes such tensors in as constants: it cannot export it"
     return (
         "Have torch.export resolve it, and give what comes out: "

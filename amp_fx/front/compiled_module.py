@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule, _NullDecorator
+
+from amp_fx.torch_private.dynamo import NullDecorator, OptimizedModule
 
 if TYPE_CHECKING:
     from amp_fx.front.settings import RegionSettings
@@ -52,7 +53,7 @@ class CompiledModule(OptimizedModule):
 def wrap_module(module: torch.nn.Module, compiled: Any, settings: RegionSettings) -> CompiledModule:
     """A compiled module in a region."""
     if compiled is module:
-        return CompiledModule(module, _NullDecorator(), settings)
+        return CompiledModule(module, NullDecorator(), settings)
     result = CompiledModule(module, compiled.dynamo_ctx, settings)
     for name in ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"):
         if name in compiled.__dict__:

@@ -7,7 +7,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx import dtypes
 from amp_fx.eager.region import autocast
@@ -16,6 +15,7 @@ from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import as_policy
 from amp_fx.regions.state import autocast_device_types
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,6 @@
 * ``compiled_step``: compiled steps without a scaler; ``two_pass``: the two passes over memory that
   they take.
 * ``arguments``: checks of arguments; ``old_pickles``: pickles of earlier versions.
-* ``torch_private``: the functions of torch that are not public, one wrapper each.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.gradients import clip_, grads_of, params_of
-from amp_fx.grad_scaler.torch_private import mark_static, mark_stepped, with_own_code
 from amp_fx.grad_scaler.two_pass import (
     count_step,
     flat,
@@ -24,6 +23,7 @@ from amp_fx.grad_scaler.two_pass import (
     work_of,
     write_copies,
 )
+from amp_fx.torch_private.optimizers import mark_static, mark_stepped, with_own_code
 from amp_fx.weights.step_copies import StepCopies
 
 if TYPE_CHECKING:

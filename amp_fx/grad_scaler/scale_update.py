@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_fx.torch_private.kernels import amp_update_scale_
+
 
 class ScaleState(NamedTuple):
     """Loss scale and the counters that its update needs; all 0-dim, on one device."""
@@ -47,7 +49,7 @@ def updated(
     """
     old = state.scale
     scale, growth_tracker = old.clone(), state.growth_tracker.clone()
-    torch._amp_update_scale_(
+    amp_update_scale_(
         scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
     num_overflows = state.num_overflows

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.utils._pytree import tree_map
 
 from amp_fx.errors import (
     Float16GradientError,
@@ -24,6 +23,7 @@ from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of,
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
+from amp_fx.torch_private.pytree import tree_map
 
 if TYPE_CHECKING:
     from amp_fx.grad_scaler.reports import NamedParameters

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from amp_fx.grad_scaler.gradients import clip_factor, grads_of, params_of, upcast
-from amp_fx.grad_scaler.torch_private import runs_only_own_code
+from amp_fx.torch_private.kernels import foreach_add_
+from amp_fx.torch_private.optimizers import runs_only_own_code
+from amp_fx.weights.write_signals import after_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,7 +70,7 @@ def rule_of(optimizer: Any) -> Rule | None:
     differentiate through the step, or that have tensors for settings other than the learning rate.
     """
     rule = _RULES.get(type(optimizer))
-    if rule is None or not runs_only_own_code(optimizer):
+    if rule is None or not runs_only_own_code(optimizer, allowed=(after_step,)):
         return None
     return rule if all(_is_plain(group, rule) for group in optimizer.param_groups) else None
 
@@ -339,7 +341,7 @@ def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
 def count_step(counts: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts a step, unless it was skipped."""
     if counts and found_inf is None:
-        torch._foreach_add_(counts, 1)
+        foreach_add_(counts, 1)
     elif counts and found_inf is not None:
         # Without alpha torch takes the tensor for a number, and waits for its value.
-        torch._foreach_add_(counts, (1 - found_inf).to(counts[0].dtype), alpha=1)
+        foreach_add_(counts, (1 - found_inf).to(counts[0].dtype), alpha=1)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES
+from amp_fx.torch_private.autocast import enter_autocast
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,7 +28,7 @@ def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
 
 def enters_regions(gm: fx.GraphModule) -> bool:
     """Returns True if a graph, or a body inside it, enters an autocast region when it runs."""
-    return any(g.find_nodes(op="call_function", target=_enter_autocast) for g in graphs_in(gm))
+    return any(g.find_nodes(op="call_function", target=enter_autocast) for g in graphs_in(gm))
 
 
 _hop = torch.ops.higher_order
@@ -48,7 +49,7 @@ def has_plain_bodies(node: fx.Node) -> bool:
 
 def argument_graphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs among the arguments of a higher-order op of any kind."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, HigherOrderOperator):
         return []
     names = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
     return [

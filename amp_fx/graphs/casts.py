@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import CAST, VALUE
 from amp_fx.graphs.values import value_of, version_of
 from amp_fx.policies.calls import CAST as _OP
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
 CAPTURED_DTYPE = "captured dtype"
 """The reason of casts back to what capture saw, for an op that takes no mixture."""

@@ -19,6 +19,7 @@ from torch import fx
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.policies.calls import bind
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -86,12 +87,12 @@ def collectives_in(graph: fx.Graph) -> Iterator[Collective]:
 
 def op_name(node: fx.Node) -> str:
     """``aten::view``, whatever the overload; ``""`` for what is no op of PyTorch's."""
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
 
 
 def _collective(node: fx.Node) -> Collective:
     name = op_name(node)
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     arguments = bind(node.target, *argument_values(node))
     tensors = _handed_over(name, arguments)
     size = sum(map(num_bytes, tensors))

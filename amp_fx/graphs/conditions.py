@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.fx.node import map_arg
 
 from amp_fx.errors import GraphInvariantError
@@ -26,6 +25,7 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
 
 
 def _can_evaluate(node: fx.Node) -> bool:
-    is_hop = isinstance(node.target, torch._ops.HigherOrderOperator)
+    is_hop = isinstance(node.target, HigherOrderOperator)
     if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node) or is_hop:
         return False
     return bool(tensors_in(*argument_values(node)))

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import BannedOpError, PolicyError
@@ -45,18 +43,19 @@ from amp_fx.regions.registered_ops import report_mixture
 from amp_fx.replaced import replaced
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.kernels import FLOAT32, LOW, opaque_result
+from amp_fx.torch_private.fake_tensors import FakeTensor
+from amp_fx.torch_private.ops import DispatchKey, OpOverload, has_kernel_for
+from amp_fx.torch_private.tracing import MakefxTracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from torch._ops import OpOverload
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 
 class NotPlainError(Exception):
@@ -251,7 +250,7 @@ class _PolicyTable:
     """
 
     def __init__(self, resolver: Resolver, state: AutocastState, stack: ModuleStack) -> None:
-        self.tracer: _MakefxTracer | None = None
+        self.tracer: MakefxTracer | None = None
         self.decisions: list[OpDecision] = []
         self.num_changed = 0
         self._resolver = resolver
@@ -263,7 +262,7 @@ class _PolicyTable:
         return True
 
     def __contains__(self, op: object) -> bool:
-        return isinstance(op, torch._ops.OpOverload)
+        return isinstance(op, OpOverload)
 
     def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._call(op, args, kwargs)
@@ -308,7 +307,7 @@ class _PolicyTable:
         return result if self.num_changed > num_changed else NotImplemented
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -327,7 +326,7 @@ def is_composite(op: OpOverload) -> bool:
     decomposition, which eager code never runs and which may call other ops (``upsample_*.vec``).
     """
     name = qualified_name(op)
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE.name)
+    return has_kernel_for(name, _COMPOSITE.name)
 
 
 def _refuse_own_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
@@ -340,9 +339,7 @@ def _refuse_own_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype)
 
 
 @contextlib.contextmanager
-def _rolled_back_unless(
-    tracer: _MakefxTracer | None, is_kept: Callable[[], bool]
-) -> Iterator[None]:
+def _rolled_back_unless(tracer: MakefxTracer | None, is_kept: Callable[[], bool]) -> Iterator[None]:
     """Removes the nodes that are traced inside, unless they turn out to be wanted."""
     assert tracer is not None
     assert tracer.fx_tracer is not None
@@ -402,13 +399,13 @@ def _value_key(value: Any) -> Any:
 def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
     """Traces one call to ops as the autocast keys of the dispatcher would see them.
 
-    Relies on ``_MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is
+    Relies on ``MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is
     replaced by a lazy one; ``make_fx`` itself would copy the table into a dict.
 
     Raises:
         NotPlainError: The call cannot be traced.
     """
-    tracer = _MakefxTracer(
+    tracer = MakefxTracer(
         decomposition_table=None,
         tracing_mode="real",
         _allow_non_fake_inputs=True,
@@ -470,7 +467,7 @@ def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _op_name(op: fx.Node) -> str | None:
-    return qualified_name(op.target) if isinstance(op.target, torch._ops.OpOverload) else None
+    return qualified_name(op.target) if isinstance(op.target, OpOverload) else None
 
 
 def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.Node]) -> None:

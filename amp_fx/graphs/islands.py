@@ -6,9 +6,6 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx
-from torch._functorch import predispatch
 from torch.fx.node import map_arg
 
 from amp_fx.graphs.metadata import ISLAND, SITE
@@ -24,13 +21,19 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
+from amp_fx.torch_private.autograd import (
+    enter_dual_level,
+    exit_dual_level,
+    functorch_levels_restored,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch import fx
 
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 TRANSFORM = "torch.func transform"
 """``metadata.ISLAND`` of nodes inside a torch.func transform or a level of forward-mode AD."""
@@ -93,10 +96,10 @@ def evaluate_together(
             given = node.args, node.kwargs
             args, kwargs = map_arg(given, lambda n: values.get(n, value_of(n)))
             values[node] = call_on_fakes(node, args, kwargs)
-            if node.target is predispatch._enter_dual_level:
+            if node.target is enter_dual_level:
                 # All threads share this level, so only the one that entered it can exit it.
-                dual_level.callback(predispatch._exit_dual_level, level=values[node])
-            elif node.target is predispatch._exit_dual_level:
+                dual_level.callback(exit_dual_level, level=values[node])
+            elif node.target is exit_dual_level:
                 dual_level.pop_all()
     inside = set(nodes)
     for node in nodes:
@@ -125,22 +128,3 @@ def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator
         policy_applied(site.state.policy),
     ):
         yield
-
-
-@contextlib.contextmanager
-def functorch_levels_restored() -> Iterator[None]:
-    """Pops torch.func levels that an exception left behind, and allows saved tensor hooks again.
-
-    Relies on ``torch._C._functorch`` keeping its levels on a stack, and on transforms using
-    ``torch._C._autograd._saved_tensors_hooks_disable``.
-    """
-    stack, hooks = torch._C._functorch, torch._C._autograd
-    depth = len(stack.get_interpreter_stack() or ())
-    is_forbidden = hooks._saved_tensors_hooks_get_disabled_error_message() is not None
-    try:
-        yield
-    finally:
-        if not is_forbidden:
-            hooks._saved_tensors_hooks_enable()
-        while len(stack.get_interpreter_stack() or ()) > depth:
-            stack.pop_dynamic_layer_stack()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-
 from amp_fx.graphs.policy_mode import enter_policy, exit_policy
 from amp_fx.regions.policy_numbers import pin
+from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.policy import Policy
 
-ENTERS = (_enter_autocast, enter_policy)
-EXITS = (_exit_autocast, exit_policy)
+ENTERS = (enter_autocast, enter_policy)
+EXITS = (exit_autocast, exit_policy)
 MARKERS = (*ENTERS, *EXITS)
 
 
@@ -25,7 +24,7 @@ def enter_region(
     graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
 ) -> list[fx.Node]:
     """Adds the nodes that enter regions of ``torch.autocast``, and a policy; returns them."""
-    enters = [graph.call_function(_enter_autocast, region) for region in regions]
+    enters = [graph.call_function(enter_autocast, region) for region in regions]
     if policy is not None:
         enters.append(graph.call_function(enter_policy, (pin(policy),)))
     return enters

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.torch_private.kernels import addmm_activation, native_multi_head_attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -49,7 +51,7 @@ def transformer_encoder_layer(
         return torch.layer_norm(x, [embed_dim], weight, bias, eps)
 
     x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
-    x = torch._native_multi_head_attention(
+    x = native_multi_head_attention(
         *(x, x, x, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias),
         mask=mask,
         need_weights=False,
@@ -63,7 +65,7 @@ def transformer_encoder_layer(
     if norm_first:
         x = norm(x, norm_weight_2, norm_bias_2)
     rows = x.view(x.size(0) * x.size(1), x.size(2))
-    rows = torch._addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
+    rows = addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
     rows = torch.addmm(ffn_bias_2, rows, ffn_weight_2.t())
     x = _add_in_place(rows.view(x.size(0), x.size(1), -1), residual)
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)

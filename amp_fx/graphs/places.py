@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from amp_fx.regions.module_stack import NO_FRAME, module_stack, variable_path
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from torch import fx
@@ -114,7 +113,7 @@ def op_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     name = str(getattr(target, "__name__", target))
     module = str(getattr(target, "__module__", "") or "")

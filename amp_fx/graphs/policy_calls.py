@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.errors import BannedOpError
@@ -37,6 +34,9 @@ from amp_fx.regions.policy_numbers import policy_of
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
+from amp_fx.torch_private.fake_tensors import FakeTensorMode, detect_fake_mode
+from amp_fx.torch_private.modes import no_dispatch_modes
+from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def _has_effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     name = getattr(func, "__name__", "")
     if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
         return True
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if isinstance(func, HigherOrderOperator):
         return True
     found: list[Any] = []
     map_aggregate((args, kwargs), lambda leaf: found.append(callable(leaf)))
@@ -163,7 +163,7 @@ class _Rewritten:
 
 
 def _name_of(target: object) -> str:
-    return qualified_name(target) if isinstance(target, torch._ops.OpOverload) else ""
+    return qualified_name(target) if isinstance(target, OpOverload) else ""
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ def _find_out(
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
-    with _tracing_alone(), _disable_current_modes(), _decided():
+    with _tracing_alone(), no_dispatch_modes(), _decided():
         for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(each, _fake_of(tensor, fake_mode))
         ours = _opened(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
@@ -255,9 +255,9 @@ def _tracing_alone() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    from torch._dynamo.convert_frame import compile_lock
+    from amp_fx.torch_private.dynamo import compile_lock, compile_session
 
-    with compile_lock, torch.compiler._compile_session_context():
+    with compile_lock, compile_session():
         yield
 
 

@@ -11,14 +11,15 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._guards import TracingContext
 from torch.nn.functional import binary_cross_entropy
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from amp_fx.graphs.bodies import argument_graphs
 from amp_fx.graphs.policy_calls import find_call, outside_of_dynamo
 from amp_fx.regions.policy_numbers import number_of, policy_of
 from amp_fx.regions.state import left_on_error
+from amp_fx.torch_private.modes import function_modes
+from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,22 +69,16 @@ def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
     return policy_of(int(numbers[0])) if numbers else None  # the innermost mode annotates first
 
 
-def _mode_stack() -> list[Any]:
-    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return stack
-
-
 def ambient_policy() -> Policy | None:
     """Returns the policy of the innermost region of the calling thread that has one.
 
-    Dynamo empties the stack of modes while it compiles. Relies on
-    ``torch_function_mode_stack_state_mgr`` holding the stack of the compiling thread meanwhile.
+    Dynamo empties the stack of modes while it compiles.
     """
-    stack = _mode_stack()
+    stack = function_modes()
     if not stack and TracingContext.try_get() is not None:  # this thread compiles
-        from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+        from amp_fx.torch_private.dynamo import captured_function_modes
 
-        stack = torch_function_mode_stack_state_mgr.stack
+        stack = captured_function_modes()
     modes = [mode for mode in stack if isinstance(mode, PolicyMode)]
     return policy_of(modes[-1].number) if modes else None
 
@@ -103,12 +98,12 @@ def exit_policy(mode: PolicyMode) -> None:
 @contextlib.contextmanager
 def markers_left_on_error() -> Iterator[None]:
     """Leaves the regions and modes that an exception has kept markers of a graph from leaving."""
-    depth = len(_mode_stack())
+    depth = len(function_modes())
     try:
         with left_on_error():
             yield
     except BaseException:
-        for mode in reversed(_mode_stack()[depth:]):
+        for mode in reversed(function_modes()[depth:]):
             mode.__exit__(None, None, None)
         raise
 
@@ -120,5 +115,5 @@ def policy_applied(policy: Policy | None) -> Iterator[None]:
         yield
 
 
-SKIPPED = (PolicyMode.__torch_function__, ambient_policy, _mode_stack, policy_applied)
+SKIPPED = (PolicyMode.__torch_function__, ambient_policy, policy_applied)
 """Functions that Dynamo must not compile as frames of their own."""

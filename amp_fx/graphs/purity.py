@@ -12,13 +12,13 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from amp_fx.errors import PolicyError
 from amp_fx.graphs.values import is_unbacked, recorded_value, tensors_in
 from amp_fx.policies.calls import qualified_name
 from amp_fx.policies.changes import expand_ops
 from amp_fx.tables.op_names import op_text
+from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket, is_impure
 
 if TYPE_CHECKING:
     from torch import fx
@@ -105,8 +105,6 @@ def is_pure_op(op: OpOverload) -> bool:
 
 def why_impure(op: OpOverload) -> str:
     """Returns what is known to make an op impure; an empty string if nothing is known."""
-    from torch._library.utils import is_impure
-
     schema = op._schema
     if schema.is_mutable:
         return "it writes to its arguments"

@@ -29,6 +29,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast, is_widening
 from amp_fx.graphs.metadata import RANGE_NOTE
 from amp_fx.graphs.values import captured_value, dtypes_differ, tensors_in, value_of
+from amp_fx.torch_private.ops import OpOverload
 
 _REFUSED = ("masked_fill", "index_fill", "fill", "full_like", "new_full", "clamp", "clip")
 """Eager kernels raise where such a number overflows."""
@@ -144,7 +145,7 @@ def _is_narrower(source: fx.Node) -> bool:
 
 def name_of(node: fx.Node) -> str:
     """Names what a node calls: ``masked_fill`` for the method, the function and the op."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     if node.op == "call_method":
         return str(node.target)

@@ -17,21 +17,21 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, VALUE, VERSION
 from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.autograd import saved_tensors_hooks_tracing
+from amp_fx.torch_private.fake_tensors import FakeTensor, enable_python_dispatcher
+from amp_fx.torch_private.modes import TorchDispatchMode
+from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 
 def is_symbolic(value: Any) -> bool:
@@ -163,24 +163,11 @@ def analysis(
             if records_writes:
                 stack.enter_context(_WriteRecorder(fake_mode))
         stack.enter_context(_without_warnings())
-        stack.enter_context(_without_saved_tensors_hooks())
+        stack.enter_context(saved_tensors_hooks_tracing())
         stack.enter_context(no_autocast())
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
         yield
-
-
-@contextlib.contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    """The user's hooks are for what the program saves, not for fake tensors.
-
-    Relies on ``torch._C._autograd._saved_tensors_hooks_set_tracing``, as AOTAutograd does.
-    """
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
-    try:
-        yield
-    finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 @contextlib.contextmanager

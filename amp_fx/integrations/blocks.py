@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amp_fx.grad_scaler.torch_private import with_own_code
 from amp_fx.options import Options
+from amp_fx.torch_private.optimizers import with_own_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

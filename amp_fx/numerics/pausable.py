@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from amp_fx.torch_private.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

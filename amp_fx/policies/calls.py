@@ -10,16 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.ops import has_kernels, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from torch._ops import OpOverload
+    from amp_fx.torch_private.ops import OpOverload
 
     Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
@@ -259,9 +260,9 @@ def castable_arguments(op: OpOverload) -> list[str]:
 def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
     """Whether a policy can be laid down for an op overload."""
     name, _, overload = op.partition(".")
-    if not torch._C._dispatch_has_kernel(op) and not has_schema(op):
+    if not has_kernels(op) and not has_schema(op):
         return True
-    schema = torch._C._get_schema(name, overload)
+    schema = schema_of(name, overload)
     if schema.is_mutable:
         return False
     if policy is CastPolicy.FP32_SET_OPT_DTYPE:
@@ -279,7 +280,7 @@ def has_schema(op: str) -> bool:
     """Whether an op overload is registered, by its qualified name."""
     name, _, overload = op.partition(".")
     try:
-        torch._C._get_schema(name, overload)
+        schema_of(name, overload)
     except RuntimeError:
         return False
     return True
@@ -293,7 +294,7 @@ def is_changeable(op: str) -> bool:
     if not has_schema(op) or op.partition("::")[2].startswith("_"):
         return False
     name, _, overload = op.partition(".")
-    return computes(torch._C._get_schema(name, overload))
+    return computes(schema_of(name, overload))
 
 
 def computes(schema: torch.FunctionSchema) -> bool:

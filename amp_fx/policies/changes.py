@@ -31,6 +31,7 @@ from amp_fx.tables.op_names import (
     qualified_pattern,
 )
 from amp_fx.tables.presets import PRESETS
+from amp_fx.torch_private.ops import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -463,5 +464,5 @@ def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...
 
 def _tensor_arguments(op: str) -> list[str]:
     name, _, overload = op.partition(".")
-    schema = torch._C._get_schema(name, overload)
+    schema = schema_of(name, overload)
     return [arg.name for arg in schema.arguments if str(arg.type) in CAST_ARGUMENT_TYPES]

@@ -33,11 +33,10 @@ from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload
-
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleOverride, ModuleStack, RuleOverride
     from amp_fx.policies.policy import Policy
+    from amp_fx.torch_private.ops import OpOverload
 
 
 @dataclasses.dataclass(frozen=True)

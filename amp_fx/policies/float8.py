@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
 from amp_fx.dtypes import dtype_name, is_spread
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES
+from amp_fx.torch_private.fake_tensors import FakeTensor
+from amp_fx.torch_private.kernels import scaled_grouped_mm, scaled_mm
+from amp_fx.torch_private.modes import current_dispatch_mode
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +32,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 def operands_of(op: object) -> Operands | None:
     """The operands of a product that float8 can be asked for; None for other ops."""
-    return PRODUCTS.get(qualified_name(op)) if isinstance(op, torch._ops.OpOverload) else None
+    return PRODUCTS.get(qualified_name(op)) if isinstance(op, OpOverload) else None
 
 
 def why_not_float8(
@@ -95,7 +98,7 @@ def _why_not_of_experts(
 
 
 def _is_foreign(weight: torch.Tensor) -> bool:
-    plain = (torch.Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
     return type(weight) not in plain and not (is_spread(weight) and weight.dim() == 2)
 
 
@@ -220,12 +223,12 @@ def _scaled_product(
         a_factors = a_factors.expand(a.shape[0], 1).contiguous()
         b_factors = b_factors.expand(1, b.shape[1]).contiguous()
     if a_factors.dim() == 0 or is_fast:
-        return torch._scaled_mm(
+        return scaled_mm(
             a, b, scale_a=a_factors, scale_b=b_factors, out_dtype=dtype, use_fast_accum=is_fast
         )
     # By rows, kernels that add up in full are slow: the factors come behind the product.
     one = a_factors.new_ones(())
-    product = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype)
+    product = scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype)
     return product.mul_(a_factors * b_factors)
 
 
@@ -397,7 +400,7 @@ def _grouped_product(left: Quantized, right: Quantized, offsets: Any) -> torch.T
         offsets: Where the rows of each expert end, or what it sums over, if both are matrices.
     """
     (a, a_factors), (b, b_factors) = left, right
-    return torch._scaled_grouped_mm(
+    return scaled_grouped_mm(
         a.contiguous(),
         b.mT.contiguous().mT,
         a_factors.flatten(-2),
@@ -539,7 +542,7 @@ def run_float8(
         result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows, offsets)
         return result
 
-    mode: Any = _get_current_dispatch_mode()
+    mode: Any = current_dispatch_mode()
     if hasattr(mode, "run_float8"):  # amp_fx.accuracy measures it as one op
         result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows, offsets)
     else:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         RuleOverride,
     )
     from amp_fx.tables.cast_policy import CastPolicy, Table
+    from amp_fx.torch_private.ops import OpOverload
 
 
 _FLOAT8 = Float8()
@@ -147,7 +148,7 @@ class Policy:
 
         save(self, path)
 
-    def rule(self, op: torch._ops.OpOverload, device_type: str) -> CastPolicy | None:
+    def rule(self, op: OpOverload, device_type: str) -> CastPolicy | None:
         """The policy of one op overload on one device type; None if it has none.
 
         That is what holds outside of the modules named by ``with_modules``, where no rule says

@@ -15,11 +15,19 @@ import torch
 from amp_fx.policies.calls import qualified_name, restore_results
 from amp_fx.policies.policy import preset
 from amp_fx.tables.kernels import opaque_result
+from amp_fx.torch_private.ops import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    has_backend_fallback,
+    has_kernel_for,
+    keyset_full_after,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch._ops import OpOverload
+    from amp_fx.torch_private.ops import OpOverload
 
 _lock = threading.Lock()
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
@@ -34,7 +42,7 @@ def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
 
 
 def _has_kernel(name: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return has_kernel_for(name, key)
 
 
 def autocast_key(device_type: str) -> str:
@@ -54,7 +62,7 @@ _AUTOCAST_KEYS = {
 def add_kernels_of_op(name: str) -> None:
     """Adds autocast kernels of all devices for a registered op that has none."""
     for device_type in preset("torch").tables:
-        if hasattr(torch._C.DispatchKey, autocast_key(device_type)):
+        if hasattr(DispatchKey, autocast_key(device_type)):
             _add_kernel(name, device_type)
 
 
@@ -65,7 +73,7 @@ def add_kernels_of_device(device_type: str) -> None:
     pass either. Kernels of the backend's own stay.
     """
     key = autocast_key(device_type)
-    if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
+    if not has_backend_fallback(getattr(DispatchKey, key)):
         library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
         library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
         _libraries[device_type, "fallback"] = library
@@ -95,16 +103,16 @@ def _find_op(name: str) -> OpOverload | None:
 
 
 def _make_kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., Any]:
-    dispatch_key = getattr(torch._C.DispatchKey, key)
-    own_key = torch._C.DispatchKeySet(dispatch_key)
-    keys_below = torch._C._dispatch_keyset_full_after(dispatch_key)
+    dispatch_key = getattr(DispatchKey, key)
+    own_key = DispatchKeySet(dispatch_key)
+    keys_below = keyset_full_after(dispatch_key)
     calls_others = op._can_decompose() or opaque_result(qualified_name(op), device_type) is not None
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         decision = preset("torch").resolver.decide((op, args, kwargs), device_type, ())
         if decision is None and calls_others:
             return op.redispatch(keyset & keys_below, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(own_key):
+        with ExcludeDispatchKeyGuard(own_key):
             if decision is None:
                 return op(*args, **kwargs)
             low_dtype = torch.get_autocast_dtype(device_type)

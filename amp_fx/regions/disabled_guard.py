@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch._guards import Guard, TracingContext
-
 from amp_fx.regions.state import in_disabled_region
+from amp_fx.torch_private.tracing import Guard, TracingContext
 
 
 def guard_disabled_region() -> None:
@@ -21,8 +20,7 @@ def guard_disabled_region() -> None:
     """
     if TracingContext.try_get() is None:  # called without Dynamo
         return
-    from torch._dynamo.guards import install_guard
-    from torch._dynamo.source import GlobalStateSource
+    from amp_fx.torch_private.dynamo import GlobalStateSource, install_guard
 
     install_guard(
         Guard(GlobalStateSource(), partial(_disabled_region_match, expected=in_disabled_region()))

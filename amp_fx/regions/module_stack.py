@@ -15,16 +15,17 @@ from torch import nn
 from amp_fx.errors import PolicyWarning
 from amp_fx.policies.changes import join_path, module_path, name_of, path_of
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType, FrameType
 
     from torch import fx
-    from torch._dynamo.symbolic_convert import InstructionTranslator
 
     from amp_fx.policies.changes import ModuleEntry, ModuleOverride, ModuleStack
     from amp_fx.policies.policy import Policy
+    from amp_fx.torch_private.dynamo import InstructionTranslator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +177,7 @@ def guard_module(frame: CompileFrame) -> None:
     """
     if not frame.own or len(frame.stack) < 2:
         return
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import LocalSource
+    from amp_fx.torch_private.dynamo import GuardBuilder, LocalSource, install_guard
 
     source = LocalSource(frame.own.removeprefix("L['").removesuffix("']"))
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))
@@ -189,11 +189,11 @@ def _translator() -> InstructionTranslator | None:
     Relies on ``InstructionTranslator.current_tx``, on its ``f_locals``, and on
     ``output.current_tx``, whose ``nn_module_stack`` becomes that of the nodes.
     """
-    if "torch._dynamo" not in sys.modules or torch._guards.TracingContext.try_get() is None:
+    if "torch._dynamo" not in sys.modules or TracingContext.try_get() is None:
         return None
-    from torch._dynamo import symbolic_convert
+    from amp_fx.torch_private.dynamo import current_translator
 
-    return getattr(symbolic_convert.tls, "current_tx", None)
+    return current_translator()
 
 
 @dataclasses.dataclass(frozen=True)

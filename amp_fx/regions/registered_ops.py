@@ -16,6 +16,7 @@ from amp_fx.policies.policy import add_device
 from amp_fx.regions.autocast_kernels import add_kernels_of_device, add_kernels_of_op
 from amp_fx.tables.op_names import op_text
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
+from amp_fx.torch_private.autocast import privateuse1_name, register_device_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ def register_op(
     for name in names:
         add_kernels_of_op(name)
     if not _reported.isdisjoint(names):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         _reported.difference_update(names)
 
 
@@ -127,7 +128,7 @@ def register_device(
 
 
 def _check_name(device_type: object) -> None:
-    name = torch._C._get_privateuse1_backend_name()
+    name = privateuse1_name()
     if device_type == name:
         return
     raise OptionError(
@@ -163,5 +164,5 @@ def _set_supported(device_type: str, supported: list[torch.dtype]) -> None:
     module: Any = getattr(torch, device_type, None)
     if module is None:
         module = types.ModuleType(f"torch.{device_type}")
-        torch._register_device_module(device_type, module)  # type: ignore[no-untyped-call]
+        register_device_module(device_type, module)
     module.get_amp_supported_dtype = lambda: list(supported)

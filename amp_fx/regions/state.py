@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.regions.policy_numbers import interned
+from amp_fx.torch_private.autocast import DisableAutocast, is_any_autocast_enabled, privateuse1_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,10 +38,7 @@ def autocast_device_types() -> tuple[str, ...]:
 
     Without the one that stands for no device (``called_without_autocast``).
     """
-    names = [
-        torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name
-        for name in _PRIORITY
-    ]
+    names = [privateuse1_name() if name == "privateuse1" else name for name in _PRIORITY]
     return tuple(
         name for name in names if name != _NO_DEVICE and torch.amp.is_autocast_available(name)
     )
@@ -175,7 +173,7 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
     Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys;
     a region entered inside it is on again, so that islands still work.
     """
-    guard: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    guard: contextlib.AbstractContextManager[None] = DisableAutocast()
     return guard
 
 
@@ -243,7 +241,7 @@ def _is_any_enabled() -> bool:
 
     ``torch._C._is_any_autocast_enabled`` is quick but does not ask for all: MPS is left out.
     """
-    is_any = torch._C._is_any_autocast_enabled()
+    is_any = is_any_autocast_enabled()
     return is_any or any(map(torch.is_autocast_enabled, autocast_device_types()))
 
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
@@ -30,6 +28,10 @@ from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
 from amp_fx.passes.low_reads import LOW_DTYPES
 from amp_fx.policies.calls import CAST
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
+from amp_fx.torch_private.fake_tensors import FakeTensor
+from amp_fx.torch_private.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -173,9 +175,7 @@ def _plain_tensors(*values: Any) -> list[torch.Tensor]:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    )
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
 
 
 def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -342,7 +342,7 @@ def _own_reasons(model: nn.Module) -> dict[str, str]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
-    is_fake = isinstance(tensor, torch._subclasses.FakeTensor)
+    is_fake = isinstance(tensor, FakeTensor)
     return (is_own or is_fake) and tensor.layout is torch.strided
 
 

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_fx.errors import PolicyError
 from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import measured_file, torch_version
+from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from amp_fx.torch_private.ops import registrations_for, schema_of, scoped_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch._ops import OpOverload, OpOverloadPacket
-
     from amp_fx.tables.cast_policy import Table
+    from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket
 
 LIKE_XPU = ("mtia", "maia")
 """Device types whose Autograd key ``torch.library`` cannot register kernels on.
@@ -82,7 +82,7 @@ def registered_ops(device_type: str) -> list[str]:
     Ops of other libraries and those in ``OWN_KERNELS`` are left out.
     """
     key = f"Autocast{device_type.upper()}"
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    registered = registrations_for(key)
     aten = {op for op in registered if op.startswith("aten::")}
     return sorted(aten.difference(OWN_KERNELS.get(device_type, ())))
 
@@ -209,7 +209,7 @@ def _reporting(op: str, key: str) -> Iterator[None]:
     packet = op.partition(".")[0]
     names = _packet(op).overloads()  # type: ignore[no-untyped-call]
     siblings = [packet if name == "default" else f"{packet}.{name}" for name in names]
-    with torch.library._scoped_library(op.partition("::")[0], "IMPL") as library:
+    with scoped_library(op.partition("::")[0], "IMPL") as library:
         for name in siblings:
             # Overloads without tensors are TorchScript's own.
             if any(map(_num_tensors, _schema(name).arguments)):
@@ -283,7 +283,7 @@ def _packet(op: str) -> OpOverloadPacket:
 
 def _schema(op: str) -> torch.FunctionSchema:
     name, _, overload = op.partition(".")
-    return torch._C._get_schema(name, overload)
+    return schema_of(name, overload)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,15 @@ import difflib
 from typing import TYPE_CHECKING
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 from amp_fx.errors import PolicyError
+from amp_fx.torch_private.ops import (
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    all_op_names,
+    schema_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,13 +44,13 @@ _RENAMED = {"aten::cross_entropy": "aten::cross_entropy_loss"}
 
 def all_ops() -> frozenset[str]:
     """Qualified names of all op overloads that are registered: ``"aten::softmax.int"``."""
-    return frozenset(torch._C._dispatch_get_all_op_names())
+    return frozenset(all_op_names())
 
 
 def is_functional(op: str) -> bool:
     """Whether a registered op writes to none of its arguments (no ``out=``, not in place)."""
     name, _, overload = op.partition(".")
-    return not torch._C._get_schema(name, overload).is_mutable
+    return not schema_of(name, overload).is_mutable
 
 
 def overloads_by_packet() -> dict[str, list[str]]:
@@ -95,7 +101,7 @@ def op_text(op: object) -> str:
     Raises:
         PolicyError: It is none of these.
     """
-    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(op, (OpOverload, OpOverloadPacket)):
         return str(op).replace(".", "::", 1)
     text = op._qualname if isinstance(op, CustomOpDef) else op
     if not isinstance(text, str) or not text.strip():

@@ -13,12 +13,7 @@ from torch._dynamo.aot_compile_types import (
     SerializableCallable,
 )
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import (
-    OptimizedModule,
-    _NullDecorator,
-    innermost_backend,
-    skip_code,
-)
+from torch._dynamo.eval_frame import OptimizedModule, _NullDecorator, innermost_backend, skip_code
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     RestartAnalysis,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from torch._inductor import aoti_compile_and_package
+from torch._inductor import aoti_compile_and_package, freezing
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
-from torch._inductor.freezing import convert_conv_weights_to_channels_last
-from torch._inductor.freezing_utils import (
-    enter_freezing,
-    is_frozen_param,
-    record_has_frozen_params,
-)
+from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
 from torch._inductor.fx_passes import freezing_patterns
 from torch._inductor.fx_passes.freezing_patterns import freezing_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -43,9 +38,9 @@ __all__ = (
     "compile_fx",
     "compile_fx_inner",
     "constrain_to_fx_strides",
-    "convert_conv_weights_to_channels_last",
     "decompositions",
     "enter_freezing",
+    "freezing",
     "freezing_passes",
     "freezing_patterns",
     "fresh_cache",

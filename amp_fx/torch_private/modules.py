@@ -9,7 +9,7 @@ import torch
 
 def has_global_module_hooks() -> bool:
     """Returns True if hooks are registered for all modules."""
-    return torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def states_of_sharded_modules() -> list[Any]:

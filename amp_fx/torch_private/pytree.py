@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 __all__ = ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")

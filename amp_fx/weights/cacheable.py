@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_fx.dtypes import is_spread
 from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
+from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.engine import engine
 from amp_fx.weights.spread import is_distributed, is_managed, is_of_plain_module, part_of
 from amp_fx.weights.write_signals import DEVICES, is_watchable

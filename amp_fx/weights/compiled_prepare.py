@@ -79,6 +79,6 @@ def writing(specs: Sequence[CachedValueSpec]) -> Callable[..., None]:
 
 @functools.cache
 def _has_triton() -> bool:
-    from torch.utils._triton import has_triton
+    from amp_fx.torch_private.inductor import has_triton
 
     return has_triton()

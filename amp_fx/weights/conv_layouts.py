@@ -47,7 +47,7 @@ def lay_out_convolutions(
     Returns:
         True if the graph changed.
     """
-    from torch._inductor.graph import GraphLowering
+    from amp_fx.torch_private.inductor import GraphLowering
 
     chosen = [node for node in values if _is_weight(node)]
     if not chosen or not GraphLowering.decide_layout_opt(gm, is_inference=is_inference):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.engine import engine
 
 if TYPE_CHECKING:
@@ -111,10 +112,10 @@ class Entry:
         self.value_bytes = 0
         if self.spec.is_alias:
             return
-        addresses = {storage_address_of(weight) for weight in weights if weight.numel()}
+        addresses = {data_address(weight) for weight in weights if weight.numel()}
         for tensor in value if isinstance(value, tuple) else (value,):
             is_strided = tensor.layout is torch.strided
-            if not is_strided or storage_address_of(tensor) not in addresses:
+            if not is_strided or data_address(tensor) not in addresses:
                 self.value_bytes += tensor.numel() * tensor.element_size()
 
 
@@ -173,15 +174,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def storage_address_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's data without requesting a mutable pointer.
-
-    Relies on ``torch._C._data_address``, which is private to torch.
-    """
-    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-    return address
 
 
 def description(name: str, owner: str, weight: torch.Tensor | None) -> str:

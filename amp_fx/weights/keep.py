@@ -10,16 +10,17 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from amp_fx.errors import KeepError
 from amp_fx.policies.calls import bind, written_arguments
+from amp_fx.torch_private.autograd import temporarily_clear_interpreter_stack
+from amp_fx.torch_private.modes import TorchDispatchMode, no_dispatch_modes
+from amp_fx.torch_private.pytree import tree_leaves
+from amp_fx.torch_private.tensors import data_address, is_cow_tensor
 from amp_fx.weights.cacheable import verify_level
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import computing_values, storage_address_of
+from amp_fx.weights.entry import computing_values
 from amp_fx.weights.store import STORE, watch
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.swaps import before_swaps
@@ -34,7 +35,7 @@ Value = Any
 """A tensor, or a tuple of tensors."""
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _get(instance: Keep) -> Value:
     return instance._get()
 
@@ -200,7 +201,7 @@ def _hold_all(tensor: torch.Tensor) -> Callable[[], None]:
 @contextlib.contextmanager
 def _outside_of_transforms() -> Iterator[None]:
     """Disables ``torch.func`` transforms and dispatch modes, which cached values outlive."""
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with temporarily_clear_interpreter_stack(), no_dispatch_modes():
         yield
 
 
@@ -273,7 +274,7 @@ def _why_remade(weights: Weights) -> str:
             return "a weight was written where PyTorch cannot see it"
         if not is_watchable(weight):
             return "a library shards a weight and frees its memory"
-        if torch._C._is_cow_tensor(weight):  # type: ignore[attr-defined]
+        if is_cow_tensor(weight):
             return "a weight and its lazy clone share memory until one of them is written"
         if not watch(weight.detach()):
             return "a weight lies in memory that PyTorch did not allocate: shared, mapped, NumPy's"
@@ -381,4 +382,4 @@ def _identity(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return storage_address_of(tensor) or (0 if is_plain else id(tensor))
+    return data_address(tensor) or (0 if is_plain else id(tensor))

@@ -16,12 +16,12 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
+from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
 from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
@@ -98,7 +98,7 @@ class Constants:
 
     def put(self, node: fx.Node, value: torch.Tensor, copy: fx.Node) -> None:
         """Replaces a node by a constant, named alike in every process because caches store it."""
-        from torch._inductor.constant_folding import replace_node_with_constant
+        from amp_fx.torch_private.inductor import replace_node_with_constant
 
         name = f"_frozen_param{len(self.copies)}"
         replace_node_with_constant(self.gm, node, value, name)
@@ -234,11 +234,14 @@ def pack(
     Returns:
         The constants, the positions of the inputs that are left, and inductor's layout decision.
     """
-    from torch._inductor import freezing
-    from torch._inductor.freezing_utils import enter_freezing, record_has_frozen_params
-    from torch._inductor.fx_passes.freezing_patterns import freezing_passes
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
+    from amp_fx.torch_private.inductor import (
+        GraphLowering,
+        enter_freezing,
+        freezing,
+        freezing_passes,
+        record_has_frozen_params,
+        view_to_reshape,
+    )
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = written_inputs(gm)
@@ -271,7 +274,7 @@ def _without_duplicates(graph: fx.Graph) -> fx.Graph:
 
     Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that it does not merge.
     """
-    from torch._functorch import compile_utils
+    from amp_fx.torch_private.aot_autograd import compile_utils
 
     calls = [node for node in graph.nodes if node.op == "call_function"]
     impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
@@ -284,8 +287,7 @@ def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
 
     Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
     """
-    from torch._inductor.fx_passes import freezing_patterns
-    from torch._inductor.pattern_matcher import PatternMatcherPass
+    from amp_fx.torch_private.inductor import PatternMatcherPass, freezing_patterns
 
     freezing_patterns.lazy_init()  # which fills the pass
     if is_on:
@@ -295,7 +297,7 @@ def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
 
 def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Lets fake tensors meet the constants of a graph, which are real."""
-    from torch._guards import detect_fake_mode
+    from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
     fake_mode = detect_fake_mode(example_inputs)
     if fake_mode is None:
@@ -313,8 +315,11 @@ def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
     Relies on ``FxGraphCachePickler._reduce_tensor`` and ``CacheabilityValidator.check_tensor`` of
     ``torch._inductor.codecache``.
     """
-    from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
-    from torch._inductor.freezing_utils import is_frozen_param
+    from amp_fx.torch_private.inductor import (
+        CacheabilityValidator,
+        FxGraphCachePickler,
+        is_frozen_param,
+    )
 
     reduce, check = FxGraphCachePickler._reduce_tensor, CacheabilityValidator.check_tensor
 
@@ -340,7 +345,7 @@ def _compiling_constants() -> contextlib.AbstractContextManager[None]:
 
     Code from a cache on disk does not tell what its templates computed.
     """
-    from torch._inductor import config
+    from amp_fx.torch_private.inductor_config import config
 
     has_templates = config.max_autotune or config.max_autotune_gemm
     settings = {"always_keep_tensor_constants": True}  # small ones become literals otherwise

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CONSTANT, VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.traffic import num_bytes
 from amp_fx.graphs.values import is_symbolic, tensors_in
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping

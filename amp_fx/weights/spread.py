@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import is_spread
+from amp_fx.torch_private.modules import states_of_sharded_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,9 +67,7 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
     """
     if "torch.distributed.fsdp._fully_shard" not in sys.modules:
         return
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for ref in list(_module_state_mapping.values()):
+    for ref in states_of_sharded_modules():
         state: Any = ref()
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:

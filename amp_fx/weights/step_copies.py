@@ -19,8 +19,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
+from amp_fx.torch_private.pytree import tree_map
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
 from amp_fx.weights.sample import remember_again

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.torch_private.kernels import foreach_copy_
 from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import Entry, compute, computing_values, copied_into, read_only
@@ -246,7 +247,7 @@ class Store:
         for weights, specs, own in compiled.values():
             write_values(specs, tuple(map(read_only, weights)), own)
         if targets:
-            torch._foreach_copy_(targets, copied)
+            foreach_copy_(targets, copied)
         return values
 
     def _allocate_or_compute(self, entry: Entry, weights: Weights, old: Any) -> Any:

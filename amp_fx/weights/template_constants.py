@@ -12,13 +12,13 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
+from amp_fx.torch_private.modes import TorchDispatchMode
+from amp_fx.torch_private.pytree import tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Relies on ``DataProcessorChoiceCallerWrapper.output_node`` of
         ``torch._inductor.select_algorithm``.
         """
-        from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper as Choice
+        from amp_fx.torch_private.inductor import DataProcessorChoiceCallerWrapper as Choice
 
         output_node = Choice.output_node
 

@@ -19,6 +19,7 @@ from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.models import MLP
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.torch_private.kernels import foreach_copy_, foreach_mul_
 from amp_fx.weights.call import CachedCall
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.split import Prepare
@@ -103,8 +104,8 @@ def _refresh(
     lows = [weight.to(settings.dtype) for weight in weights]
     # Written by an op that optimizers call, and by no optimizer: hooks on its step may refresh,
     # outside of what is timed.
-    write = functools.partial(torch._foreach_mul_, weights, 1.0)
-    copy = functools.partial(torch._foreach_copy_, lows, weights)
+    write = functools.partial(foreach_mul_, weights, 1.0)
+    copy = functools.partial(foreach_copy_, lows, weights)
     run = functools.partial(call, x)
     runs = {STALE: run, FRESH: run, COPYING: copy}
     before = {STALE: write, FRESH: run, COPYING: write}
@@ -115,7 +116,7 @@ def _refresh(
         timings = time_in_turns(
             runs, repeats=ROUNDS_PER_REPEAT * settings.repeats, steps=1, before=before
         )
-    torch._dynamo.reset()
+    torch.compiler.reset()
     rounds = zip(*(timings[name].times for name in (STALE, FRESH, COPYING)), strict=True)
     rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
     return Figure(what, 1e6 * rest, "µs")

@@ -7,7 +7,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
@@ -25,6 +24,7 @@ from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,6 @@ import functools
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx.dtypes import dtype_name
@@ -29,6 +28,9 @@ from amp_fx.numerics.shadow import (
     running_node,
     tensors_in,
 )
+from amp_fx.torch_private.fake_tensors import FakeTensor
+from amp_fx.torch_private.modes import DisableTorchFunction
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,7 +89,7 @@ class Event:
         before: The value before of a low tensor that a backward adds to; else None.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     name: str
     function: str
     stage: str
@@ -227,8 +229,8 @@ class AuditMode(PausableMode):
         if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)  # as a DTensor finds the layout of a result
         self.guard.look_at(tensors)
-        if not isinstance(func, torch._ops.OpOverload):
-            with torch._C.DisableTorchFunction():
+        if not isinstance(func, OpOverload):
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         facts = facts_of(func)
         if not facts.is_view:
@@ -248,7 +250,7 @@ class AuditMode(PausableMode):
 
     def _event(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
@@ -324,9 +326,7 @@ class AuditMode(PausableMode):
         return tensor
 
 
-def _flops(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
-) -> int:
+def _flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
     """Returns the floating-point operations of a product; 0 for other ops."""
     formula = _formula(op)
     if formula is None:
@@ -335,7 +335,7 @@ def _flops(
 
 
 @functools.cache
-def _formula(op: torch._ops.OpOverload) -> Callable[..., int] | None:
+def _formula(op: OpOverload) -> Callable[..., int] | None:
     """Returns the formula of a product; that of ``addmm_`` is the one of ``addmm``."""
     packet: Any = op.overloadpacket
     if packet not in flop_registry and op._schema.name.endswith("mm_"):

@@ -13,12 +13,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.places import Site
+from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the scaler relies on in functions of torch that are not public."""
+"""torch_private.optimizers and group_by_device_and_dtype: what is relied on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_fx.grad_scaler import torch_private
+from amp_fx.torch_private import optimizers, tensors
+from amp_fx.weights.write_signals import after_step
 
 
 @pytest.mark.parametrize(
@@ -19,25 +20,25 @@ from amp_fx.grad_scaler import torch_private
 def test_the_kernel_looks_before_it_multiplies(dtype: torch.dtype) -> None:
     grads = [torch.tensor([8.0, 4.0], dtype=dtype), torch.zeros(0, dtype=dtype)]
     found_inf = torch.zeros(())
-    torch_private.unscale_and_check_(grads, found_inf, torch.tensor(0.5))
+    optimizers.unscale_and_check_(grads, found_inf, torch.tensor(0.5))
     assert grads[0].tolist() == [4.0, 2.0]
     assert found_inf.item() == 0.0
-    torch_private.unscale_and_check_(grads, found_inf, torch.tensor(math.inf))
+    optimizers.unscale_and_check_(grads, found_inf, torch.tensor(math.inf))
     assert found_inf.item() == 0.0  # what it made infinite it does not see
-    torch_private.unscale_and_check_(grads, found_inf, torch.tensor(1.0))
+    optimizers.unscale_and_check_(grads, found_inf, torch.tensor(1.0))
     assert found_inf.item() == 1.0
     grads[0].fill_(1.0)
-    torch_private.unscale_and_check_(grads, found_inf, torch.tensor(1.0))
+    optimizers.unscale_and_check_(grads, found_inf, torch.tensor(1.0))
     assert found_inf.item() == 1.0  # it never clears the flag
 
 
 def test_groups_keep_the_tensors_and_their_order() -> None:
-    tensors = [torch.ones(2), torch.ones(2).half(), torch.ones(3), torch.eye(2).to_sparse()]
-    groups = torch_private.group_by_device_and_dtype(tensors)
+    given = [torch.ones(2), torch.ones(2).half(), torch.ones(3), torch.eye(2).to_sparse()]
+    groups = tensors.group_by_device_and_dtype(given)
     by_dtype = {group[0].dtype: group for group in groups}
     assert len(groups) == len(by_dtype) == 2
     singles = by_dtype[torch.float32]
-    assert all(a is b for a, b in zip(singles, [tensors[0], *tensors[2:]], strict=True))
+    assert all(a is b for a, b in zip(singles, [given[0], *given[2:]], strict=True))
 
 
 class WithHook(torch.optim.SGD):
@@ -49,30 +50,33 @@ class WithHook(torch.optim.SGD):
 
 
 def test_whether_only_torchs_own_code_runs() -> None:
+    def runs_only_own_code(optimizer: Any) -> bool:
+        return optimizers.runs_only_own_code(optimizer, allowed=(after_step,))
+
     def make(kind: Any = torch.optim.SGD) -> Any:
         return kind([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
 
-    assert torch_private.runs_only_own_code(make())
-    assert torch_private.runs_only_own_code(make(torch.optim.Adafactor))
-    assert not torch_private.runs_only_own_code(make(WithHook))
+    assert runs_only_own_code(make())
+    assert runs_only_own_code(make(torch.optim.Adafactor))
+    assert not runs_only_own_code(make(WithHook))
 
     scheduled, replaced = make(), make()
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
-    assert torch_private.runs_only_own_code(scheduled)
+    assert runs_only_own_code(scheduled)
     replaced.step = functools.wraps(replaced.step)(lambda *_: None)
-    assert not torch_private.runs_only_own_code(replaced)
+    assert not runs_only_own_code(replaced)
     scheduled.step = functools.wraps(scheduled.step)(lambda *_: None)
-    assert not torch_private.runs_only_own_code(scheduled)
+    assert not runs_only_own_code(scheduled)
 
     hook = register_optimizer_step_post_hook(lambda *_: None)
-    assert not torch_private.runs_only_own_code(make())
+    assert not runs_only_own_code(make())
     hook.remove()
-    assert torch_private.runs_only_own_code(make())
+    assert runs_only_own_code(make())
 
 
 def test_schedulers_know_of_a_marked_step() -> None:
     """Torch warns if a scheduler is stepped before its optimizer; warnings are errors here."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    torch_private.mark_stepped(optimizer)
+    optimizers.mark_stepped(optimizer)
     scheduler.step()

@@ -1,19 +1,16 @@
-"""The private functions of torch that the scaler relies on, one wrapper each.
-
-``tests/grad_scaler/test_torch_private.py`` says what is relied on.
-"""
+"""Optimizers of torch: their kernels, their hooks, and how their steps are compiled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.optim.optimizer as optimizer_module
 
-from amp_fx.weights.write_signals import after_step
+from amp_fx.torch_private.kernels import amp_foreach_non_finite_check_and_unscale_, foreach_copy_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -25,32 +22,22 @@ def unscale_and_check_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor
     DTensors, where all ranks get the largest flag. The others are float32, 0-dim, on that device.
     """
     try:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     except NotImplementedError:  # CUDA has no kernel for bfloat16
         copies = [grad.float() for grad in grads]
-        torch._amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inv_scale)
-        torch._foreach_copy_(grads, copies)
+        amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inv_scale)
+        foreach_copy_(grads, copies)
 
 
-def group_by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Groups tensors in one C++ call: 0.1 us per tensor, against 1 us for a loop in Python."""
-    if not tensors:
-        return []
-    groups: Any = torch._C._group_tensors_by_device_and_dtype([tensors], False)  # type: ignore[list-item]
-    return [lists[0] for lists, _ in groups.values()]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns a DTensor's shard on this rank, in the same memory; any other tensor unchanged."""
-    return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
-
-
-def runs_only_own_code(optimizer: Any) -> bool:
+def runs_only_own_code(optimizer: Any, allowed: Collection[Any] = ()) -> bool:
     """Returns True if a step runs torch's own code only: one of its optimizers, without hooks.
 
-    The hook by which cached casts of weights learn of steps does not count: a compiled step need
-    not run it, as its kernels request the pointers that they write through. Nor does the wrapper
-    that learning-rate schedulers put around ``step``; any other replacement of ``step`` does.
+    The wrapper that learning-rate schedulers put around ``step`` does not count; any other
+    replacement of ``step`` does.
+
+    Args:
+        optimizer: The optimizer.
+        allowed: Global hooks after a step that do not count.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return False
@@ -62,8 +49,13 @@ def runs_only_own_code(optimizer: Any) -> bool:
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or optimizer_module._global_optimizer_pre_hooks
-        or set(optimizer_module._global_optimizer_post_hooks.values()) - {after_step}
+        or set(optimizer_module._global_optimizer_post_hooks.values()) - set(allowed)
     )
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tells learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mark_static(tensors: list[Tensor]) -> None:
@@ -72,8 +64,10 @@ def mark_static(tensors: list[Tensor]) -> None:
     Inductor makes no CUDA graph of a call that writes other inputs. There is no guard on it: if an
     address does change, as those of gradients may, the CUDA graph is recorded again.
     """
+    from amp_fx.torch_private.dynamo import mark_static_address
+
     for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor, guard=False)
+        mark_static_address(tensor, guard=False)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,8 +78,3 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function.__code__ = function.__code__.replace()
     return function
-
-
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tells learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
