@@ -80,7 +80,7 @@ def compile_with_inductor(
         options: The options of the backend.
         compile_inside: Compiles each graph of AOTAutograd, as inductor's ``compile_fx_inner``.
     """
-    from amp_fx.torch_private.inductor import compile_fx
+    from amp_fx.torch_private.inductor import compile_fx_module
     from amp_fx.torch_private.inductor_config import config
 
     settings = {**_float8_config(gm), **inductor_config(options)}
@@ -94,7 +94,7 @@ def compile_with_inductor(
         stack.enter_context(repaired())
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
-        return compile_fx(  # type: ignore[return-value]
+        return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
             inner_compile=narrowing(compile_inside, options),
@@ -154,12 +154,12 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
-    from amp_fx.torch_private.inductor import compile_fx_inner
+    from amp_fx.torch_private.inductor import compile_fx_module
 
     parts = apart(gm, kwargs.get("static_input_idxs") or ())
     stage = "backward" if kwargs.get("is_backward") else "forward"
     with working(f"inductor's {stage}"), repaired():
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        compiled = compile_fx_module.compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "current_callable"):
         compiled.current_callable = parts.wrap(compiled.current_callable)
     return compiled

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch._inductor import aoti_compile_and_package, freezing
+from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
@@ -35,8 +35,7 @@ __all__ = (
     "PatternMatcherPass",
     "SchedulerNode",
     "aoti_compile_and_package",
-    "compile_fx",
-    "compile_fx_inner",
+    "compile_fx_module",
     "constrain_to_fx_strides",
     "decompositions",
     "enter_freezing",

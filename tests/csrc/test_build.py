@@ -96,8 +96,8 @@ def test_another_abi_has_another_key(
     elif what == "git":
         monkeypatch.setattr(torch.version, "git_version", "abc")
     elif what == "abi":
-        old = torch._C._GLIBCXX_USE_CXX11_ABI
-        monkeypatch.setattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", not old)
+        old = torch.compiled_with_cxx11_abi()
+        monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: not old)
     elif what == "python":
         monkeypatch.setattr(sysconfig, "get_config_var", lambda _: "cpython-399")
     elif what == "machine":
@@ -175,7 +175,7 @@ def test_without_a_compiler(source: Path, folder: Path, monkeypatch: pytest.Monk
     def no_compiler(*_: Any, **__: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("torch._inductor.cpp_builder.CppTorchOptions", no_compiler)
+    monkeypatch.setattr("amp_fx.torch_private.inductor_build.CppTorchOptions", no_compiler)
     with pytest.raises(NativeBuildError, match="no compiler"):
         build.start(NAME, source)
     assert not [*(folder / build.key(source)).iterdir()]
