@@ -103,3 +103,45 @@ def test_nothing_imports_a_layer_above(path: Path) -> None:
 def test_an_import_of_a_layer_above_is_found(text: str) -> None:
     assert len(wrong_edges("graphs", text)) == 1
     assert wrong_edges("graphs", "from amp_fx.regions.state import AutocastState") == []
+
+
+def private_names(source: str) -> set[str]:
+    """Names of torch that begin with ``_``, by which a text imports or reads them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("torch.")}
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if text.startswith("torch._"):
+                found.add(text)
+    return {name for name in found if "._" in name.replace(".__", ".")}
+
+
+ALLOWED = {"torch._dynamo.graph_break", "torch._dynamo"}
+"""Dynamo must meet this one by its own name in ``PolicyMode``, which it traces."""
+
+
+def test_private_names_of_torch_are_used_through_one_folder() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in modules()
+        if not {"torch_private", "numerics"} & set(path.parts)
+        and (names := private_names(path.read_text(encoding="utf-8")) - ALLOWED)
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from torch._inductor import config",
+        "from torch.amp.autocast_mode import _enter_autocast",
+        "import torch._dynamo",
+        "import torch\ntorch._C._get_schema",
+    ],
+)
+def test_a_private_name_of_torch_is_found(text: str) -> None:
+    assert private_names(text)

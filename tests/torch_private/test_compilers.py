@@ -1,0 +1,376 @@
+"""torch_private.dynamo, tracing, fake_tensors, aot_autograd and inductor: what is relied on."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import fx
+from torch.overrides import BaseTorchFunctionMode
+
+from amp_fx.torch_private import (
+    aot_autograd,
+    dynamo,
+    fake_tensors,
+    inductor,
+    inductor_build,
+    inductor_config,
+    inductor_passes,
+    tracing,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def compiled(program: Any, backend: Any, *args: Any, **options: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(program, backend=backend, **options)(*args)  # type: ignore[no-untyped-call]
+
+
+def test_a_backend_is_called_inside_of_these_contexts() -> None:
+    seen: dict[str, Any] = {}
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen["trace"] = tracing.TracingContext.try_get()
+        seen["compile"] = tracing.CompileContext.current_compile_id()
+        seen["fake"] = fake_tensors.detect_fake_mode(inputs)
+        seen["translator"] = dynamo.current_translator()
+        return gm.forward
+
+    assert tracing.TracingContext.try_get() is None
+    compiled(lambda x: x + 1, backend, torch.ones(2))
+    assert isinstance(seen["trace"], tracing.TracingContext)
+    assert seen["compile"].frame_id >= 0
+    assert isinstance(seen["fake"], fake_tensors.FakeTensorMode)
+    assert isinstance(seen["translator"], dynamo.InstructionTranslator)
+    assert tracing.TracingContext.try_get() is None
+
+
+def test_guards_can_be_added_while_a_backend_runs() -> None:
+    is_high, calls = [False], [0]
+
+    def match(builder: Any, guard: Any) -> None:
+        expected = is_high[0]
+        builder.guard_manager.root.add_lambda_guard(
+            lambda _: is_high[0] is expected, ["is_high"], guard.user_stack
+        )
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        calls[0] += 1
+        guard = tracing.Guard(dynamo.GlobalStateSource(), match)
+        dynamo.install_guard(guard)
+        return gm.forward
+
+    torch.compiler.reset()
+    call = torch.compile(lambda x: x + 1, backend=backend)
+    call(torch.ones(2))
+    call(torch.ones(2))
+    assert calls == [1]
+    is_high[0] = True
+    call(torch.ones(2))
+    assert calls == [2]
+
+
+def test_a_local_variable_can_be_guarded_by_identity() -> None:
+    assert callable(dynamo.GuardBuilder.ID_MATCH)
+    assert dynamo.LocalSource("x").name in ("L['x']", dynamo.LocalSource("x").name)
+
+
+@pytest.mark.parametrize("error", [dynamo.Unsupported, dynamo.SkipFrame, dynamo.RestartAnalysis])
+def test_errors_of_dynamo_are_exceptions(error: type[BaseException]) -> None:
+    assert issubclass(error, Exception)
+
+
+def test_a_failing_backend_is_named_by_this_error() -> None:
+    def backend(*_: Any) -> Any:
+        raise ValueError("on purpose")
+
+    with pytest.raises(dynamo.BackendCompilerFailed):
+        compiled(lambda x: x + 1, backend, torch.ones(2))
+
+
+def test_a_program_that_fails_on_fake_tensors_is_named_by_this_error() -> None:
+    with pytest.raises(dynamo.TorchRuntimeError):
+        compiled(lambda x: x @ torch.ones(3, 3), "eager", torch.ones(2, 2), fullgraph=True)
+
+
+def test_compiled_modules_are_of_this_class_and_take_a_decorator() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert isinstance(torch.compile(module, backend="eager"), dynamo.OptimizedModule)
+    wrapped = dynamo.OptimizedModule(module, dynamo.NullDecorator())  # type: ignore[arg-type]
+    torch.testing.assert_close(wrapped(torch.ones(2)), module(torch.ones(2)))
+
+
+def test_the_innermost_backend_is_what_the_user_gave() -> None:
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        return gm.forward
+
+    def wrapper(gm: fx.GraphModule, inputs: Any) -> Any:
+        return backend(gm, inputs)
+
+    wrapper._torchdynamo_orig_backend = backend  # type: ignore[attr-defined]
+    assert dynamo.innermost_backend(wrapper) is backend
+
+
+def test_a_translator_refuses_frames_under_transforms_in_this_method() -> None:
+    assert callable(dynamo.InstructionTranslator._throw_if_in_functorch)
+    error = dynamo.Unsupported("x")
+    dynamo.skip_this_call(error)
+    assert error.frame_exec_strategy is not None
+
+
+def test_dynamo_compiles_under_this_lock() -> None:
+    free: list[bool] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        import threading
+
+        def ask() -> None:
+            got = dynamo.compile_lock.acquire(blocking=False)
+            free.append(got)
+            if got:
+                dynamo.compile_lock.release()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return gm.forward
+
+    compiled(lambda x: x + 1, backend, torch.ones(2))
+    assert free == [False]
+
+
+def test_a_session_says_that_this_thread_compiles() -> None:
+    assert not torch.compiler.is_compiling()
+    with dynamo.compile_session():
+        pass
+    assert not torch.compiler.is_compiling()
+
+
+def test_isolated_recompiles_leave_other_callers_alone() -> None:
+    calls: list[str] = []
+
+    def named(name: str) -> Any:
+        def backend(gm: fx.GraphModule, _: Any) -> Any:
+            calls.append(name)
+            return gm.forward
+
+        return backend
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    torch.compiler.reset()
+    first = torch.compile(program, backend=named("first"))
+    first(torch.ones(2))
+    dynamo.optimize(named("second"), isolate_recompiles=True)(program)(torch.ones(2))
+    first(torch.ones(2))
+    assert calls == ["first", "second"]
+
+
+def test_counters_count_graphs_and_the_state_of_sizes_can_be_read() -> None:
+    dynamo.counters.clear()
+    compiled(lambda x: x + 1, "eager", torch.ones(2))
+    assert dynamo.counters["stats"]["unique_graphs"] == 1
+    assert isinstance(dynamo.pgo.get_code_state(), dict)
+
+
+def test_skipped_code_is_not_compiled() -> None:
+    calls: list[object] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        calls.append(gm)
+        return gm.forward
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    dynamo.skip_code(program.__code__)
+    compiled(program, backend, torch.ones(2))
+    assert calls == []
+    assert callable(dynamo.trace_rules.add)
+
+
+def test_functions_marked_by_disable_run_as_they_are() -> None:
+    seen: list[bool] = []
+
+    @dynamo.disable  # type: ignore[untyped-decorator]
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_dynamo_compiling())
+        return x
+
+    compiled(lambda x: ask(x + 1), "eager", torch.ones(2))
+    assert seen == [False]
+
+
+def test_function_modes_of_the_frame_are_kept_while_dynamo_compiles() -> None:
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        seen.append(len(dynamo.captured_function_modes()))
+        return gm.forward
+
+    compiled(lambda x: x + 1, backend, torch.ones(2))
+    with BaseTorchFunctionMode():
+        compiled(lambda x: x + 2, backend, torch.ones(2))
+    assert seen[1] - seen[0] == 1
+
+
+def test_fake_tensors_have_metadata_only() -> None:
+    mode = fake_tensors.FakeTensorMode()
+    x = torch.ones(2, 3)
+    fake = mode.from_tensor(x)
+    assert type(fake) is fake_tensors.FakeTensor
+    with fake_tensors.enable_python_dispatcher(), mode:
+        assert (fake @ fake.t()).shape == (2, 2)
+        with fake_tensors.unset_fake_temporarily():
+            assert type(torch.ones(2)) is torch.Tensor
+    with mode, pytest.raises(fake_tensors.DataDependentOutputException):
+        fake.sum().item()
+    with mode, pytest.raises(fake_tensors.DynamicOutputShapeException):
+        fake.nonzero()
+    assert issubclass(fake_tensors.UnsupportedFakeTensorException, RuntimeError)
+
+
+def test_the_tracer_of_make_fx_takes_these_settings() -> None:
+    names = set(inspect.signature(tracing.MakefxTracer.__init__).parameters)
+    assert {"decomposition_table", "tracing_mode", "pre_dispatch"} <= names
+
+
+def test_structured_traces_take_a_text_when_asked() -> None:
+    asked: list[str] = []
+
+    def text() -> str:
+        asked.append("text")
+        return "text"
+
+    tracing.trace_structured("artifact", payload_fn=text)
+    assert len(asked) <= 1  # none if no program listens
+
+
+def test_aot_autograd_calls_boxed_compilers() -> None:
+    seen: list[bool] = []
+
+    def compile_inside(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        seen.append(gm.graph.output_node() is not None)
+        return aot_autograd.boxed_nop(gm, inputs)
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        return aot_autograd.min_cut_rematerialization_partition(*args, **kwargs)
+
+    backend = aot_autograd.aot_autograd(
+        fw_compiler=compile_inside, bw_compiler=compile_inside, partition_fn=partition
+    )
+    x = torch.ones(2, requires_grad=True)
+    compiled(lambda x: x.sin(), backend, x).sum().backward()
+    assert seen == [True, True]
+    assert x.grad is not None
+    boxed = aot_autograd.make_boxed_func(lambda a: (a + 1,))
+    assert boxed([1]) == (2,)
+
+
+def test_autograds_caches_can_be_turned_off() -> None:
+    with aot_autograd.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+        assert not aot_autograd.config.enable_autograd_cache
+
+
+def test_equal_nodes_are_merged_except_these_ops() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    a, b = (graph.call_function(torch.ops.aten.sin.default, (x,)) for _ in range(2))
+    graph.output((a, b))
+    merged = aot_autograd.compile_utils.fx_graph_cse(graph)
+    assert len(merged.find_nodes(op="call_function", target=torch.ops.aten.sin.default)) == 1
+    assert torch.ops.aten.bernoulli in aot_autograd.compile_utils.rand_ops
+
+
+def test_settings_of_inductor_are_known_by_name() -> None:
+    assert "max-autotune" in inductor_config.list_mode_options()
+    with inductor_config.config.patch(freezing=True):
+        assert inductor_config.config.freezing
+    wrapper_class: Any = inductor_config.TorchCompileInductorWrapper
+    wrapper = wrapper_class("max-autotune", None, None)
+    assert wrapper.config["max_autotune"]
+    with pytest.raises(RuntimeError, match="no_such_setting"):
+        wrapper_class(None, {"no_such_setting": 1}, None)
+
+
+def test_passes_have_an_identity_for_caches() -> None:
+    for kind in (inductor_passes.CustomGraphPass, inductor_passes.CustomPartitionerFn):
+        assert inspect.isabstract(kind)
+        assert {"__call__", "uuid"} <= kind.__abstractmethods__
+    assert inductor_passes.get_hash_for_files((__file__,))
+
+
+def test_caches_of_inductor_lie_in_this_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert inductor_build.cache_dir() == str(tmp_path)
+    assert issubclass(inductor_build.InvalidCxxCompiler, Exception)
+    for name in ("CppBuilder", "CppTorchOptions", "get_cpp_compiler", "is_gcc"):
+        assert callable(getattr(inductor_build, name))
+
+
+def test_freezing_can_be_replaced_piece_by_piece() -> None:
+    assert hasattr(inductor.freezing, "constant_fold")
+    assert callable(inductor.freezing.convert_conv_weights_to_channels_last)
+    assert (
+        "layout_opt" not in inspect.signature(inductor.GraphLowering.decide_layout_opt).parameters
+    )
+    assert hasattr(inductor.freezing_patterns, "binary_folding_pass")
+    assert isinstance(inductor.PatternMatcherPass(), inductor.PatternMatcherPass)
+    with inductor.enter_freezing():
+        pass
+
+
+def test_constants_can_take_the_place_of_nodes() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.sin.default, (x,))
+    graph.output(node)
+    gm = fx.GraphModule({}, graph)
+    inductor.replace_node_with_constant(gm, node, torch.ones(2))
+    assert len(gm.graph.find_nodes(op="get_attr")) == 1
+    gm.graph.lint()
+
+
+def test_a_graph_remembers_frozen_parameters() -> None:
+    gm = fx.GraphModule({}, fx.Graph())
+    inductor.record_has_frozen_params(gm)
+    assert gm._has_frozen_params
+    frozen = torch.ones(2)
+    assert not inductor.is_frozen_param(frozen)
+    frozen._is_frozen_param = True  # type: ignore[attr-defined]
+    assert inductor.is_frozen_param(frozen)
+
+
+def test_decompositions_and_lowerings_are_tables_by_op() -> None:
+    aten = torch.ops.aten
+    assert aten.gelu.default in inductor.select_decomp_table()
+    assert aten.gelu.default in inductor.decompositions
+    assert aten.mm.default in inductor.lowerings
+    for name in ("constrain_to_fx_strides", "make_fallback", "make_pointwise", "register_lowering"):
+        assert callable(getattr(inductor, name))
+    assert callable(inductor.tuned_bmm)
+    assert hasattr(inductor.ops, "to_dtype")
+
+
+def test_the_scheduler_forgets_renamed_buffers_in_this_method() -> None:
+    method = inductor.SchedulerNode.recompute_size_and_body
+    assert callable(method)
+
+
+def test_templates_pass_their_inputs_through_this_class() -> None:
+    names = inspect.signature(inductor.DataProcessorChoiceCallerWrapper.__init__).parameters
+    assert {"wrapped", "preprocessor", "postprocessor"} <= set(names)
+
+
+def test_the_modules_of_dynamo_are_not_imported_with_amp_fx() -> None:
+    code = "import sys, amp_fx; sys.exit('amp_fx.torch_private.dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,177 @@
+"""torch_private.autocast, autograd, modes, tensors and modules: what is relied on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from amp_fx.torch_private import autocast, autograd, modes, modules, pytree, tensors
+
+
+def test_graphs_enter_and_leave_regions_by_functions() -> None:
+    region = autocast.enter_autocast("cpu", torch.bfloat16, True, True)  # type: ignore[no-untyped-call]
+    assert torch.is_autocast_enabled("cpu")
+    assert autocast.is_any_autocast_enabled()
+    autocast.exit_autocast(region)  # type: ignore[no-untyped-call]
+    assert not autocast.is_any_autocast_enabled()
+
+
+def test_disable_autocast_is_a_context_manager() -> None:
+    with torch.autocast("cpu", torch.bfloat16), autocast.DisableAutocast():
+        assert not autocast.is_any_autocast_enabled()
+
+
+def test_privateuse1_has_its_own_name() -> None:
+    assert autocast.privateuse1_name() == torch.device(autocast.privateuse1_name(), 0).type
+
+
+def test_a_device_module_becomes_an_attribute_of_torch() -> None:
+    name, module = autocast.privateuse1_name(), object()
+    if hasattr(torch, name):
+        pytest.skip("another test or package registered one")
+    autocast.register_device_module(name, module)
+    try:
+        assert getattr(torch, name) is module
+    finally:
+        delattr(torch, name)
+        import sys
+
+        sys.modules.pop(f"torch.{name}", None)
+
+
+class Count(modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_ops_and_can_be_disabled() -> None:
+    mode = Count()
+    with mode:
+        assert modes.current_dispatch_mode() is mode
+        torch.ones(2)
+        with modes.no_dispatch_modes():
+            torch.zeros(2)
+    assert [op.split(".")[1] for op in mode.ops] == ["ones"]
+    assert modes.current_dispatch_mode() is None
+
+
+def test_function_modes_are_listed_with_the_innermost_last() -> None:
+    with TorchFunctionMode() as outer, TorchFunctionMode() as inner:
+        assert modes.function_modes()[-2:] == [outer, inner]
+
+
+def test_disable_torch_function_calls_the_function_itself() -> None:
+    class Refuse(TorchFunctionMode):
+        def __torch_function__(self, *_: Any) -> Any:
+            raise AssertionError
+
+    with Refuse(), modes.DisableTorchFunction():
+        torch.ones(2).sin()
+
+
+def test_saved_tensors_hooks_do_not_run_while_tracing() -> None:
+    seen: list[object] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with autograd.saved_tensors_hooks_tracing():
+            x.exp()
+        assert seen == []
+        x.exp()
+    assert len(seen) == 1
+
+
+def test_levels_of_a_failed_transform_are_popped() -> None:
+    stack = torch._C._functorch.get_interpreter_stack
+    before = len(stack() or ())
+
+    with autograd.functorch_levels_restored():
+        torch._C._functorch._grad_increment_nesting()
+        assert len(stack() or ()) == before + 1
+    assert len(stack() or ()) == before
+
+
+def test_tensors_inside_of_transforms_are_wrapped() -> None:
+    seen: list[bool] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.is_functorch_wrapped_tensor(x))
+        with autograd.temporarily_clear_interpreter_stack():
+            seen.append(bool(torch._C._functorch.get_interpreter_stack()))
+        return x.sin()
+
+    torch.vmap(f)(torch.ones(2, 2))
+    assert seen == [True, False]
+    assert not autograd.is_functorch_wrapped_tensor(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_graphs_set_grad_mode_and_dual_levels_by_these_functions() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x.sin()
+        tangent: torch.Tensor = torch.func.jvp(torch.sin, (x,), (x,))[1]
+        return y + tangent
+
+    targets: list[object] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        targets.extend(node.target for node in gm.graph.nodes)
+        return gm.forward
+
+    torch.compile(program, backend=backend, fullgraph=True)(torch.ones(2))
+    wanted = (autograd.set_grad_enabled, autograd.enter_dual_level, autograd.exit_dual_level)
+    assert set(wanted) <= {target for target in targets if not isinstance(target, str)}
+
+
+def test_the_address_of_shared_memory_can_be_asked_without_a_copy() -> None:
+    x = torch.ones(4)
+    lazy = torch._lazy_clone(x)
+    assert tensors.data_address(lazy) == tensors.data_address(x)
+    assert tensors.is_cow_tensor(lazy)
+    lazy.add_(1)
+    assert not tensors.is_cow_tensor(lazy)
+    assert tensors.data_address(lazy) != tensors.data_address(x)
+
+
+def test_suggest_memory_format_reads_strides() -> None:
+    x = torch.ones(2, 3, 4, 4)
+    assert tensors.suggest_memory_format(x) == torch.contiguous_format
+    last = x.to(memory_format=torch.channels_last)
+    assert tensors.suggest_memory_format(last) == torch.channels_last
+
+
+def test_local_part_of_a_plain_tensor_is_itself() -> None:
+    x = torch.ones(2)
+    assert tensors.local_part(x) is x
+
+
+def test_global_hooks_of_modules_are_seen() -> None:
+    assert not modules.has_global_module_hooks()
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert modules.has_global_module_hooks()
+    finally:
+        hook.remove()
+
+
+def test_trees_of_lists_tuples_and_dictionaries() -> None:
+    tree = {"a": [1, (2.0, None)], "b": 3}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree) == [1, 2.0, None, 3]
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert pytree.tree_map(str, [1, (2,)]) == ["1", ("2",)]
+    assert pytree.tree_map_only(float, lambda x: x + 1, tree) == {"a": [1, (3.0, None)], "b": 3}
