@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from amp_fx.graphs.casts import WHOLE_VIEWS, evaluate, is_reinterpreting, narrowing_cast, narrows
-from amp_fx.graphs.collectives import collectives_in, op_name
+from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
 
@@ -66,11 +66,6 @@ class NarrowGathers:
                 _narrow(gm.graph, gather, *region)
                 counts["gathers_narrowed"] += 1
         return PassResult(counts)
-
-
-def wire_bytes(graph: fx.Graph) -> int:
-    """Bytes that one process hands to the collectives of a graph."""
-    return sum(each.num_bytes for each in collectives_in(graph))
 
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:

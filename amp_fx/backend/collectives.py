@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
+from amp_fx.graphs.collectives import collective_bytes
+from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.stats import record
 from amp_fx.weights.spread import is_distributed
 
@@ -37,7 +38,7 @@ def narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[
 
 def narrow_and_count(gm: fx.GraphModule, *, narrows: bool) -> None:
     """Narrows what a graph of AOTAutograd gathers, if asked to, and counts the bytes it sends."""
-    before = wire_bytes(gm.graph)
+    before = collective_bytes(gm.graph)
     if not before:
         return
     counts = Counter(bytes_sent=before, bytes_sent_before=before)
@@ -46,7 +47,7 @@ def narrow_and_count(gm: fx.GraphModule, *, narrows: bool) -> None:
         if result.modified:
             gm.graph.lint()
             gm.recompile()
-        counts = Counter(bytes_sent=wire_bytes(gm.graph), bytes_sent_before=before)
+        counts = Counter(bytes_sent=collective_bytes(gm.graph), bytes_sent_before=before)
         counts.update(result.counts)
     log.info("collectives: %s", dict(counts))
     record(counts)

@@ -35,7 +35,7 @@ from amp_fx.exporting.program import WEIGHTS, copied_graph, notes_of, restore_no
 from amp_fx.front.settings import NOT_COMPILED, RegionSettings, as_dtype, policy_for, unwrap
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import module_types
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
 from amp_fx.progress import working

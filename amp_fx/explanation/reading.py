@@ -18,7 +18,7 @@ from amp_fx.graphs.islands import is_bare_function, native_autocast
 from amp_fx.graphs.markers import MARKERS
 from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
 from amp_fx.graphs.places import Place, input_path, op_name, place_of
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
 from amp_fx.tables.reasons import family_of

@@ -30,7 +30,7 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import (
     detect_fake_mode,
     recorded_value,

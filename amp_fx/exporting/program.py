@@ -32,7 +32,7 @@ from amp_fx.graphs.metadata import (
     STORED_LOW,
     VERSION,
 )
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import storage_id, value_of
 from amp_fx.regions.state import AutocastState
 from amp_fx.tables.cast_policy import CastPolicy

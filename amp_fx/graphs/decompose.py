@@ -25,7 +25,7 @@ from amp_fx.errors import BannedOpError, PolicyError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
 from amp_fx.graphs.opened_kernels import OPENED
-from amp_fx.graphs.traffic import hint
+from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
     call_target,

@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.graphs.range_guard import name_of
-from amp_fx.graphs.traffic import hint, num_elements
+from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import call_target, captured_value, tensors_in, value_of
 from amp_fx.regions.state import no_autocast
 

@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import CONSTANT, VALUE
 from amp_fx.graphs.purity import is_pure
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import is_symbolic, tensors_in
 from amp_fx.torch_private import pytree
 

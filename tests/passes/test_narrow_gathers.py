@@ -12,7 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
+from amp_fx.graphs.collectives import collective_bytes
+from amp_fx.passes.narrow_gathers import NarrowGathers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,12 +85,12 @@ def test_the_cast_goes_before_the_gather() -> None:
         "wait_tensor.default",
         "output",
     ]
-    assert wire_bytes(gm.graph) == 4 * 8 * 2
+    assert collective_bytes(gm.graph) == 4 * 8 * 2
 
 
 def test_bytes_before() -> None:
     b = Building()
-    assert wire_bytes(b.done(b.gather(b.given("part", 4, 8))).graph) == 4 * 8 * 4
+    assert collective_bytes(b.done(b.gather(b.given("part", 4, 8))).graph) == 4 * 8 * 4
 
 
 COLLECTIVES: dict[str, Callable[[Building, fx.Node], fx.Node]] = {
@@ -111,7 +112,7 @@ def test_only_what_moves_elements(name: str, how: str) -> None:
     gm, count = b.narrowed(cast)
     moves = name in ("all_gather", "all_to_all", "broadcast")
     assert count == int(moves)
-    assert wire_bytes(gm.graph) == 4 * 8 * (2 if moves else 4)
+    assert collective_bytes(gm.graph) == 4 * 8 * (2 if moves else 4)
 
 
 def test_several_at_once() -> None:
@@ -121,7 +122,7 @@ def test_several_at_once() -> None:
     whole = [b.op(c10d.wait_tensor.default, b.op(operator.getitem, both, i)) for i in range(2)]
     gm, count = b.narrowed(*[b.cast(each) for each in whole])
     assert count == 1
-    assert wire_bytes(gm.graph) == 6 * 8 * 2
+    assert collective_bytes(gm.graph) == 6 * 8 * 2
 
 
 def test_views_carry_it_on() -> None:
@@ -139,7 +140,7 @@ def test_one_gather_of_another() -> None:
     b = Building()
     gm, count = b.narrowed(b.cast(b.gather(b.gather(b.given("part", 4, 8)))))
     assert count == 2
-    assert wire_bytes(gm.graph) == (4 + 8) * 8 * 2
+    assert collective_bytes(gm.graph) == (4 + 8) * 8 * 2
 
 
 def test_what_was_low_is_not_cast_twice() -> None:
@@ -184,4 +185,4 @@ def test_what_is_left_alone(read: Callable[[Building, fx.Node], list[fx.Node]]) 
     outputs = read(b, b.gather(b.given("part", 4, 8)))
     gm, count = b.narrowed(*outputs)
     assert count == 0
-    assert wire_bytes(gm.graph) == 4 * 8 * 4
+    assert collective_bytes(gm.graph) == 4 * 8 * 4

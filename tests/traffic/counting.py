@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from amp_fx.backend.caching import _num_returned
-from amp_fx.graphs.collectives import collectives_in
-from amp_fx.graphs.traffic import num_bytes
+from amp_fx.graphs.collectives import collective_bytes
+from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.split import viewed_by
@@ -30,7 +30,7 @@ class Graph:
     Attributes:
         saved_bytes: Of a forward: what it saves for its backward, but for its inputs, weights and
             cached values among them.
-        wire_bytes: What one rank sends to others.
+        wire_bytes: Bytes that one rank hands to collectives.
         kernels: Its kernels, in order.
         sources: Of its generated kernels, by name.
     """
@@ -61,7 +61,7 @@ class Counter:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
-        sent = sum(each.wire_bytes for each in collectives_in(gm.graph))
+        sent = collective_bytes(gm.graph)
         self.graphs.append(Graph(_saved_bytes(gm, kwargs), sent))
         compiled = _real_compile()(gm, example_inputs, **kwargs)
 

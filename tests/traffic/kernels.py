@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.graphs.traffic import hint, num_bytes
+from amp_fx.graphs.sizes import hint, num_bytes
 
 GENERATED, EXTERN = "generated", "extern"
 CAST, LAYOUT = "cast", "layout"

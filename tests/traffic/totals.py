@@ -26,7 +26,7 @@ class Totals:
         num_layouts: How many of the former only copy into another layout.
         num_refreshes: How many of the former are those of a refresh.
         saved_bytes: What the forward saves for the backward, but for inputs of the program.
-        wire_bytes: What one rank sends to others in rings (``amp_fx.graphs.collectives``).
+        wire_bytes: Bytes that one rank hands to collectives.
         extern_bytes: What kernels of libraries read and write.
     """
 
