@@ -12,7 +12,6 @@ reads from memory or writes there is rounded. ``rounded`` is a rounding that not
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from amp_fx.devices.wide_products import (
 )
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import CONVERT, evaluate, is_whole_view
-from amp_fx.tables.presets import torch_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,16 +35,6 @@ if TYPE_CHECKING:
     from torch import fx
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-@torch.library.impl(_library, "rounded", "CompositeExplicitAutograd")
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor rounded to a low dtype, in its own dtype."""
-    return x.to(dtype).to(x.dtype)
-
 
 KINDS: Mapping[Any, str] = {
     aten.mm.default: PRODUCT,
@@ -74,8 +62,6 @@ def widen_products(graph: fx.Graph) -> int:
         How many were widened.
     """
     found = [node for node in graph.nodes if _is_widened(node)]
-    if found:
-        _lower_rounded()
     wide: dict[fx.Node, fx.Node] = {}
     for node in found:
         for source in node.all_input_nodes:
@@ -186,27 +172,3 @@ def _round(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> None:
     for user in users:
         user.replace_input_with(node, cast)
     wide[cast] = exact
-
-
-@functools.cache
-def _lower_rounded() -> None:
-    """Makes inductor round inside its kernels; before torch 2.13 the op is called as it is.
-
-    There the C++ backend takes every rounding back that it meets in a kernel.
-
-    Relies on ``ops.to_dtype`` of ``torch._inductor``, which with ``use_compute_types=False`` gives
-    the low value itself, and on ``register_lowering``.
-    """
-    if torch_version() < (2, 13):
-        return
-    from amp_fx.torch_private.inductor import make_pointwise, ops, register_lowering
-
-    @register_lowering(torch.ops.amp_fx.rounded.default, type_promotion_kind=None)
-    def lower(x: Any, dtype: torch.dtype) -> Any:
-        def round_one(value: Any) -> Any:
-            # Of the value itself the C++ backend knows roundings, and takes them back.
-            value = ops.mul(value, ops.constant(1.0, torch.float32))
-            low = ops.to_dtype(value, dtype, src_dtype=torch.float32, use_compute_types=False)
-            return ops.to_dtype(low, torch.float32, src_dtype=dtype)
-
-        return make_pointwise(round_one)(x)

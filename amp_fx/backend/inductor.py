@@ -18,6 +18,7 @@ from amp_fx.backend.numerics import is_strict, numerics_config
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.policies.float8 import float8_product
+from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
 from amp_fx.regions.state import called_without_autocast
 
@@ -94,6 +95,7 @@ def compile_with_inductor(
         stack.enter_context(repaired())
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
+        lower_rounded()
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,

@@ -21,6 +21,7 @@ from amp_fx.graphs.places import Place, input_path, op_name, place_of
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
+from amp_fx.policies.float32_products import WITH_OUT_DTYPE
 from amp_fx.tables.reasons import family_of
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.ops import HigherOrderOperator
@@ -307,6 +308,10 @@ def run_dtype(node: fx.Node) -> str:
     """The dtype that a node runs in (``NodeRecord.dtype``)."""
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
+    if node.target is torch.ops.amp_fx.float32_product.default:
+        a, _, low_dtype = node.args
+        device_type = recorded_value(a).device.type  # type: ignore[arg-type]
+        return dtype_name(low_dtype) if device_type in WITH_OUT_DTYPE else "float32"  # type: ignore[arg-type]
     if node.target is float8_product:
         results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]  # type: ignore[arg-type]
     for dtypes in (results, inputs):

@@ -37,6 +37,7 @@ from amp_fx.graphs.values import (
     without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
+from amp_fx.policies.float32_products import FLOAT32_PRODUCT, run_with_float32_result
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
@@ -50,6 +51,7 @@ from amp_fx.torch_private.tracing import MakefxTracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
     from amp_fx.policies.policy import Policy
@@ -78,6 +80,12 @@ class OpDecision:
     device_type: str
     policy: CastPolicy
     origin: str = "table"
+
+    @property
+    def node_op(self) -> str:
+        """The op that is in the graph, by its qualified name."""
+        is_wide = self.policy is CastPolicy.LOWER_PRECISION_WIDE
+        return FLOAT32_PRODUCT if is_wide else self.op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +265,7 @@ class _PolicyTable:
         self._state = state
         self._stack = stack
         self._is_settled = False
+        self._is_replacing = False
 
     def __bool__(self) -> bool:
         return True
@@ -268,7 +277,7 @@ class _PolicyTable:
         return lambda *args, **kwargs: self._call(op, args, kwargs)
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_settled:
+        if self._is_settled or self._is_replacing:
             self._is_settled = False
             return NotImplemented
         has_policy = False
@@ -289,6 +298,8 @@ class _PolicyTable:
             if decision.is_float8(op):
                 policy, is_float8 = CastPolicy.FLOAT8, True
             self.decisions.append(OpDecision(name, device_type, policy, origin))
+            if policy is CastPolicy.LOWER_PRECISION_WIDE:
+                return self._with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op or is_float8:
@@ -296,6 +307,14 @@ class _PolicyTable:
             self._is_settled = True
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
         return NotImplemented if has_policy else self._look_into(op, args, kwargs)
+
+    def _with_float32_result(self, call: Call, low_dtype: torch.dtype) -> torch.Tensor:
+        self.num_changed += 1
+        self._is_replacing = True
+        try:
+            return run_with_float32_result(call, low_dtype)
+        finally:
+            self._is_replacing = False
 
     def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = _function_of(op, args)
@@ -447,7 +466,7 @@ def inline(
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
-            decisions = [d for d in decomposed.decisions if d.op == _op_name(op)]
+            decisions = [d for d in decomposed.decisions if d.node_op == _op_name(op)]
             DECISIONS.put(env[op], tuple(decisions))
             num_casts += CAST.is_on(env[op])
             evaluate_node(env[op])
@@ -497,7 +516,7 @@ def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
     """Gives a result what was known of the node, and decisions on ops that left the graph."""
     assert decomposed.graph is not None
     names = {_op_name(op) for op in decomposed.graph.nodes}
-    gone = [decision for decision in decomposed.decisions if decision.op not in names]
+    gone = [decision for decision in decomposed.decisions if decision.node_op not in names]
     CAPTURED.put(result, captured)
     DECISIONS.put(result, (*DECISIONS.of(result), *gone))
 

@@ -13,7 +13,7 @@ import torch
 
 from amp_fx.errors import BannedOpError
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import PRODUCTS
+from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.ops import has_kernels, schema_of
 
@@ -269,8 +269,8 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
         return any(arg.name == "dtype" and arg.default_value is None for arg in schema.arguments)
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return op in _WITH_DTYPE
-    if policy is CastPolicy.FLOAT8:
-        return op in PRODUCTS
+    if policy in PRODUCT_POLICIES:
+        return op in PRODUCT_POLICIES[policy]
     if policy in (CastPolicy.KEEP, CastPolicy.BANNED) or is_listed:
         return any(str(arg.type) in CAST_ARGUMENT_TYPES for arg in schema.arguments)
     return computes(schema)

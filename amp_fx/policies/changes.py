@@ -31,6 +31,7 @@ from amp_fx.tables.op_names import (
     qualified_pattern,
 )
 from amp_fx.tables.presets import PRESETS
+from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.torch_private.ops import schema_of
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ MODULE_POLICIES = (
     CastPolicy.LOWER_PRECISION_IO,
     CastPolicy.DEMOTE,
     CastPolicy.FLOAT8,
+    CastPolicy.LOWER_PRECISION_WIDE,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 
@@ -277,9 +279,9 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no optional dtype argument to set"
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return f"{names} has no overload that takes a dtype and is otherwise the same"
-    if policy is CastPolicy.FLOAT8:
-        products = ", ".join(PRODUCTS)
-        return f"{names} is no product that runs in float8; those are {products}"
+    if policy in PRODUCT_POLICIES:
+        products = ", ".join(PRODUCT_POLICIES[policy])
+        return f"{names} is no product that can have this policy; those are {products}"
     return (
         f"{names} writes to its inputs, gives a view of them or takes no tensor; "
         "autocast leaves such calls alone"

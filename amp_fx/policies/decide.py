@@ -30,6 +30,7 @@ from amp_fx.policies.calls import (
 from amp_fx.policies.changes import SAME_AS, path_of, to_policy
 from amp_fx.policies.float8 import operands_of
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
@@ -159,16 +160,14 @@ class Resolver:
             return by_op
         for rule in reversed(self._rules):
             policy = _ask(rule, call, stack)
-            if policy is CastPolicy.FLOAT8 and operands_of(call[0]) is None:
+            if not _suits(policy, call[0]):
                 return by_op
             if policy is not None:
                 return Decision(policy, f"rule {rule.name}")
         overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
         name = qualified_name(call[0])
         override = next((m for m in overrides if m.holds_for(name)), None)
-        if override is None or (
-            override.policy is CastPolicy.FLOAT8 and operands_of(call[0]) is None
-        ):
+        if override is None or not _suits(override.policy, call[0]):
             return by_op
         return Decision(override.policy, override.origin)
 
@@ -208,6 +207,12 @@ def is_adjustable(op: OpOverload) -> bool:
     return is_changeable(qualified_name(op))
 
 
+def _suits(policy: CastPolicy | None, op: OpOverload) -> bool:
+    """Returns True unless a policy is for products and the op is none."""
+    products = PRODUCT_POLICIES.get(policy) if policy is not None else None
+    return products is None or qualified_name(op) in products
+
+
 def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
     name = qualified_name(call[0])
     tensors = castable_tensors(call)
@@ -220,7 +225,7 @@ def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | Non
     if answer is None:
         return None
     policy = to_policy(f"{where} returned", answer)
-    if policy is CastPolicy.FLOAT8:
+    if policy in PRODUCT_POLICIES:
         return policy  # where the op is no product, the tables decide
     if not takes_policy(name, policy, is_listed=True):
         raise PolicyError(f"{where} returned {policy.value}, which the op cannot take")

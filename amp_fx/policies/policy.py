@@ -22,6 +22,7 @@ from amp_fx.tables.cast_policy import check_entry
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, reference_table
+from amp_fx.tables.products import MODULE_PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -423,7 +424,9 @@ def preset(name: str) -> Policy:
             lists of Intel Extension for PyTorch, and torch's own for all other devices;
             ``"lean"`` is torch's, with norms that take and give low values and residual sums in the
             low dtype; ``"float8-tensorwise"``, ``"float8-rowwise"`` and ``"float8-rowwise-gw-hp"``
-            are torch's, with products in float8.
+            are torch's, with products in float8; ``"router"`` and ``"head"`` are torch's, with
+            routers of mixtures of experts, or output heads, that give float32
+            (``"lower_precision_wide"``).
 
     Raises:
         PolicyError: There is no such preset; lists those there are.
@@ -454,6 +457,8 @@ _added: dict[str, Table] = {}
 
 @functools.cache
 def _build(name: str) -> Policy:
+    if name in MODULE_PRESETS:
+        return _build("torch").with_modules(MODULE_PRESETS[name])
     tables = {**PRESETS[name](), **_added}
     return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
 

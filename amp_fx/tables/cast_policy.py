@@ -14,8 +14,8 @@ class CastPolicy(enum.Enum):
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
-    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE`` and ``FLOAT8`` are amp_fx's own: no
-    table of PyTorch's has them.
+    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8`` and ``LOWER_PRECISION_WIDE``
+    are amp_fx's own: no table of PyTorch's has them.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -43,6 +43,9 @@ class CastPolicy(enum.Enum):
     FLOAT8 = "float8"
     """Compute a product with a weight in float8, with scales; where it does not fit, cast every
     eligible tensor input to the autocast dtype. What is no product is left to the tables."""
+    LOWER_PRECISION_WIDE = "lower_precision_wide"
+    """Compute a product of inputs in the autocast dtype, sum in float32, and return float32. What
+    is no product is left to the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """Describes what happens to a call, in a few words.
@@ -68,6 +71,7 @@ _EFFECTS = {
     CastPolicy.LOWER_PRECISION_IO: "takes and gives {low}, computes in float32",
     CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
     CastPolicy.FLOAT8: "a product with a weight runs in float8; others get inputs in {low}",
+    CastPolicy.LOWER_PRECISION_WIDE: "a product of inputs in {low} gives float32",
 }
 
 

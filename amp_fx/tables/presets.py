@@ -18,6 +18,7 @@ from amp_fx.tables.float8 import FLOAT8_PRESETS, float8_table
 from amp_fx.tables.ipex import IPEX_CPU
 from amp_fx.tables.lean import lean
 from amp_fx.tables.op_names import is_functional, ops, overloads_by_packet
+from amp_fx.tables.products import MODULE_PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -126,5 +127,6 @@ PRESETS: Mapping[str, Callable[[], Mapping[str, Table]]] = {
     "lean": _lean_tables,
     **{"torch-{}.{}".format(*v): functools.partial(torch_tables, v) for v in VERSIONS},
     **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
+    **dict.fromkeys(MODULE_PRESETS, installed_tables),
 }
 """Functions that return the tables of a preset, by name."""

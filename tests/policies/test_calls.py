@@ -135,6 +135,7 @@ def test_every_policy_is_met_on_some_device() -> None:
         CastPolicy.LOWER_PRECISION_IO,
         CastPolicy.DEMOTE,
         CastPolicy.FLOAT8,
+        CastPolicy.LOWER_PRECISION_WIDE,
     }
     assert met == set(CastPolicy) - {CastPolicy.BANNED} - amp_fx_own
 

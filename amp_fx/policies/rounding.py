@@ -1,0 +1,47 @@
+"""Rounds float32 tensors to a low dtype, in an op that compilers do not undo.
+
+In a kernel of inductor, a value that was rounded and is read again in float32 is what it was before
+the rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "rounded", "CompositeExplicitAutograd")
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds a tensor to a low dtype, and returns it in its own dtype."""
+    return x.to(dtype).to(x.dtype)
+
+
+def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Calls ``amp_fx::rounded``."""
+    result: torch.Tensor = torch.ops.amp_fx.rounded(x, dtype)
+    return result
+
+
+@functools.cache
+def lower_rounded() -> None:
+    """Makes inductor round inside its kernels.
+
+    Relies on ``ops.to_dtype`` of ``torch._inductor``, which with ``use_compute_types=False`` gives
+    the low value itself, and on ``register_lowering``.
+    """
+    from amp_fx.torch_private.inductor import make_pointwise, ops, register_lowering
+
+    @register_lowering(torch.ops.amp_fx.rounded.default, type_promotion_kind=None)
+    def lower(x: Any, dtype: torch.dtype) -> Any:
+        def round_one(value: Any) -> Any:
+            # Of the value itself the C++ backend knows roundings, and takes them back.
+            value = ops.mul(value, ops.constant(1.0, torch.float32))
+            low = ops.to_dtype(value, dtype, src_dtype=torch.float32, use_compute_types=False)
+            return ops.to_dtype(low, torch.float32, src_dtype=dtype)
+
+        return make_pointwise(round_one)(x)

@@ -1,0 +1,241 @@
+"""lower_precision_wide: products of low inputs with a float32 result, against float64."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import amp_fx
+from amp_fx import Policy, preset
+from amp_fx.errors import PolicyError
+from tests.needs import CPP_COMPILER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOW, WIDE = torch.bfloat16, "lower_precision_wide"
+COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=CPP_COMPILER)]
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype = LOW) -> torch.Tensor:
+    """The tensor that a low product would get, in float64."""
+    return tensor.detach().to(dtype).double()
+
+
+def check_sum(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compares with a float64 product, within the rounding of a float32 sum in any order."""
+    assert found.dtype == torch.float32
+    bound = (a.shape[-1] + 2) * 2**-24 * (a.abs() @ b.abs()) + 2e-38
+    assert ((found.double() - a @ b).abs() <= bound).all()
+
+
+class Layer(nn.Module):
+    """Something low, and a product whose result is wanted in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.gate = nn.Linear(24, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.gate(self.before(x))
+        return y
+
+
+ROUTER = Policy.default().with_modules({"gate": WIDE})
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (24,)], ids=str)
+def test_result_and_gradients_are_those_of_rounded_inputs(
+    compiler: str, shape: tuple[int, ...]
+) -> None:
+    model, x = Layer(), torch.randn(*shape, requires_grad=True)
+    hidden: list[torch.Tensor] = []
+    model.before.register_forward_hook(lambda *args: hidden.append(args[2].detach()))
+    y = amp_fx.compile(model, policy=ROUTER, options={"compiler": compiler})(x)
+    with torch.autocast("cpu", LOW):
+        low = rounded(model.before(x)).reshape(-1, 32)
+    flat = y.detach().reshape(-1, 8) - model.gate.bias.detach()
+    weight = rounded(model.gate.weight)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(flat.double(), low @ weight.T, rtol=0, atol=3e-6)
+    assert (flat.double() - low @ weight.T).abs().max() < 1e-2 * (
+        (low @ weight.T).to(LOW).double() - low @ weight.T
+    ).abs().max().clamp(min=1e-3)
+
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    low_grad = rounded(grad).reshape(-1, 8)
+    assert model.gate.weight.grad is not None
+    check_sum(model.gate.weight.grad, low_grad.T, low)
+    bias_grad = model.gate.bias.grad
+    assert bias_grad is not None
+    expected = grad.double().reshape(-1, 8).sum(0)
+    torch.testing.assert_close(bias_grad.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_inference_rounds_as_training_does(compiler: str) -> None:
+    model, x = Layer(), torch.randn(6, 24)
+    call = amp_fx.compile(model, policy=ROUTER, options={"compiler": compiler})
+    trained = call(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), trained, rtol=0, atol=2e-6)
+        model.gate.weight.mul_(2)
+        doubled = call(x) - model.gate.bias
+        torch.testing.assert_close(doubled, 2 * (trained - model.gate.bias), rtol=0, atol=4e-6)
+
+
+def test_eager_code_and_graphs_have_one_result() -> None:
+    model, x = Layer(), torch.randn(6, 24)
+    graph = amp_fx.compile(model, policy=ROUTER, options={"compiler": "eager"})(x)
+    with amp_fx.autocast("cpu", LOW, policy=ROUTER):
+        assert torch.equal(model(x), graph)
+
+
+OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "mm": (torch.mm, [(3, 4), (4, 5)]),
+    "bmm": (torch.bmm, [(2, 3, 4), (2, 4, 5)]),
+    "addmm": (functools.partial(torch.addmm, alpha=2, beta=3), [(5,), (3, 4), (4, 5)]),
+    "baddbmm": (torch.baddbmm, [(2, 3, 5), (2, 3, 4), (2, 4, 5)]),
+    "matmul": (torch.matmul, [(2, 1, 3, 4), (5, 4, 6)]),
+}
+VECTORS = [((4,), (4,)), ((4,), (4, 5)), ((3, 4), (4,)), ((2, 3, 4), (4,)), ((4,), (2, 4, 5))]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_product(op: str) -> None:
+    function, shapes = OPS[op]
+    args = [torch.randn(*shape) for shape in shapes]
+    policy = Policy.default().with_ops({op: WIDE})
+    call = amp_fx.compile(function, policy=policy, options={"compiler": "aot_eager"})
+    found = call(*args)
+    factors = [rounded(arg) for arg in args[-2:]]
+    expected = function(*[arg.double() for arg in args[:-2]], *factors)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", VECTORS, ids=str)
+def test_matmul_of_vectors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = (torch.randn(*shape) for shape in shapes)
+    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"matmul": WIDE})):
+        found = torch.matmul(a, b)
+    assert found.dtype == torch.float32
+    expected = rounded(a) @ rounded(b)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_beta_zero_ignores_what_is_added() -> None:
+    policy = Policy.default().with_ops({"addmm": WIDE})
+    with amp_fx.autocast("cpu", LOW, policy=policy):
+        found = torch.addmm(torch.full((2,), torch.nan), torch.ones(2, 2), torch.eye(2), beta=0)
+    assert (found == 1).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    inner=st.integers(1, 70),
+    columns=st.integers(1, 9),
+    exponents=st.tuples(st.integers(-60, 30), st.integers(-60, 30)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    is_low=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_one_rounding_of_the_sum_at_all_scales(
+    rows: int,
+    inner: int,
+    columns: int,
+    exponents: tuple[int, int],
+    dtype: torch.dtype,
+    is_low: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.float16:  # within its range, subnormal numbers included
+        exponents = (exponents[0] % 30 - 20, exponents[1] % 30 - 20)
+    a, b = (
+        torch.randn(*shape, generator=generator) * 2.0**exponent
+        for shape, exponent in zip(((rows, inner), (inner, columns)), exponents, strict=True)
+    )
+    given_a = a.to(dtype) if is_low else a
+    with amp_fx.autocast("cpu", dtype, policy=Policy.default().with_ops({"mm": WIDE})):
+        found = torch.mm(given_a, b)
+    check_sum(found, rounded(a, dtype), rounded(b, dtype))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0, 3e38])
+def test_numbers_at_the_ends(value: float) -> None:
+    a = torch.tensor([[value, 1.0]])
+    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"mm": WIDE})):
+        found = torch.mm(a, torch.eye(2))
+    expected = (a.to(LOW).float() @ torch.eye(2)).float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_router_chooses_the_experts_of_float32() -> None:
+    """The test of pytorch/torchtitan#4273: low hidden states and weights, 8,192 tokens."""
+    torch.manual_seed(0)
+    gate = nn.Linear(256, 64, bias=False).to(LOW)
+    hidden = torch.randn(8192, 256).to(LOW)
+    exact = hidden.float() @ gate.weight.float().T
+    policy = Policy.default().with_modules({nn.Linear: WIDE})
+    with torch.no_grad(), amp_fx.autocast("cpu", LOW, policy=policy):
+        wide = gate(hidden)
+    with torch.no_grad(), torch.autocast("cpu", LOW):
+        low = gate(hidden)
+
+    def chosen(scores: torch.Tensor) -> torch.Tensor:
+        return scores.topk(8).indices.sort(-1).values
+
+    assert torch.equal(chosen(wide), chosen(exact))
+    assert not torch.equal(chosen(low.float()), chosen(exact))
+
+
+def test_presets_name_routers_and_heads() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.ModuleDict({"gate": nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8)})
+            self.lm_head = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.mlp["gate"](x), self.mlp["gate_proj"](x), self.lm_head(x)
+
+    x = torch.randn(2, 8)
+    for name, expected in (
+        ("router", (torch.float32, LOW, LOW)),
+        ("head", (LOW, LOW, torch.float32)),
+    ):
+        with amp_fx.autocast("cpu", LOW, policy=name):
+            results = Block()(x)
+        assert tuple(y.dtype for y in results) == expected
+        assert Policy.loads(str(preset(name))) == preset(name)
+
+
+def test_other_ops_of_a_module_follow_the_tables() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x @ x, -1)
+
+    policy = Policy.default().with_modules({Scores: WIDE})
+    found = amp_fx.explain(Scores(), policy=policy)(torch.randn(4, 4))
+    reasons = {node.op: node.reason for graph in found.graphs for node in graph.nodes}
+    product = next(reason for op, reason in reasons.items() if "float32_product" in op)
+    softmax = next(reason for op, reason in reasons.items() if "softmax" in op)
+    assert "gives float32" in product
+    assert "gives float32" not in softmax
+
+
+@pytest.mark.parametrize("op", ["softmax", "_grouped_mm", "conv2d"])
+def test_what_is_no_such_product_is_refused(op: str) -> None:
+    with pytest.raises(PolicyError, match="no product that can have this policy"):
+        Policy.default().with_ops({op: WIDE})
