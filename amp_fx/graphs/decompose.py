@@ -37,7 +37,11 @@ from amp_fx.graphs.values import (
     without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
-from amp_fx.policies.float32_products import FLOAT32_PRODUCT, run_with_float32_result
+from amp_fx.policies.float32_products import (
+    FLOAT32_PRODUCT,
+    can_give_float32,
+    run_with_float32_result,
+)
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
@@ -298,7 +302,8 @@ class _PolicyTable:
             if decision.is_float8(op):
                 policy, is_float8 = CastPolicy.FLOAT8, True
             self.decisions.append(OpDecision(name, device_type, policy, origin))
-            if policy is CastPolicy.LOWER_PRECISION_WIDE:
+            is_wide = policy is CastPolicy.LOWER_PRECISION_WIDE
+            if is_wide and can_give_float32(call, device_type):
                 return self._with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored

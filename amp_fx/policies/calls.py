@@ -165,7 +165,7 @@ def promoted_dtype(
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
-_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, CastPolicy.FLOAT8)
+_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, *PRODUCT_POLICIES)
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.policies.calls import bind, qualified_name
+from amp_fx.dtypes import is_spread
+from amp_fx.policies.calls import bind, is_eligible, qualified_name
 from amp_fx.policies.rounding import round_to
 from amp_fx.tables.float8 import PRODUCTS
 
@@ -49,10 +50,13 @@ class _Float32Product(torch.autograd.Function):
     """Rounds the inputs of the products of the backward, too, and none of their results."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.low_dtype = low_dtype
+    def forward(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
         return _product(a, b, low_dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: torch.Tensor) -> None:
+        a, b, ctx.low_dtype = inputs
+        ctx.save_for_backward(a, b)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -67,15 +71,31 @@ class _Float32Product(torch.autograd.Function):
 
 def _product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
     product = torch.mm if a.dim() == 2 else torch.bmm
-    if a.device.type in WITH_OUT_DTYPE:
+    if a.device.type in WITH_OUT_DTYPE and not (is_spread(a) or is_spread(b)):
         return product(a.to(low_dtype), b.to(low_dtype), out_dtype=torch.float32)
     return product(_rounded(a, low_dtype), _rounded(b, low_dtype))
 
 
 def _rounded(tensor: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor in float32, rounded to a low dtype."""
-    wide = tensor.to(torch.float32)
-    return wide if tensor.dtype == low_dtype else round_to(wide, low_dtype)
+    if tensor.dtype == low_dtype or is_spread(tensor):
+        return tensor.to(low_dtype).to(torch.float32)
+    return round_to(tensor.to(torch.float32), low_dtype)
+
+
+def can_give_float32(call: Call, device_type: str) -> bool:
+    """Returns True if autocast may cast both factors of a call, and both are dense.
+
+    Args:
+        call: A call of an op of ``tables.products.FLOAT32_PRODUCTS``.
+        device_type: The device type of the region.
+    """
+    operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
+    factors = [bound[operands.input], bound[operands.weight]]
+    return all(
+        is_eligible(factor, device_type) and factor.layout is torch.strided and not factor.is_nested
+        for factor in factors
+    )
 
 
 def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
@@ -113,3 +133,15 @@ def _any_dims(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> Any:
         product = product.reshape(*batch, a.shape[-2], b.shape[-1])
     product = product.squeeze(-2) if is_row else product
     return product.squeeze(-1) if is_column else product
+
+
+@torch.library.register_vmap(FLOAT32_PRODUCT, lib=_library)  # type: ignore[untyped-decorator]
+def _vmap(
+    _: Any,
+    in_dims: tuple[int | None, ...],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    low_dtype: torch.dtype,
+) -> tuple[torch.Tensor, int]:
+    a, b = (x if d is None else x.movedim(d, 0) for x, d in zip((a, b), in_dims[:2], strict=True))
+    return _any_dims(a, b, low_dtype), 0

@@ -19,10 +19,7 @@ generated.start()
 import amp_fx  # noqa: E402
 from amp_fx import Policy  # noqa: E402
 
-pytestmark = [
-    pytest.mark.usefixtures("_low_products"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("_low_products"), pytest.mark.filterwarnings("ignore")]
 
 
 class Router(nn.Module):

@@ -235,6 +235,43 @@ def test_other_ops_of_a_module_follow_the_tables() -> None:
     assert "gives float32" not in softmax
 
 
+def test_float64_and_integers_are_left_alone() -> None:
+    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"mm": WIDE})):
+        assert torch.mm(torch.eye(2).double(), torch.eye(2).double()).dtype == torch.float64
+        assert torch.mm(torch.eye(2).long(), torch.eye(2).long()).dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_factor_is_cast_as_autocast_casts_it() -> None:
+    policy = Policy.default().with_ops({"mm": WIDE})
+    x = torch.eye(4).to_sparse_csr()
+    for region in (torch.autocast("cpu", LOW), amp_fx.autocast("cpu", LOW, policy=policy)):
+        with region, pytest.raises(NotImplementedError, match="BFloat16"):
+            torch.mm(x, torch.ones(4, 2))
+
+
+def test_transforms_see_through_it() -> None:
+    policy = Policy.default().with_ops({"mm": WIDE})
+    x, w = torch.randn(3, 4, 5), torch.randn(5, 2)
+    with amp_fx.autocast("cpu", LOW, policy=policy):
+        found = torch.vmap(lambda each: torch.mm(each, w))(x)
+        turned = torch.vmap(lambda each: torch.mm(w.T, each), in_dims=0, out_dims=1)(x.mT)
+    expected = rounded(x) @ rounded(w)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(turned.permute(1, 2, 0).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_second_derivative() -> None:
+    a, b = (torch.randn(3, 3, dtype=torch.float32, requires_grad=True) for _ in range(2))
+    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"mm": WIDE})):
+        y = torch.mm(a, b)
+    [grad] = torch.autograd.grad(y.square().sum(), a, create_graph=True)
+    grad.sum().backward()  # type: ignore[no-untyped-call]
+    assert b.grad is not None
+    assert torch.isfinite(b.grad).all()
+    assert b.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("op", ["softmax", "_grouped_mm", "conv2d"])
 def test_what_is_no_such_product_is_refused(op: str) -> None:
     with pytest.raises(PolicyError, match="no product that can have this policy"):
