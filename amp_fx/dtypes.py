@@ -1,4 +1,4 @@
-"""How dtypes are written by people, for people and in files; which tensors are DTensors."""
+"""Reads and writes names of dtypes, and recognises low-precision dtypes and DTensors."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def low_dtype_named(text: str) -> torch.dtype:
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether it is a dtype to autocast to: ``torch.bfloat16`` or ``torch.float16``."""
+    """Returns True if it is a dtype to autocast to: ``torch.bfloat16`` or ``torch.float16``."""
     return dtype.is_floating_point and dtype.itemsize == 2
 
 
 def is_spread(value: object) -> bool:
-    """Whether something is a DTensor; without importing what takes a second to import."""
+    """Returns True if something is a DTensor; without importing what takes a second to import."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and type(value) is module.DTensor

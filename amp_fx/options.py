@@ -145,7 +145,7 @@ class Options:
 
     @property
     def has_wide_weight_grads(self) -> bool:
-        """Whether products of gradients of weights give float32."""
+        """True if products of gradients of weights give float32."""
         if self.weight_grads is None:
             return any(has_low_sums(table) for table in self.policy.tables.values())
         return self.weight_grads == "float32"

@@ -1,4 +1,4 @@
-"""How reports are shown: as text, as HTML and as JSON, with tables that look alike."""
+"""Shows reports as text, as HTML and as JSON, with tables that look alike."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def as_plain(value: Any) -> Any:
 
 
 def printed(shown: RenderableType, width: int | None = None) -> str:
-    """What rich prints, as plain text.
+    """Returns what rich prints, as plain text.
 
     In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
 
@@ -95,7 +95,7 @@ def piped_width() -> int | None:
 
 
 def printed_html(shown: RenderableType) -> str:
-    """What rich prints, as HTML."""
+    """Returns what rich prints, as HTML."""
     console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
     console.print(shown)
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
@@ -126,7 +126,7 @@ def dtype_cell(dtype: str) -> Text:
 
 
 def times(number: int) -> str:
-    """How many alike things a row stands for; nothing for one."""
+    """Returns ``x3`` for a row that stands for three equal things; an empty string for one."""
     return str(number) if number > 1 else ""
 
 

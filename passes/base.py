@@ -24,7 +24,7 @@ class PassResult:
 
     @property
     def modified(self) -> bool:
-        """Whether the graph was changed."""
+        """True if the graph was changed."""
         return any(self.counts.values())
 
 

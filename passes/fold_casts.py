@@ -82,7 +82,7 @@ def _may_share(node: fx.Node, cast: Cast) -> bool:
 
 
 def is_cached_by_eager(node: fx.Node) -> bool:
-    """Whether eager autocast would cache a cast that autograd records.
+    """Returns True if eager autocast would cache a cast that autograd records.
 
     Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
     """
@@ -95,13 +95,13 @@ def is_cached_by_eager(node: fx.Node) -> bool:
 
 
 def has_gradient(node: fx.Node) -> bool:
-    """Whether autograd records this cast."""
+    """Returns True if autograd records this cast."""
     value: torch.Tensor = value_of(node)
     return value.requires_grad
 
 
 def is_aliased(node: fx.Node) -> bool:
-    """Whether an op gives out a view of the cast, through which it could be written."""
+    """Returns True if an op gives out a view of the cast, through which it could be written."""
     storage = storage_id(value_of(node))
     return any(
         storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
@@ -149,7 +149,7 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
 
 
 def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
-    """Whether nothing in the graph writes to the origin once it is widened."""
+    """Returns True if nothing in the graph writes to the origin once it is widened."""
     cast = inserted_cast(widened)
     version = cast.source_version if cast is not None else VERSION.of(origin)
     return version is not None and version == version_of(value_of(origin))

@@ -162,7 +162,7 @@ _OWN = dict.fromkeys((_aten.index_put.default, _aten._unsafe_index_put.default),
 
 
 def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
-    """Whether only ATen's kernel of an op gives ATen's bits on the CPU."""
+    """Returns True if only ATen's kernel of an op gives ATen's bits on the CPU."""
     if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
@@ -180,7 +180,7 @@ def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
 
 
 def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether a number among the arguments of an op is one that generated code rounds otherwise."""
+    """Returns True if generated code rounds a number among an op's arguments otherwise."""
     numbers = [each for each in arguments if isinstance(each, (int, float))]
     if name == "pow":
         return not numbers or numbers[-1] not in EXACT_POWERS
@@ -205,7 +205,7 @@ def _is_view(op: OpOverload) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a node is an op of the program, and no part of one that was found exact.
+    """Returns True if a node is an op of the program, and no part of one that was found exact.
 
     Metadata is copied, ops with it, hence the names. An op that takes the place of another one, as
     of a sum with 0, takes over its metadata: the other one must be one that is taken apart.

@@ -27,7 +27,7 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class LowRead:
-    """How the readers of one weight take it, all of them.
+    """Describes how all readers of one weight take it.
 
     Attributes:
         dtype: What each casts it to.
@@ -41,7 +41,7 @@ class LowRead:
 
     @property
     def is_one_cast(self) -> bool:
-        """Whether gradients add up in the low dtype, as they would if it were stored low.
+        """True if gradients add up in the low dtype, as they would if it were stored low.
 
         Gradients of several casts, and of a view that repeats elements, add up in float32.
         """
@@ -68,7 +68,7 @@ def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
 
 
 def _may_be_low(node: fx.Node) -> bool:
-    """Whether a node gives a dense float32 tensor that the graph does not write."""
+    """Returns True if a node gives a dense float32 tensor that the graph does not write."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return False
@@ -77,7 +77,7 @@ def _may_be_low(node: fx.Node) -> bool:
 
 
 def _read_of(gm: fx.GraphModule, node: fx.Node) -> LowRead | None:
-    """How a weight is read, if that is low."""
+    """Returns how a weight is read, if that is low."""
     casts = dict(readers(gm, node, is_direct=True))
     dtypes = {_cast_dtype(cast) for cast in casts}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -110,7 +110,7 @@ def _readers_in_bodies(
 
 
 def is_view(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node gives nothing but views; one that wrote the weight is known by its version."""
+    """Returns True if a node only gives views; a write to the weight shows in its version."""
     if user.op == "output" or ISLAND.is_on(user):
         return False
     source, results = tensors_in(value_of(node)), tensors_in(value_of(user))

@@ -55,7 +55,7 @@ class RefuseIslands:
 
 
 def _calls_plain_op(node: fx.Node) -> bool:
-    """Whether a higher-order op calls one op, as it stands, that autocast does not know."""
+    """Returns True if a higher-order op calls one op, as it stands, that autocast does not know."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     ops = [arg for arg in node.args if isinstance(arg, OpOverload)]

@@ -94,7 +94,7 @@ def _storable(
 
 
 def _may_go(cast: fx.Node, handed_out: set[int]) -> bool:
-    """Whether what a cast gives may be the weight itself, or a view of it."""
+    """Returns True if what a cast gives may be the weight itself, or a view of it."""
     value, source = value_of(cast), value_of(cast.all_input_nodes[0])
     if version_of(value) != VERSION.get(cast) or storage_id(value) in handed_out:
         return False

@@ -86,7 +86,7 @@ def _floating(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:
-    """Whether a mixture of dtypes gives a result that is lower than one of them."""
+    """Returns True if a mixture of dtypes gives a result that is lower than one of them."""
     results = {tensor.dtype for tensor in _floating(node)}
     return torch.float32 in inputs and any(map(is_low, results))
 

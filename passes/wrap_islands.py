@@ -69,7 +69,7 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def needs_autocast(node: fx.Node) -> bool:
-    """Whether native autocast may change what an opaque region returns."""
+    """Returns True if native autocast may change what an opaque region returns."""
     if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
         return False
     return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))

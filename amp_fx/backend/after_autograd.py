@@ -136,7 +136,7 @@ class AfterAutograd(CustomGraphPass):
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Whether a graph takes gradients."""
+    """Returns True if a graph takes gradients."""
     return any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
 
 

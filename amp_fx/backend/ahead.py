@@ -55,7 +55,7 @@ class SavedGraph(SerializableCallable):
 
 
 def is_ahead_of_time() -> bool:
-    """Whether the backend is asked for a graph that can be saved.
+    """Returns True if the backend is asked for a graph that can be saved.
 
     Relies on ``torch._dynamo.aot_compile`` setting these for as long as it calls the backend.
     """

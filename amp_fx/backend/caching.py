@@ -59,7 +59,7 @@ log = logging.getLogger("amp_fx.caching")
 
 
 class CachedValue(NamedTuple):
-    """What would be cached, with fake tensors for its results."""
+    """A value that would be cached, with fake tensors for its results."""
 
     spec: CachedValueSpec
     results: tuple[torch.Tensor, ...]

@@ -47,7 +47,7 @@ def _is_on(settings: Mapping[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """What a wrapper around a graph of AOTAutograd passes and returns in the graph's place.
+    """Inputs and outputs that a wrapper around a graph passes and returns in the graph's place.
 
     Attributes:
         dummies: Replacements of inputs, by position.

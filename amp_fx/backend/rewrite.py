@@ -210,7 +210,7 @@ def graph_devices(gm: fx.GraphModule) -> set[torch.device]:
 
 
 def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ...]:
-    """Which devices of a type are among some."""
+    """Returns the indices of the devices of one type."""
     return tuple(sorted({d.index or 0 for d in devices if d.type == device_type}))
 
 

@@ -1,4 +1,4 @@
-"""Which devices have units for float8, and what to say of those that have none."""
+"""Tests devices for units for float8, and explains what is missing."""
 
 from __future__ import annotations
 

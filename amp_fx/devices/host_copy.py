@@ -25,7 +25,7 @@ class HostCopy:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a copy was started of which nobody has taken the result."""
+        """True if a copy was started of which nobody has taken the result."""
         return self._under_way is not None
 
     def start(self, source: torch.Tensor, *, room: int = 0) -> None:

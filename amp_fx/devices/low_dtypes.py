@@ -1,4 +1,4 @@
-"""Which processor this is, which devices lack units for bfloat16, and what to say of those."""
+"""Identifies the processor, and warns of devices without units for bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def processor_name() -> str:
 
 
 def bfloat16_units() -> list[str]:
-    """Which units for products in bfloat16 the CPU has, where torch can tell.
+    """Returns the CPU's units for products in bfloat16, where torch can tell.
 
     Relies on ``torch.cpu._is_avx512_bf16_supported`` and ``_is_amx_tile_supported``.
     """
@@ -39,7 +39,7 @@ def bfloat16_units() -> list[str]:
 
 @functools.cache
 def has_product_kernels(dtype: torch.dtype) -> bool | None:
-    """Whether oneDNN has more than a reference kernel for products in a low dtype on this CPU.
+    """Returns True if oneDNN has fast kernels for products in a low dtype on this CPU.
 
     None on processors other than x86, of which nothing was measured. oneDNN counts the kernels for
     AVX512 that emulate bfloat16; ``ONEDNN_MAX_CPU_ISA`` holds it to older instructions. Relies on

@@ -1,4 +1,4 @@
-"""Which low products are sums of float32 on this CPU: those whose dtype it has no units for.
+"""Selects products that run in float32 on this CPU: those whose dtype it has no units for.
 
 No timing decides: the bits of a result must not depend on how busy a machine was. A wide product
 differs in its sums, never in where values are rounded.

@@ -1,4 +1,4 @@
-"""What differs between two explanations of one model."""
+"""Compares two explanations of one model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NodeDifference:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diff(Report):
-    """What is otherwise in another explanation; printed, it is a table.
+    """The differences between two explanations; printed, they are a table.
 
     Attributes:
         names: What each explanation is: policy, device and dtype.
@@ -56,7 +56,7 @@ class Diff(Report):
     backward_totals: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether anything differs."""
+        """Returns True if anything differs."""
         return bool(self.totals or self.nodes or self.backward_totals)
 
     def _render(self) -> RenderableType:
@@ -72,7 +72,7 @@ class Diff(Report):
 
 
 def compare(ours: Explanation, other: Explanation) -> Diff:
-    """What differs; ops are matched by module, op as captured, and order."""
+    """Compares two explanations; ops are matched by module, op as captured, and order."""
     left, right = _keyed(ours), _keyed(other)
     keys = list(dict.fromkeys([*left, *right]))
     pairs = [

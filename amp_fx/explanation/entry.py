@@ -63,7 +63,7 @@ def explain_program(
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | None = None,
 ) -> Explanation:
-    """What a program of ``amp_fx.export`` holds; of another one, what that would make of it."""
+    """Explains a program of ``amp_fx.export``, or what that would make of another program."""
     if notes_of(program) is None:
         program = export(program, dtype=dtype, policy="torch" if policy is None else policy)
     notes = notes_of(program)
@@ -247,7 +247,7 @@ def explain(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What ``explain`` was asked for."""
+    """The arguments of ``explain``."""
 
     dtype: torch.dtype | None
     policy: Policy
@@ -357,7 +357,7 @@ def capture_call(
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """What an error of Dynamo's is about."""
+    """Returns the cause of an error of Dynamo's."""
     if isinstance(error, BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__

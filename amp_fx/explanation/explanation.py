@@ -1,4 +1,4 @@
-"""What ``amp_fx.explain`` returns."""
+"""The result of ``amp_fx.explain``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = 2
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Report):
-    """What amp_fx does to a model. Printed, it is a table; in a notebook, the table too.
+    """Describes what amp_fx does to a model. Printed, and in a notebook, it is a table.
 
     Attributes:
         model: The model's class, or the function's name.
@@ -78,7 +78,7 @@ class Explanation(Report):
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Where and why capture was interrupted."""
+        """Places where capture was interrupted, with reasons."""
         ended = [
             f"{g.break_reason} ({g.break_at})" if g.break_at else g.break_reason
             for g in self.forward
@@ -134,7 +134,7 @@ class Explanation(Report):
         return {**head, **super().to_dict(), **as_plain(more)}
 
     def diff(self, other: Explanation) -> Diff:
-        """What is otherwise in another explanation of the same model.
+        """Compares with another explanation of the same model.
 
         Args:
             other: Of another policy or dtype, say.

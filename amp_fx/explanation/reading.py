@@ -45,7 +45,7 @@ _KINDS = {
 def origin_and_reason(
     node: fx.Node, kind: str, start: AutocastState, fallback: str
 ) -> tuple[str, str]:
-    """Where a node's treatment comes from (``NodeRecord.origin``), and a sentence on it."""
+    """Returns the origin of a node's treatment (``NodeRecord.origin``), and a sentence on it."""
     if kind in _KINDS:
         return "", _KINDS[kind]
     if kind == "cast":
@@ -290,7 +290,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str:
-    """What a node is (``NodeRecord.kind``)."""
+    """Returns the kind of a node (``NodeRecord.kind``)."""
     if node.op == "output":
         return "output"
     if node.op == "placeholder":

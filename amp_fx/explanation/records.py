@@ -1,4 +1,4 @@
-"""What an explanation consists of: plain frozen records of strings and numbers.
+"""The records of an explanation: frozen dataclasses of strings and numbers.
 
 Dtypes are written without ``torch.``, sizes as numbers or, where they are symbolic, as
 text. ``amp_fx.explanation.Explanation.to_dict`` gives these records as dictionaries, with

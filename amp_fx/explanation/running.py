@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What is run in the model's place: a copy of it with copies of its arguments.
+    """A copy of a model, with copies of its arguments, that is run in its place.
 
     Attributes:
         program: The copy of the model; a function as it is.
@@ -124,7 +124,7 @@ def target_device(present: set[str], device_type: str | None = None) -> str:
 
 
 def is_usable(device_type: str) -> bool:
-    """Whether there is a device of an accelerator's type."""
+    """Returns True if there is a device of an accelerator's type."""
     module = getattr(torch, device_type, None)
     return module is not None and bool(module.is_available())
 
@@ -203,7 +203,7 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
 
 @dataclasses.dataclass
 class Capture:
-    """What Dynamo gave."""
+    """The graphs that Dynamo captured."""
 
     graphs: list[SeenGraph]
     other_breaks: list[str]
@@ -211,7 +211,7 @@ class Capture:
     outputs: Any
 
     def release(self) -> None:
-        """Lets the graphs go: entries in Dynamo's cache outlive the call."""
+        """Frees the graphs: entries in Dynamo's cache outlive the call."""
         for graph in self.graphs:
             vars(graph).clear()
         self.graphs.clear()
@@ -267,7 +267,7 @@ def run_stand_in(
 
 
 def _is_all(seen: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
-    """Whether a single graph was captured, from the program's own frame.
+    """Returns True if a single graph was captured, from the program's own frame.
 
     Dynamo runs a frame that it skips as it is, without a graph break, and captures what that
     calls. Hooks of the outermost module are frames of their own.
@@ -282,7 +282,7 @@ def _is_all(seen: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling a module runs more than its ``forward``, hooks of all modules included.
+    """Returns True if a call of a module runs more than its ``forward``, such as global hooks.
 
     Relies on ``nn.Module._call_impl`` looking at these dictionaries.
     """
@@ -327,7 +327,7 @@ def optimized(backend: Any, **kwargs: Any) -> Any:
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:
-    """Lets regions for an imagined device be regions for the CPU, which stands for it."""
+    """Turns regions for an imagined device into regions for the CPU, which stands for it."""
     from amp_fx.torch_private.autocast import enter_autocast
 
     for node in gm.graph.find_nodes(op="call_function", target=enter_autocast):

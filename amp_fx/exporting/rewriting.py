@@ -60,7 +60,7 @@ def refuse_transforms(program: ExportedProgram) -> None:
 
 
 def _is_transform(node: fx.Node) -> bool:
-    """Whether ``torch.export`` recorded a node of a transform, by its function's module."""
+    """Returns True if ``torch.export`` recorded a node of a transform, by its function's module."""
     module = getattr(node.target, "__module__", None) or ""
     name = getattr(node.target, "__name__", "")
     return module.startswith("torch._functorch") and name != "lazy_load_decompositions"

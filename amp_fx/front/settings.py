@@ -144,7 +144,7 @@ NOT_COMPILED = RegionSettings(None, None, None)
 
 
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
-    """What was compiled, and the region that ``amp_fx.compile`` puts around it."""
+    """Returns what was compiled, and the region that ``amp_fx.compile`` puts around it."""
     if isinstance(step, type) or not callable(step):
         raise ArgumentTypeError(f"{name} takes a module or a function, not {step!r}")
     settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None

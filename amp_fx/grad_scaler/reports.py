@@ -100,7 +100,7 @@ class StepReport:
 
     @property
     def skipped(self) -> bool:
-        """Whether the optimizer was kept from stepping."""
+        """True if the optimizer was kept from stepping."""
         return self._look()
 
     @property

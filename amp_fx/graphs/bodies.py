@@ -43,7 +43,7 @@ stand, and which argument is the tuple of operands; None where all others are.""
 
 
 def has_plain_bodies(node: fx.Node) -> bool:
-    """Whether a node is a higher-order op whose bodies may be rewritten."""
+    """Returns True if a node is a higher-order op whose bodies may be rewritten."""
     return node.target in _BODIES
 
 
@@ -58,7 +58,7 @@ def argument_graphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_reentrant_checkpoint(node: fx.Node) -> bool:
-    """Whether a node is ``torch.utils.checkpoint`` that recomputes under autograd's feet.
+    """Returns True if a node is ``torch.utils.checkpoint`` that recomputes under autograd's feet.
 
     Relies on Dynamo handing the checkpoint's arguments on; None means True there.
     """
@@ -130,7 +130,7 @@ def mark_rewritten(node: fx.Node) -> None:
 
 
 def is_rewritten(node: fx.Node) -> bool:
-    """Whether ``mark_rewritten`` was called for a node."""
+    """Returns True if ``mark_rewritten`` was called for a node."""
     return HAS_REWRITTEN_BODIES.is_on(node)
 
 

@@ -51,7 +51,7 @@ class Cast:
 
 
 def is_cast_call(node: fx.Node) -> bool:
-    """Whether a node makes a cast as ``make_cast`` does."""
+    """Returns True if a node makes a cast as ``make_cast`` does."""
     return node.op == "call_function" and node.target is _OP
 
 
@@ -91,7 +91,7 @@ _LOSSLESS = {
 
 
 def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype has the same value in the other."""
+    """Returns True if every value of one dtype has the same value in the other."""
     return target in _LOSSLESS.get(source, ())
 
 
@@ -106,17 +106,17 @@ WHOLE_VIEWS = frozenset(
 
 
 def is_whole_view(node: fx.Node) -> bool:
-    """Whether a node is one of ``WHOLE_VIEWS``, and of the same dtype."""
+    """Returns True if a node is one of ``WHOLE_VIEWS``, and of the same dtype."""
     return op_name(node) in WHOLE_VIEWS and not is_reinterpreting(node)
 
 
 def is_reinterpreting(node: fx.Node) -> bool:
-    """Whether a view is of another dtype: ``aten.view.dtype``."""
+    """Returns True if a view is of another dtype: ``aten.view.dtype``."""
     return "dtype" in str(getattr(node.target, "_overloadname", ""))
 
 
 def narrows(node: fx.Node) -> bool:
-    """Whether a node is a plain cast to a dtype of fewer bytes."""
+    """Returns True if a node is a plain cast to a dtype of fewer bytes."""
     value, source = VALUE.get(node), _cast_value(node)
     if not isinstance(value, torch.Tensor) or source is None:
         return False

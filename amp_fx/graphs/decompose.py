@@ -344,7 +344,7 @@ def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | 
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether an op's kernel for every device is one that calls other ops.
+    """Returns True if an op's kernel for every device is one that calls other ops.
 
     It is C++'s own that counts, and that is called: ``OpOverload.decompose`` prefers a Python
     decomposition, which eager code never runs and which may call other ops (``upsample_*.vec``).
@@ -550,5 +550,5 @@ def _substitute(args: Any, source: fx.Node, items: tuple[fx.Node, ...]) -> Any:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one item of a tuple."""
+    """Returns True if a node takes one item of a tuple."""
     return node.target is operator.getitem and isinstance(node.args[1], int)

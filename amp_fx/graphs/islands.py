@@ -40,7 +40,7 @@ TRANSFORM = "torch.func transform"
 
 
 def is_bare_function(node: fx.Node) -> bool:
-    """Whether a node is a ``torch.autograd.Function`` where the program has no region on.
+    """Returns True if a node is a ``torch.autograd.Function`` where the program has no region on.
 
     Its forward and backward were captured for the dtypes that they get there, and
     ``torch.amp.custom_fwd`` did nothing: the function runs as it does uncompiled.

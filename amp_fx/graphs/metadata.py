@@ -31,7 +31,7 @@ class Key(Generic[T]):
         return node.meta.get(self.name)
 
     def is_on(self, node: fx.Node) -> bool:
-        """Whether a node has something, which may be None."""
+        """Returns True if a node has something, which may be None."""
         return self.name in node.meta
 
     def put(self, node: fx.Node, value: T) -> None:

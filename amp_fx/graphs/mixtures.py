@@ -1,4 +1,4 @@
-"""Whether an op takes the mixture of dtypes that a rewrite brings to it.
+"""Tests if an op takes the mixture of dtypes that a rewrite brings to it.
 
 In the bare way in, Python code that reads dtypes was captured with float32
 (``torch.zeros(n, dtype=x.dtype).index_add_(0, index, source)``), and its partner may now
@@ -34,7 +34,7 @@ class MixtureProbe:
         self._answers: dict[Any, bool] = {}
 
     def takes(self, node: fx.Node) -> bool:
-        """Whether a node's op runs on the dtypes that it now gets.
+        """Returns True if a node's op runs on the dtypes that it now gets.
 
         True, too, where nothing can be learnt: the dtypes do not differ among
         themselves, or the op does not run here even on the captured dtypes.
@@ -49,7 +49,7 @@ class MixtureProbe:
 
 
 def _runs(node: fx.Node, value: Any) -> bool:
-    """Whether a node's op runs on zeros like its inputs' values, on the CPU."""
+    """Returns True if a node's op runs on zeros like its inputs' values, on the CPU."""
     inputs = {n: value(n) for n in node.all_input_nodes}
     if sum(num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
         return True

@@ -92,7 +92,7 @@ def record_range(node: fx.Node, what: str) -> None:
 
 
 def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> str:
-    """Which finite numbers among a node's arguments the low dtype cannot hold; "" for none."""
+    """Lists finite numbers among a node's arguments that the low dtype cannot hold; "" for none."""
     numbers: list[float] = []
 
     def collect(arg: Any) -> Any:

@@ -251,7 +251,7 @@ def is_dynamic(value: Any) -> bool:
 
 
 def is_written(placeholder: fx.Node) -> bool:
-    """Whether the graph writes to one of its inputs, as the walk of its nodes saw it."""
+    """Returns True if the graph writes to one of its inputs, as the walk of its nodes saw it."""
     value = value_of(placeholder)
     if not isinstance(value, torch.Tensor):
         return False
@@ -314,7 +314,7 @@ def adopt_captured(captured: Any, value: Any) -> Any:
 
 
 def dtypes_differ(left: Any, right: Any) -> bool:
-    """Whether two nested values hold tensors of different dtypes at any place."""
+    """Returns True if two nested values hold tensors of different dtypes at any place."""
     ours, theirs = tensors_in(left), tensors_in(right)
     if len(ours) != len(theirs):
         return bool(ours) and bool(theirs)

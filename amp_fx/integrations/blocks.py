@@ -102,5 +102,5 @@ def _join(path: str, name: str) -> str:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled already; relies on what ``Module.compile`` sets."""
+    """Returns True if a module is compiled already; relies on what ``Module.compile`` sets."""
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())

@@ -1,1 +1,1 @@
-"""Which op is cast how: policies, what users change on top of them, what it does to a call."""
+"""Cast policies of ops, what users change on top of them, and how they change a call."""

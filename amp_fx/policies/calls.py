@@ -50,7 +50,7 @@ def qualified_name(op: OpOverload) -> str:
 
 
 def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
-    """Whether autocast of a device type may cast this tensor: floating point, not float64."""
+    """Returns True if autocast may cast this tensor: on the device, floating point, not float64."""
     return (
         tensor.device.type == device_type
         and tensor.is_floating_point()
@@ -59,7 +59,7 @@ def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
 
 
 def reaches_autocast(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Whether the dispatcher would reach the autocast kernel of a device type.
+    """Returns True if the dispatcher would reach the autocast kernel of a device type.
 
     It does if any tensor of the call, eligible or not, lives on such a device.
     """
@@ -169,7 +169,7 @@ _LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, *PRODUCT_POLICIES
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:
-    """Whether the inputs of a ``demote`` op are what it is for; all in the low dtype stay so."""
+    """Returns True if ``demote`` changes the inputs of an op; all in the low dtype stay so."""
     tensors = castable_tensors(call)
     if not tensors or not all(is_eligible(t, device_type) for t in tensors):
         return False
@@ -258,7 +258,7 @@ def castable_arguments(op: OpOverload) -> list[str]:
 
 
 def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
-    """Whether a policy can be laid down for an op overload."""
+    """Returns True if a policy can be laid down for an op overload."""
     name, _, overload = op.partition(".")
     if not has_kernels(op) and not has_schema(op):
         return True
@@ -277,7 +277,7 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
 
 
 def has_schema(op: str) -> bool:
-    """Whether an op overload is registered, by its qualified name."""
+    """Returns True if an op overload is registered, by its qualified name."""
     name, _, overload = op.partition(".")
     try:
         schema_of(name, overload)
@@ -287,7 +287,7 @@ def has_schema(op: str) -> bool:
 
 
 def is_changeable(op: str) -> bool:
-    """Whether what holds for a module holds for an op overload, by its qualified name.
+    """Returns True if what holds for a module holds for an op overload, by its qualified name.
 
     Private ops are what public ones are made of; those that a table lists are changed too.
     """
@@ -298,7 +298,7 @@ def is_changeable(op: str) -> bool:
 
 
 def computes(schema: torch.FunctionSchema) -> bool:
-    """Whether an op makes new tensors of tensors: no write, no view, no number.
+    """Returns True if an op makes new tensors of tensors: no write, no view, no number.
 
     Casting the input of a view would tear it from its base.
     """

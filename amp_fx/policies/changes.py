@@ -151,18 +151,18 @@ class ModuleOverride:
         return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
 
     def holds_for(self, op: str) -> bool:
-        """Whether an op, by its qualified overload name, is meant."""
+        """Returns True if an op, by its qualified overload name, is meant."""
         return not self.op or op in self.overloads
 
     def fits(self, stack: ModuleStack) -> bool:
-        """Whether one of the modules around an op is meant."""
+        """Returns True if one of the modules around an op is meant."""
         return any(
             self.fits_module(path, cls) or self.fits_module(name, cls)
             for path, cls, name in stack or (("", "", ""),)
         )
 
     def fits_module(self, path: str, cls: type | str) -> bool:
-        """Whether a module with this path and class is meant."""
+        """Returns True if a module with this path and class is meant."""
         if isinstance(self.pattern, type):
             return _is_class(cls, self.pattern)
         if isinstance(self.pattern, str):
@@ -318,7 +318,7 @@ def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern for ops may mean several packets."""
+    """Returns True if a pattern for ops may mean several packets."""
     return any(sign in pattern for sign in "*?[")
 
 

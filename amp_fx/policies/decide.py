@@ -1,4 +1,4 @@
-"""How one call of one op is treated: the override that wins, and what it does to the call.
+"""Decides on one call of one op: finds the override that wins, and applies it to the call.
 
 Later beats earlier, a module beats an op, and a rule beats both. What holds for all ops of a
 module, and what a rule says, is for ops that make new tensors: views would be torn from their
@@ -57,7 +57,7 @@ class Decision:
     args: tuple[tuple[str, str], ...] = ()
 
     def is_float8(self, op: OpOverload) -> bool:
-        """Whether a call of an op runs in float8, if it fits: both operands are to."""
+        """Returns True if a call of an op runs in float8, if it fits: both operands are to."""
         operands = operands_of(op)
         if operands is None:
             return False
@@ -106,7 +106,7 @@ _GIVING_BACK = (CastPolicy.SAME_AS_INPUT, CastPolicy.LOWER_PRECISION_IO)
 
 
 def has_explicit_dtype(call: Call) -> bool:
-    """Whether a call says which dtype it wants."""
+    """Returns True if a call says which dtype it wants."""
     return bind(*call).get("dtype") is not None
 
 
@@ -138,12 +138,12 @@ class Resolver:
 
     @property
     def has_float8(self) -> bool:
-        """Whether any call may run in float8."""
+        """True if any call may run in float8."""
         return self._has_float8
 
     @property
     def depends_on_module(self) -> bool:
-        """Whether the module around an op, or its inputs' sizes and dtypes, can matter."""
+        """True if the module around an op, or its inputs' sizes and dtypes, can matter."""
         return bool(self._modules or self._rules)
 
     def stack_key(self, stack: ModuleStack) -> object:
@@ -203,7 +203,7 @@ class Resolver:
 
 @functools.cache
 def is_adjustable(op: OpOverload) -> bool:
-    """Whether what holds for all ops of a module holds for this one (``is_changeable``)."""
+    """Returns True if what holds for all ops of a module holds for this one (``is_changeable``)."""
     return is_changeable(qualified_name(op))
 
 

@@ -250,7 +250,7 @@ def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) ->
         return mine
 
     def factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
-        """Where data lie by rows, or columns, factors lie as they do."""
+        """Redistributes factors as the data are, where those are sharded by rows or columns."""
         has_dim = tensor.dim() > 0
         places = [p if has_dim and p.is_shard(dim) else Replicate() for p in placements]
         return part(tensor, places)
@@ -269,7 +269,7 @@ def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) ->
 
 
 def _placements_of_product(a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """How matrices have to lie over a dimension of a mesh, and how their product does then."""
+    """Returns placements for two matrices and their product over one dimension of a mesh."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if b.is_shard(0) or (a.is_shard(1) and not b.is_shard(1)):  # what is summed over

@@ -1,4 +1,4 @@
-"""Which op is cast how: op tables under a name, and what a user changes on top of them."""
+"""Policies: op tables under a name, and what a user changes on top of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FLOAT8 = Float8()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """Which op is cast how: op tables per device type, and changes to them; cannot be changed.
+    """Op tables per device type, and changes to them; immutable.
 
     Policies are equal, and hash alike, if their contents are: the name is a label. The methods
     ``with_*`` return a copy. Of what they lay down, later beats earlier; what holds for a

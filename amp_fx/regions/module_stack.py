@@ -1,4 +1,4 @@
-"""Which module an op runs in: read from a graph's metadata, or from the running program."""
+"""Finds the module of an op, in a graph's metadata or in the running program."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
 
 
 def is_linear_end(weight: torch.Tensor) -> bool:
-    """Whether a weight is of the first or last linear layer of the model that runs."""
+    """Returns True if a weight is of the first or last linear layer of the model that runs."""
     root = _running_modules(sys._getframe(1)).root
     ends = None if root is None else linear_ends((root,))
     return ends is not None and any(weight is end for end in ends.values())
@@ -123,7 +123,7 @@ def compile_frame() -> CompileFrame:
 
 
 def ends_at_graph_break() -> bool:
-    """Whether the graph that is being compiled ends where Dynamo hands over to Python.
+    """Returns True if the graph that is being compiled ends where Dynamo hands over to Python.
 
     Its outputs then go to code of the program that nobody rewrites.
     """
@@ -273,7 +273,7 @@ def _modules_in(
 
 
 def _is_compiled_itself(code: CodeType) -> bool:
-    """Whether ``torch.compile`` was given the function that Dynamo is compiling.
+    """Returns True if ``torch.compile`` was given the function that Dynamo is compiling.
 
     Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame`` calling it as ``fn``.
     """

@@ -50,7 +50,7 @@ autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-define
 
 @dataclasses.dataclass(frozen=True)
 class AutocastState:
-    """Which devices autocast to which dtype at one place of a program.
+    """The devices that autocast, and their dtypes, at one place of a program.
 
     Attributes:
         low_dtypes: ``(device_type, dtype)`` for every device type that autocast knows,
@@ -220,7 +220,7 @@ def _leave_down_to(depth: int) -> None:
 
 
 def nesting() -> int:
-    """How many regions the thread is in, disabled ones too; without those of a recomputation.
+    """Counts the thread's regions, disabled ones too; without those of a recomputation.
 
     Relies on ``torch.autocast`` counting the regions that it enters.
     """
@@ -228,7 +228,7 @@ def nesting() -> int:
 
 
 def in_disabled_region() -> bool:
-    """Whether the thread is in regions, of which none is on: full precision was asked for.
+    """Returns True if the thread is in regions, of which none is on: full precision was asked for.
 
     No device is on either where no region is, but there a graph may be one of its own. Guards call
     this before each call of compiled code.
@@ -237,7 +237,7 @@ def in_disabled_region() -> bool:
 
 
 def _is_any_enabled() -> bool:
-    """Whether autocast is on for any device.
+    """Returns True if autocast is on for any device.
 
     ``torch._C._is_any_autocast_enabled`` is quick but does not ask for all: MPS is left out.
     """

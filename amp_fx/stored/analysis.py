@@ -1,4 +1,4 @@
-"""Which weights of a model may be stored low, and why the others stay as they are.
+"""Finds weights of a model that may be stored low, and why the others stay as they are.
 
 How eager code reads weights: seen below autocast, whatever Python wrote the reading.
 
@@ -118,7 +118,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.others[self._names[storage_id(tensor)]] = "the model's output"
 
     def _keeps_bits(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a call widens a tensor, or takes a widened one back; writes end that."""
+        """Returns True if a call widens a tensor, or takes a widened one back; writes end that."""
         tensors = _plain_tensors(args, kwargs)
         if not _is_plain_cast(func, kwargs) or not tensors:
             if getattr(getattr(func, "_schema", None), "is_mutable", True):
@@ -184,7 +184,7 @@ def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:
-    """Whether a call only gives views of the weights that it takes."""
+    """Returns True if a call only gives views of the weights that it takes."""
     schema = getattr(func, "_schema", None)
     results = tensors_in(result)
     if schema is None or schema.is_mutable or not results:
@@ -193,7 +193,7 @@ def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:
 
 
 def _asks_form(func: Any) -> bool:
-    """Whether a call looks at what a tensor is and not at its elements, as fake ones are asked."""
+    """Returns True if a call reads a tensor's metadata and not its elements."""
     name = str(func).partition(".default")[0]
     return name.startswith(("prim.", "aten.sym_")) or name in _FORMS
 

@@ -1,4 +1,4 @@
-"""Which ops inductor's generated C++ computes with the bits of ATen's kernels on the CPU.
+"""Lists ops that inductor's generated C++ computes with the bits of ATen's kernels on the CPU.
 
 Measured op by op over every pointwise op of ATen, with ``numerics="strict"`` on torch 2.15 and
 ``emulate_precision_casts`` on 2.13: every number of bfloat16 and float16, and 65,536 bit patterns

@@ -38,5 +38,5 @@ def lean(table: Table) -> Table:
 
 
 def has_low_sums(table: Table) -> bool:
-    """Whether the sums of a residual stream are low by a table."""
+    """Returns True if the sums of a residual stream are low by a table."""
     return any(table.get(op) is CastPolicy.DEMOTE for op in DEMOTED)

@@ -48,7 +48,7 @@ def all_ops() -> frozenset[str]:
 
 
 def is_functional(op: str) -> bool:
-    """Whether a registered op writes to none of its arguments (no ``out=``, not in place)."""
+    """Returns True if a registered op writes to none of its arguments: neither in place nor ``out=``."""
     name, _, overload = op.partition(".")
     return not schema_of(name, overload).is_mutable
 

@@ -296,7 +296,7 @@ def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Lets fake tensors meet the constants of a graph, which are real."""
+    """Context manager in which fake tensors may meet the constants of a graph, which are real."""
     from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
     fake_mode = detect_fake_mode(example_inputs)
@@ -306,7 +306,7 @@ def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContext
 
 
 def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
-    """Lets inductor's on-disk cache take graphs with packed weights, whatever they hold.
+    """Context manager in which inductor's on-disk cache stores graphs with packed weights.
 
     It passes over them because it cannot pickle the weights, and takes the contents of those of
     up to eight elements into the key because it writes them into the code otherwise. Of all

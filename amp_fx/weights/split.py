@@ -524,7 +524,7 @@ def weights_in(gm: fx.GraphModule, weights: Iterable[int], prepare: Prepare) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What a split graph takes.
+    """The inputs and cached values of a split graph.
 
     Attributes:
         values: What is cached; each of its outputs is an input of the rest, in order.
