@@ -48,7 +48,7 @@ def all_ops() -> frozenset[str]:
 
 
 def is_functional(op: str) -> bool:
-    """Returns True if a registered op writes to none of its arguments: neither in place nor ``out=``."""
+    """Returns True if a registered op writes to none of its arguments, in place or by ``out=``."""
     name, _, overload = op.partition(".")
     return not schema_of(name, overload).is_mutable
 
