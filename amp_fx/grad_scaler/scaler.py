@@ -5,6 +5,7 @@ Everything that is not here is torch's own code.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -17,6 +18,7 @@ from amp_fx.errors import (
     ScalerStateDictError,
     ScalerStateError,
     ScalerTypeError,
+    did_you_mean,
 )
 from amp_fx.grad_scaler import arguments, old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep
@@ -113,8 +115,9 @@ class GradScaler(torch.amp.GradScaler):
         **removed: Any,
     ) -> None:
         for name in removed:
-            instead = _INSTEAD.get(name, "it takes torch's arguments and those of its docstring")
-            raise ScalerTypeError(f"GradScaler has no argument {name!r}: {instead}.")
+            known = inspect.signature(GradScaler).parameters
+            instead = f": {_INSTEAD[name]}." if name in _INSTEAD else did_you_mean(name, known)
+            raise ScalerTypeError(f"GradScaler has no argument {name!r}{instead}")
         super().__init__(
             torch.device(device).type,
             arguments.scale(init_scale, "init_scale"),

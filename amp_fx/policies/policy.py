@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         OpOverride,
         Rule,
         RuleOverride,
+        Treatment,
     )
     from amp_fx.tables.cast_policy import CastPolicy, Table
 
@@ -233,7 +234,7 @@ class Policy:
                 raise PolicyError(f"{name}={size!r} is not a positive integer")
         return dataclasses.replace(self, float8=dataclasses.replace(self.float8, **changed))
 
-    def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
+    def with_ops(self, policies: Mapping[Any, Treatment]) -> Policy:
         """A copy that casts some ops otherwise, on all device types.
 
         Args:
@@ -285,7 +286,7 @@ class Policy:
         """
         return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
 
-    def with_args(self, op: Any, args: Mapping[str, CastPolicy | str]) -> Policy:
+    def with_args(self, op: Any, args: Mapping[str, Treatment]) -> Policy:
         """A copy that treats single arguments of an op otherwise than the op's policy says.
 
         Args:

@@ -134,8 +134,18 @@ def test_accelerate_takes_torchs_own_settings() -> None:
     assert kwargs["options"]["mode"] == "max-autotune-no-cudagraphs"
     assert kwargs["dynamic"] is True
     torch.compile(nn.Linear(2, 2), **kwargs)  # it takes them
-    with pytest.raises(amp_fx.errors.OptionError):
-        integrations.AcceleratePlugin(options={"nothing": 1}).to_kwargs()
+
+
+@pytest.mark.parametrize("name", ["TrainerCallback", "AcceleratePlugin", "LightningPrecision"])
+def test_a_wrong_option_is_told_at_once(name: str) -> None:
+    with pytest.raises(amp_fx.errors.OptionError, match="did you mean 'freezing'"):
+        getattr(integrations, name)(options={"freezin": False})
+
+
+@pytest.mark.parametrize("name", ["TrainerCallback", "LightningPrecision"])
+def test_a_wrong_argument_is_told_at_once(name: str) -> None:
+    with pytest.raises(amp_fx.errors.ArgumentTypeError, match="did you mean 'fullgraph'"):
+        getattr(integrations, name)(full_graph=True)
 
 
 # Lightning.
