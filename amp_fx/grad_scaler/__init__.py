@@ -13,8 +13,14 @@
 
 from __future__ import annotations
 
+import sys
+
+from amp_fx.grad_scaler import old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep, compile_step
 from amp_fx.grad_scaler.reports import Overflow, StepReport
 from amp_fx.grad_scaler.scaler import CompiledStep, GradScaler
 
 __all__ = ["CompiledStep", "GradScaler", "Overflow", "PlainStep", "StepReport", "compile_step"]
+
+for _name in ("agreement", "limits", "loss_scale", "processes"):  # in older pickles
+    sys.modules[f"amp_fx.grad_scaler.{_name}"] = old_pickles

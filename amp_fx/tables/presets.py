@@ -128,3 +128,6 @@ PRESETS: Mapping[str, Callable[[], Mapping[str, Table]]] = {
     **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
 }
 """Functions that return the tables of a preset, by name."""
+
+
+warn_unknown_torch()  # once, as the first use of amp_fx imports this
