@@ -149,6 +149,15 @@ class GradScaler(torch.amp.GradScaler):
             instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
             raise AttributeError(f"GradScaler has no attribute {name!r}{instead}")
 
+    def __repr__(self) -> str:
+        """Returns the scale and the latest report; does not wait for the device."""
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        scale: Any = self._init_scale if self._scale is None else "<on the device>"
+        if self._scale is not None and self._scale.is_cpu:
+            scale = self._scale.item()
+        return f"GradScaler(scale={scale}, last_step={self.last_step})"
+
     def name_parameters(self, named_parameters: NamedParameters) -> None:
         """Adds names of parameters, for reports and errors.
 

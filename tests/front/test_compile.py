@@ -540,3 +540,15 @@ def test_a_module_runs_compiled_while_another_thread_compiles() -> None:
     with compiling_elsewhere():
         assert fast(x).dtype == bf16
     assert net.num_eager_calls == 0
+
+
+def test_repr_tells_the_policy_and_what_is_cached() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).eval()
+    options = {"compiler": "aot_eager"}
+    compiled = amp_fx.compile(model, policy="lean", dtype="bf16", options=options)
+    assert "policy=lean, dtype=bfloat16, cached=0 bytes" in repr(compiled)
+    with torch.no_grad():
+        compiled(torch.randn(2, 4))
+    assert "cached=32 bytes" in repr(compiled)  # 16 numbers in bfloat16
+    assert "(0): Linear" in repr(compiled)
+    assert "policy=default, dtype=default" in repr(amp_fx.compile(model))
