@@ -336,4 +336,4 @@ ADD = {
     "build": (add_build, _BUILD),
     "env": (add_env, _ENV),
 }
-"""By command, what adds its arguments, and its examples."""
+"""Functions that add the arguments of a command, and its examples."""

@@ -33,7 +33,7 @@ WORDS = {
         "under 4 bits",
     ),
 }
-"""What each strength stands for, from the weakest."""
+"""Meanings of the strengths, from the weakest."""
 
 
 def levels_of(report: AccuracyReport, measure: str) -> dict[str, int]:

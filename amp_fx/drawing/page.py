@@ -243,7 +243,7 @@ _COLUMNS = {
     "reference; <i>effect</i> is what its own error adds to the loss, to first order; "
     "<i>overflow</i> counts elements that become infinite or NaN in it.",
 }
-"""What the columns of the table mean, by whether it is that of a report."""
+"""Meanings of the table's columns: of an explanation (False) and of a report (True)."""
 
 
 def _notes(drawing: Drawing) -> str:

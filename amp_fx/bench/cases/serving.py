@@ -1,4 +1,4 @@
-"""What a server sees: latencies of calls one by one, and throughput of many clients of one model.
+"""Latencies of calls one by one, and the throughput of many clients of one model.
 
 Inductor compiles its loops for the number of threads that torch has at the time, so each number of
 threads has models of its own.
