@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
+.PHONY: lock demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
 	test-cuda-code test-gpu-emulated clean
 
 # A small language model writes and trains with and without amp_fx; `make demo ARGS="--steps 50"`.
@@ -51,6 +51,13 @@ gpu:
 	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "$(PYTHON) has no torch: make gpu PYTHON=..."; exit 1; }
 	$(PYTHON) -m tests.gpu.run $(ARGS)
 
+# Writes constraints.txt: what pyproject.toml allows, on every Python; versions that are there stay.
+# To move one: make lock ARGS="--upgrade-package torch". uv does it, in an environment of its own.
+lock:
+	@test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/pip install -qq uv; }
+	build/uv/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.10 --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file constraints.txt $(ARGS)
+
 # Runs the notebooks and writes what they show into them.
 notebooks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/run.py $(ARGS)
@@ -71,7 +78,7 @@ OTHER := ../torch-$(TORCH)
 
 torch-env:
 	$(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(torch|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -Ev '^(torch|triton|setuptools|nvidia-.*|cuda-.*)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install -qq --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
 
 test-torch:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 from typing import TYPE_CHECKING, Any
 
-from amp_fx import weight_cache
-from amp_fx.eager.custom_function import custom_bwd, custom_fwd
-from amp_fx.eager.region import autocast
-from amp_fx.front.compile import compile  # noqa: A004
-from amp_fx.grad_scaler import GradScaler, compile_step
-from amp_fx.policies.policy import Policy, preset
-from amp_fx.regions.registered_ops import register_device, register_op
-from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.presets import warn_unknown_torch
-
 if TYPE_CHECKING:
+    import types
+
+    from amp_fx import weight_cache
     from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
+    from amp_fx.eager.custom_function import custom_bwd, custom_fwd
+    from amp_fx.eager.region import autocast
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export, for_onnx, package
+    from amp_fx.front.compile import compile  # noqa: A004
+    from amp_fx.grad_scaler import GradScaler, compile_step
     from amp_fx.graphs.purity import register_pure_op
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.audit.entry import audit
@@ -34,8 +33,11 @@ if TYPE_CHECKING:
     from amp_fx.numerics.verify import verify
     from amp_fx.numerics.verify_report import VerifyReport
     from amp_fx.numerics.watching import watch
+    from amp_fx.policies.policy import Policy, preset
+    from amp_fx.regions.registered_ops import register_device, register_op
     from amp_fx.stored.entry import store_low
     from amp_fx.stored.report import StorageReport
+    from amp_fx.tables.cast_policy import CastPolicy
     from amp_fx.weights.keep import Keep, keep
 
 __version__ = "0.2.0"
@@ -79,23 +81,34 @@ __all__ = [
     "weight_cache",
 ]
 
-_LAZY = {
+_MODULES = {
     "AccuracyReport": "amp_fx.numerics.report",
     "AuditReport": "amp_fx.numerics.audit.report",
+    "CastPolicy": "amp_fx.tables.cast_policy",
+    "Explanation": "amp_fx.explanation.explanation",
+    "GradScaler": "amp_fx.grad_scaler",
     "Keep": "amp_fx.weights.keep",
+    "Policy": "amp_fx.policies.policy",
     "SearchResult": "amp_fx.numerics.search_result",
     "StorageReport": "amp_fx.stored.report",
     "VerifyReport": "amp_fx.numerics.verify_report",
-    "Explanation": "amp_fx.explanation.explanation",
     "accuracy": "amp_fx.numerics.entry",
     "audit": "amp_fx.numerics.audit.entry",
+    "autocast": "amp_fx.eager.region",
+    "compile": "amp_fx.front.compile",
+    "compile_step": "amp_fx.grad_scaler",
+    "custom_bwd": "amp_fx.eager.custom_function",
+    "custom_fwd": "amp_fx.eager.custom_function",
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
     "for_onnx": "amp_fx.exporting.entry",
+    "fsdp_policy": "amp_fx.integrations.fsdp",
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.entry",
-    "fsdp_policy": "amp_fx.integrations.fsdp",
+    "preset": "amp_fx.policies.policy",
+    "register_device": "amp_fx.regions.registered_ops",
+    "register_op": "amp_fx.regions.registered_ops",
     "register_pass": "amp_fx.backend.pipeline",
     "register_pure_op": "amp_fx.graphs.purity",
     "search": "amp_fx.numerics.search",
@@ -104,10 +117,12 @@ _LAZY = {
     "verify": "amp_fx.numerics.verify",
     "watch": "amp_fx.numerics.watching",
 }
-"""What is imported when it is first asked for: it takes Dynamo, networkx, rich or graphviz."""
+"""Modules that define the public names. They are imported at the first use of a name.
 
-_SUBMODULES = ("errors", "integrations")
+So ``python -m amp_fx --help`` imports no torch, and ``import amp_fx`` no Dynamo, networkx or rich.
+"""
 
+_SUBMODULES = ("errors", "integrations", "options", "weight_cache")
 
 _MOVED = {
     "amp_fx.front.compiled": "amp_fx.front.settings",
@@ -121,21 +136,30 @@ _MOVED = {
 }
 """Modules that older pickles name, and where their classes are now."""
 
-warn_unknown_torch()
 
-for _old, _new in _MOVED.items():
-    sys.modules[_old] = importlib.import_module(_new)
+class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports modules of ``_MOVED`` under their old names, when an old pickle needs them."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        return importlib.machinery.ModuleSpec(name, self) if name in _MOVED else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        moved = vars(importlib.import_module(_MOVED[module.__name__]))
+        vars(module).update({name: value for name, value in moved.items() if name[:2] != "__"})
+
+
+sys.meta_path.append(_MovedModules())
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"amp_fx.{name}")
-    if name not in _LAZY:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_SUBMODULES})
+    return sorted({*globals(), *_MODULES, *_SUBMODULES})

@@ -16,7 +16,7 @@ from amp_fx.devices.low_dtypes import (
     without_bfloat16,
 )
 from amp_fx.dtypes import as_dtype, is_low
-from amp_fx.errors import OptionError
+from amp_fx.errors import OptionError, did_you_mean
 from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.tables.lean import has_low_sums
 from amp_fx.torch_private.autocast import privateuse1_name
@@ -129,16 +129,11 @@ class Options:
                 parsed[name] = convert(name, given.pop(name))
         _add_disabled(parsed)
         compiler = parsed.get("compiler", "inductor")
-        if given and compiler != "inductor":
-            raise OptionError(
-                f"unknown option {next(iter(given))!r} for compiler={compiler!r}; amp_fx takes "
-                f"{', '.join(_CONVERT)}, and only compiler='inductor' takes more: its own options"
-            )
         if parsed.get("mode") is not None and compiler != "inductor":
             raise OptionError(
                 f"mode={parsed['mode']!r} is for inductor; compiler={compiler!r} has no modes"
             )
-        _check_inductor_options(given)
+        _check_inductor_options(given, compiler)
         if parsed.get("numerics") == "eager":
             _add_what_eager_means(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
@@ -163,7 +158,7 @@ def _to_dtype(name: str, value: Any) -> torch.dtype:
         )
     if not is_low(dtype):
         raise OptionError(
-            f"{name}={value!r} is not a dtype to autocast to: torch.bfloat16 or torch.float16"
+            f"{name}={value!r} is not a dtype to autocast to: give torch.bfloat16 or torch.float16"
         )
     return dtype
 
@@ -197,6 +192,15 @@ def _to_choice(name: str, value: Any, allowed: Sequence[str] = ()) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise OptionError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
     return value
+
+
+def as_low_dtype(value: Any) -> torch.dtype:
+    """Returns the low-precision dtype that a value means.
+
+    Raises:
+        OptionError: It is no dtype to autocast to, such as float32.
+    """
+    return _to_dtype("dtype", value)
 
 
 def as_output_dtype(value: Any) -> str:
@@ -293,6 +297,10 @@ _CONVERT = {
 }
 
 
+NAMES = (*_CONVERT,)
+"""Names of the options that are not inductor's."""
+
+
 _REMOVED = {
     "products": "products run in float32 where this CPU has no units for the dtype; "
     "numerics='eager' computes them in the dtype, with the bits of eager autocast"
@@ -300,7 +308,7 @@ _REMOVED = {
 """Removed options, and what to do instead."""
 
 
-def _check_inductor_options(options: Mapping[str, Any]) -> None:
+def _check_inductor_options(options: Mapping[str, Any], compiler: str) -> None:
     if not options:
         return
     from amp_fx.torch_private.inductor_config import config
@@ -308,9 +316,10 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
     known = config.get_config_copy()
     for name in options:
         if name.replace("-", "_") not in known:
+            raise OptionError(f"unknown option {name!r}{_suggestion(name, known)}")
+        if compiler != "inductor":
             raise OptionError(
-                f"unknown option {name!r}: amp_fx takes {', '.join(_CONVERT)}; "
-                "inductor's own options (torch._inductor.list_options()) are passed on to inductor"
+                f"the option {name!r} is inductor's, and compiler={compiler!r} does not take it"
             )
     from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper
 
@@ -318,6 +327,13 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
         TorchCompileInductorWrapper(None, dict(options), None)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise OptionError(str(error)) from error
+
+
+def _suggestion(name: str, inductor: Iterable[str]) -> str:
+    """Ends the message about an unknown option."""
+    meant = did_you_mean(name, _CONVERT) or did_you_mean(name, inductor)
+    lists = "amp_fx.options.Options lists amp_fx's, torch._inductor.list_options() inductor's"
+    return meant or f"; {lists}"
 
 
 def check_device_dtype(device_type: str, dtype: torch.dtype) -> None:

@@ -189,10 +189,10 @@ def test_error_of_the_model_is_the_users(x: torch.Tensor) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"dtpye": bf16}, "unknown option 'dtpye'.*dtype, policy, compiler"),
+    "unknown": ({"dtpye": bf16}, "unknown option 'dtpye'; did you mean 'dtype'"),
     "unknown to inductor": (
         {"compiler": "inductor", "max_autotunes": True},
-        "unknown option 'max_autotunes'.*dtype, policy.*inductor",
+        "unknown option 'max_autotunes'; did you mean 'max_autotune'",
     ),
     "type of an inductor option": ({"compiler": "inductor", "max_autotune": "yes"}, "max_autotune"),
     "dtype": ({"dtype": "float99"}, "torch.bfloat16, torch.float16"),

@@ -253,6 +253,23 @@ def test_the_site_has_its_pages_and_all_public_names(site: Path) -> None:
     assert "argparse" in examples  # the programs themselves, not the lines that include them
 
 
+def test_the_page_of_options_shows_the_options_alone(site: Path) -> None:
+    text = (site / "reference" / "compile" / "index.html").read_text(encoding="utf-8")
+    assert "fold_batch_norm" in text
+    assert re.findall(r'id="amp_fx\.options\.Options\.\w+"', text) == []
+    assert "factory" not in text
+
+
+def test_pictures_have_a_text(site: Path) -> None:
+    texts = [
+        text
+        for path in site.rglob("index.html")
+        for text in re.findall(r"<img (?:alt=\"([^\"]*)\")?", path.read_text(encoding="utf-8"))
+    ]
+    assert len(texts) > 15
+    assert [text for text in texts if len(text) < 10 or "No description" in text] == []
+
+
 class Page(HTMLParser):
     """What a page links to, and what can be linked to on it."""
 
@@ -314,6 +331,29 @@ def test_pages_are_no_wider_than_the_window(site: Path, tmp_path: Path, width: i
             if cut:
                 too_wide.append((name, cut))
     assert too_wide == []
+
+
+BROKEN_LINES = """
+const height = e => parseFloat(getComputedStyle(e).lineHeight);
+const room = e => (e.textContent.split("\\n").length + 1) * height(e);
+return [...document.querySelectorAll(".jp-OutputArea-output pre")]
+  .filter(e => e.clientHeight > room(e))
+  .map(e => e.innerText.slice(0, 80)).slice(0, 3);
+"""
+"""Outputs of notebooks that take more lines than they have."""
+
+
+@pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
+def test_lines_of_outputs_are_not_broken(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("selenium")
+    from tests.drawing import test_page
+
+    broken = []
+    with test_page.opened(site / "index.html", tmp_path) as browser:
+        for path in (site / "notebooks").glob("*/index.html"):
+            browser.get(path.as_uri())
+            broken += browser.execute_script(BROKEN_LINES)
+    assert broken == []
 
 
 @pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")

@@ -46,8 +46,19 @@ INFERENCE = {
     "flex_attention_in_eval": "inductor has a kernel of its own, eager code a sum of parts"
 }
 """By case, why it has other bits."""
-FAST = ("decoder_only_with_tied_weights_and_loss", "graph_break_in_the_middle", "normalisations")
-"""The cases that are not slow."""
+FAST = {
+    *("activation_checkpoint", "aliasing_outputs", "autograd_function"),
+    "autograd_function_in_float32_shares_a_weight_with_its_surroundings",
+    *("autograd_function_in_float32", "backward_inside_the_region", "branch_on_autocast_state"),
+    *("checkpoint_shares_a_weight_with_its_surroundings", "complex_numbers", "cond"),
+    *("decoder_only_with_tied_weights_and_loss", "disabled_function", "embedding_bag"),
+    *("frozen_weight_in_regions_of_two_dtypes", "graph_break_in_a_loop"),
+    *("graph_break_in_the_middle", "grid_of_a_constant_transform", "gru", "input_written_to"),
+    *("lstm", "nested_disabled_region", "nested_region_without_cache", "normalisations"),
+    *("parameter_returned", "region_as_decorator", "region_without_cache", "vmap"),
+    *("two_calls_in_one_region", "weight_written_in_a_no_grad_region"),
+}
+"""A third of the cases, those that compile quickly: they are not slow."""
 
 
 def cases(exceptions: dict[str, str]) -> list[Any]:
@@ -59,6 +70,12 @@ def cases(exceptions: dict[str, str]) -> list[Any]:
             marks += [] if name in FAST else [pytest.mark.slow]
             found.append(pytest.param(name, marks=marks, id=name))
     return found
+
+
+def test_a_third_of_the_programs_run_in_each_test_run() -> None:
+    programs = {name for name, case in CASES.items() if Way.AMBIENT in case.ways}
+    assert programs >= FAST
+    assert 3 * len(FAST) >= len(programs)
 
 
 def compiled(program: Any, **kwargs: Any) -> Any:

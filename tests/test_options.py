@@ -108,9 +108,27 @@ def test_options_of_inductor_are_kept_for_it() -> None:
     assert dict(parsed.inductor) == {"max_autotune": True, "epilogue_fusion": False}
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("dtyp", "dtype"), ("weight-cache", "weight_cache"), ("max_autotun", "max_autotune")],
+)
+def test_an_unknown_option_is_told_with_the_nearest_name(
+    name: str, meant: str, compiler: str
+) -> None:
+    with pytest.raises(OptionError) as raised:
+        Options.parse({name: True, "compiler": compiler})
+    assert str(raised.value) == f"unknown option {name!r}; did you mean {meant!r}?"
+
+
+def test_where_no_name_is_near_it_is_said_where_all_are_listed() -> None:
+    with pytest.raises(OptionError, match=r"unknown option 'zzz'; amp_fx.options.Options lists"):
+        Options.parse({"zzz": 1})
+
+
 @pytest.mark.parametrize("compiler", [c for c in COMPILERS if c != "inductor"])
 def test_options_of_inductor_want_inductor(compiler: str) -> None:
-    with pytest.raises(OptionError, match="only compiler='inductor' takes more"):
+    with pytest.raises(OptionError, match=f"inductor's, and compiler='{compiler}' does not take"):
         Options.parse({"compiler": compiler, "max_autotune": True})
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import amp_fx
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes", "pytest_amp_fx.py")
@@ -86,6 +93,43 @@ def test_passes_are_linked_into_the_package() -> None:
 
 def test_importing_it_imports_no_sympy() -> None:
     """Importing sympy takes longer than everything else; torch does it when it compiles."""
-    program = "import sys, torch; known = set(sys.modules); import amp_fx; "
+    program = "import sys, torch; known = set(sys.modules); "
+    program += "from amp_fx import GradScaler, Policy, autocast, compile, compile_step; "
     program += "sys.exit('sympy' in set(sys.modules) - known)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_version_is_that_of_the_newest_release_notes() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", text, re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == amp_fx.__version__
+
+
+def required(name: str, extras: frozenset[str], found: set[str]) -> set[str]:
+    """Names of the distributions that one needs, and those that they need, as installed."""
+    for text in importlib.metadata.requires(name) or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            continue
+        needed = canonicalize_name(requirement.name)
+        if needed not in found:
+            found.add(needed)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                required(needed, frozenset(requirement.extras), found)
+    return found
+
+
+def test_the_lock_file_pins_all_that_is_installed() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
+    here = {
+        canonicalize_name(pin.name): pin.specifier
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate()
+    }
+    extras = frozenset({"bench", "dev", "docs", "models", "notebooks", "test"})
+    needed = required("amp_fx", extras, set())
+    assert len(needed) > 100
+    assert sorted(needed - {*here}) == []

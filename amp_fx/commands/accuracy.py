@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.commands.explain import add_target, load_with_inputs
-from amp_fx.drawing.draw import FORMATS, check_path, draw
+from amp_fx.commands.explain import load_with_inputs
+from amp_fx.drawing.draw import check_path, draw
 from amp_fx.errors import OptionError
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.entry import accuracy
@@ -21,53 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_fx.numerics.report import AccuracyReport
-
-DTYPE_HELP = "bfloat16 or float16, default: autocast's; float16,bfloat16: a verdict on moving"
-
-EXAMPLES = """\
-examples:
-  python -m amp_fx accuracy mypackage.train:make_step --dtype float16
-  python -m amp_fx accuracy torch.nn.functional:gelu --input-shape 8,64 --dtype bfloat16
-  python -m amp_fx accuracy mypackage.train:make_step --search 1e-2 --save amp.toml
-  python -m amp_fx accuracy mypackage.train:make_step --policy float8-rowwise --search 0.05
-
-The target is a module, a class of modules or a function. What can be called without arguments
-is called: it makes the step, or a pair of the step and a tuple of its inputs. Inputs that are
-given by shape are random numbers, integers are zeros.
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``accuracy`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "accuracy",
-        help="show which op loses accuracy in low precision, and find what repairs it",
-        description="Runs a step in low precision with a float32 shadow, forward and backward.",
-    )
-    add_step(parser)
-    parser.add_argument("--dtype", help=DTYPE_HELP)
-    parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
-    parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
-    parser.add_argument(
-        "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
-    )
-    parser.add_argument(
-        "--search",
-        type=float,
-        metavar="TOLERANCE",
-        help="find a small set of ops for float32 (of float8 products: for the low dtype) that "
-        "brings the error below this",
-    )
-    parser.add_argument("--budget", type=int, default=60, help="runs of the search, at most")
-    parser.add_argument("--save", metavar="PATH", help="write the policy that was found: amp.toml")
-
-
-def add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds what a step and its inputs are told by (``load_step``)."""
-    add_target(parser, "of a step or of what makes it")
-    parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def load_step(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -14,27 +14,6 @@ from amp_fx.errors import UnsupportedError
 if TYPE_CHECKING:
     import argparse
 
-EXAMPLES = """\
-examples:
-  python -m amp_fx build                                 where inductor keeps its caches
-  AMP_FX_CACHE_DIR=/opt/amp_fx python -m amp_fx build    in a folder of your choice
-
-In an image, set the variable for the programs too; they only read the folder:
-  ENV AMP_FX_CACHE_DIR=/opt/amp_fx
-  RUN python -m amp_fx build
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``build`` to the command line."""
-    subparsers.add_parser(
-        "build",
-        help="build the compiled parts ahead of time, as for an image",
-        description="Builds the compiled parts of amp_fx, which the first call of a model would\n"
-        "otherwise build. A library serves every process with the same Python and torch.\n"
-        f"{FOLDER_VARIABLE} names the folder.",
-    )
-
 
 def run(_: argparse.Namespace) -> int:
     """Builds what is missing and prints where it is; returns 1 if that fails, else 0."""

@@ -9,29 +9,26 @@ import traceback
 from typing import TYPE_CHECKING
 
 from amp_fx import __version__
+from amp_fx.commands.parsers import ADD
 from amp_fx.errors import AmpFxError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-COMMANDS = ("explain", "export", "accuracy", "audit", "verify", "policy", "demo", "build", "env")
-"""Modules of ``amp_fx.commands``; each has ``add_parser(subparsers)`` and ``run(args)``."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command, which is imported only now.
 
     Returns:
         The exit code: 0, or what the command returns, or 2 for an error of the user's.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    # A command's imports cost seconds: load only the one that is called, if it is known.
-    called = tuple(arguments[:1])
-    parser, commands = _parser(called if set(called) & set(COMMANDS) else COMMANDS)
+    parser, commands = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:  # the command's usage helps, not that of them all
         commands[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    run: Callable[[argparse.Namespace], int] = parsed.run
+    module = importlib.import_module(f"amp_fx.commands.{parsed.command}")
+    run: Callable[[argparse.Namespace], int] = module.run
     try:
         return run(parsed)
     except AmpFxError as error:
@@ -41,10 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(
-    commands: Sequence[str],
-) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of some commands, and that of each."""
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands, and that of each."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx",
         description="Automatic mixed precision as a compiler pass for PyTorch.",
@@ -53,13 +48,11 @@ def _parser(
     subparsers = parser.add_subparsers(
         title="commands", dest="command", metavar="command", required=True
     )
-    for name in commands:
-        module = importlib.import_module(f"amp_fx.commands.{name}")
-        module.add_parser(subparsers)
+    for name, (add, examples) in ADD.items():
+        add(subparsers)
         added = subparsers.choices[name]
-        added.set_defaults(run=module.run)
-        if hasattr(module, "EXAMPLES"):
-            added.epilog = module.EXAMPLES
+        if examples:
+            added.epilog = examples
             added.formatter_class = argparse.RawDescriptionHelpFormatter
         added.add_argument(
             "--traceback", action="store_true", help="show where an error comes from"

@@ -16,7 +16,7 @@ from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench.settings import choose, machine, parse_device
 from amp_fx.demo.generate import TEXTS, generate
 from amp_fx.demo.train import Settings, compare, statements, warm_up
-from amp_fx.dtypes import LOW_DTYPE_NAMES, dtype_name, low_dtype_named
+from amp_fx.dtypes import dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
 
@@ -36,22 +36,6 @@ NUM_GIVEN = 6
 
 FOLDED = ("casts_shared", "round_trips_removed")
 """Which counts of the passes are casts that went away again."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``demo`` and its options to the command line."""
-    default = Settings()
-    parser = subparsers.add_parser(
-        "demo",
-        help="compare a small language model with and without amp_fx",
-        description="Trains a small GPT on Python's help texts in float32, with amp_fx and under "
-        "torch.autocast, has the model that amp_fx trained write a text three ways, token by "
-        "token, and compares times, losses and texts.",
-    )
-    parser.add_argument("--steps", default=str(default.steps), help="default: %(default)s")
-    parser.add_argument("--device", default=str(default.device), help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", help=f"{', '.join(LOW_DTYPE_NAMES)}")
-    parser.add_argument("--compiler", default="inductor", help=f"{', '.join(COMPILERS)}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,23 +29,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
 
-EXAMPLES = """\
-examples:
-  python -m amp_fx env              what a bug report needs
-  python -m amp_fx env --no-drift   without calling every op of the tables, which takes seconds
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``env`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "env",
-        help="show versions, devices, and drift from the installed torch",
-        description="Shows versions, devices and tools, and how many ops of the installed torch's\n"
-        "autocast differ from amp_fx's tables.",
-    )
-    parser.add_argument("--no-drift", action="store_true", help="do not compare the op tables")
-
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""

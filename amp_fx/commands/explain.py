@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import inspect
@@ -12,65 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.drawing.draw import FORMATS, LEVELS, check_path, draw
+from amp_fx.drawing.draw import check_path, draw
 from amp_fx.dtypes import as_dtype
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.entry import REMOVED, explain
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
-
-EXAMPLES = """\
-examples:
-  python -m amp_fx explain torch.nn.functional:softmax --input-shape 4,8
-  python -m amp_fx explain mypackage.models:make_model --input-shape 8,3,224,224
-  python -m amp_fx explain mypackage.models:GPT --input-shape 2,64:int64 --html gpt.html
-  python -m amp_fx explain mypackage.models:GPT --meta --device cuda --dtype float16 --json
-
-The target is a module, a class of modules or a function. What can be called without arguments
-is called: it makes the model, or a pair of the model and a tuple of its inputs.
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``explain`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "explain",
-        help="show what amp_fx does to a model: casts, dtypes, reasons",
-        description="Shows what amp_fx does to a model, without compiling or running it.",
-    )
-    add_target(parser, "of a model, function or factory")
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
-    parser.add_argument("--policy", help="name of a preset; default: torch")
-    parser.add_argument("--device", help="device type to explain for; it need not be there")
-    parser.add_argument("--meta", action="store_true", help="make the model without its memory")
-    parser.add_argument("--backward", action="store_true", help="explain the backward as well")
-    parser.add_argument("--all", action="store_true", help="show views in the table, too")
-    for name in REMOVED:
-        parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument(
-        "--html", metavar="PATH", help="write a page with the picture and the table"
-    )
-    parser.add_argument(
-        "--draw", metavar="PATH", help=f"write a picture: {', '.join(f'.{f}' for f in FORMATS)}"
-    )
-    parser.add_argument("--dpi", type=int, default=192, help="of a .png; default: 192")
-    parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
-    parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
-
-
-def add_target(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds what a model and its inputs are told by (``load_with_inputs``)."""
-    parser.add_argument("target", help=f"package.module:name {what}")
-    parser.add_argument(
-        "--input-shape",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
-        "tokens; may be given more than once",
-    )
 
 
 def load_with_inputs(

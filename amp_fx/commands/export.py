@@ -3,62 +3,22 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.commands.explain import add_target, load_with_inputs
+from amp_fx.commands.explain import load_with_inputs
 from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
-from amp_fx.exporting.entry import WEIGHTS, export, for_onnx, package
+from amp_fx.exporting.entry import export, for_onnx, package
 from amp_fx.exporting.program import weight_bytes
-from amp_fx.options import OUTPUT_DTYPES
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from torch.export import ExportedProgram
 
-EXAMPLES = """\
-examples:
-  python -m amp_fx export mypackage.models:make_model --input-shape 8,3,224,224 model.pt2
-  python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --package gpt.pt2
-  python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --dynamic 1 gpt.onnx
-
-The target is a module or a class of modules; what can be called without arguments is called: it
-makes the model, or a pair of the model and a tuple of its inputs. The model is put into eval mode.
-"""
-
 _ENDINGS = (".pt2", ".onnx")
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``export`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "export",
-        help="write a model in mixed precision into a file: torch.export, AOTInductor, ONNX",
-        description="Exports a model in mixed precision, with low weights stored low.",
-    )
-    add_target(parser, "of a model or of what makes it")
-    parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
-    parser.add_argument("--policy", default="torch", help="name of a preset, or a policy file")
-    parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="original")
-    parser.add_argument("--weights", choices=WEIGHTS, default="low")
-    parser.add_argument(
-        "--dynamic",
-        type=int,
-        action="append",
-        default=[],
-        metavar="DIM",
-        help="a dimension of all inputs whose size may change, such as 0 for batches",
-    )
-    parser.add_argument("--strict", action="store_true", help="capture by Dynamo")
-    parser.add_argument(
-        "--package",
-        action="store_true",
-        help="compile it by AOTInductor, for torch._inductor.aoti_load_package and C++",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

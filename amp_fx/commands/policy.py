@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from amp_fx.errors import OptionError
-from amp_fx.policies.policy import Policy, as_policy, preset_names
+from amp_fx.policies.policy import Policy, as_policy
 from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.cast_policy import NO_POLICY, CastPolicy
 from amp_fx.tables.op_names import find_overloads
@@ -21,18 +21,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
-EXAMPLES = """\
-examples:
-  python -m amp_fx policy                       every op with a policy, by device
-  python -m amp_fx policy --device cuda         on one device type
-  python -m amp_fx policy softmax               one op, on every device type
-  python -m amp_fx policy aten::linalg_matrix_norm.str_ord
-  python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
-  python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
-  python -m amp_fx policy cholesky --preset torch-2.13
-  python -m amp_fx policy --check               compare with the installed torch
-"""
-
 OWN_KERNEL = "own kernel"
 
 MEANING = {
@@ -41,34 +29,6 @@ MEANING = {
     NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
 }
 """What each word in the output means."""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``policy`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "policy",
-        help="show which op runs in which dtype under autocast",
-        description="Shows which op runs in which dtype under autocast, on which device type.\n"
-        "float64, integer, bool and complex tensors are never cast; calls that are in\n"
-        "place or have out= are left alone.",
-    )
-    parser.add_argument("op", nargs="?", help="one op: softmax, aten::softmax.int, F.softmax")
-    parser.add_argument(
-        "--device",
-        action="append",
-        choices=DEVICES,
-        help="only this device type; may be given more than once",
-    )
-    parser.add_argument(
-        "--preset",
-        default="torch",
-        help=f"{', '.join(preset_names())}, or a policy file (*.toml); default: %(default)s",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare with the installed torch op by op; exit code 1 if anything differs",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

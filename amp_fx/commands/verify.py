@@ -6,46 +6,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.commands.accuracy import add_step, load_step
+from amp_fx.commands.accuracy import load_step
 from amp_fx.commands.explain import make_optimizer
 from amp_fx.errors import OptionError
 from amp_fx.numerics.verify import verify
 
 if TYPE_CHECKING:
     import argparse
-
-EXAMPLES = """\
-examples:
-  python -m amp_fx verify mypackage.models:make_net
-  python -m amp_fx verify torch.nn:Tanh --input-shape 8,64 --option numerics=eager
-  python -m amp_fx verify mypackage.models:make_net --optimizer AdamW --steps 2
-
-The target is as for accuracy.
-"""
-
-
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``verify`` and its options to the command line."""
-    parser = subparsers.add_parser(
-        "verify",
-        help="compare a compiled program with eager autocast, bit for bit",
-        description="Names the first node that differs, why, and what makes bits equal.",
-    )
-    add_step(parser)
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of the backend, such as numerics=eager or freezing=false",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="compare its steps too: a class of torch.optim, with its defaults",
-    )
-    parser.add_argument("--steps", type=int, default=3, help="of the optimizer; default: 3")
 
 
 def run(args: argparse.Namespace) -> int:

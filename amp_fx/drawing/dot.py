@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import graphviz  # type: ignore[import-untyped]
 import networkx as nx  # type: ignore[import-untyped]
 
+from amp_fx.drawing.heat import WORDS
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
@@ -350,7 +352,7 @@ def _dtype_legend(dtypes: list[str]) -> str:
 
 
 def _heat_legend(page: Page) -> str:
-    words = [f"least {page.measure}", *[" "] * (len(HEAT) - 2), f"most {page.measure}"]
+    words = WORDS[page.measure]
     fills = "".join(_swatch(color, word) for color, word in zip(HEAT, words, strict=True))
     return fills + (_sign(ALARM, "DASHED", "dashed: overflows here") if page.outlined else "")
 

@@ -24,13 +24,14 @@ from amp_fx.drawing.folding import (
     unknown_focus,
     zoom,
 )
+from amp_fx.drawing.heat import levels_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.network import _chosen
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
-from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, levels_of, origins_of
+from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, origins_of
 
 if TYPE_CHECKING:
     import os

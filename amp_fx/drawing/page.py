@@ -58,7 +58,7 @@ def page_of(drawing: Drawing) -> str:
         "first": next(iter(views)),
         "hasDot": has_dot,
         "paints": _paints(drawing),
-        "column": "treatment" if drawing.report is None else "measured",
+        "column": "policy" if drawing.report is None else "measured",
         "before": _nodes(drawing, before=True),
         "after": _nodes(drawing, before=False),
         "casts": _casts(drawing),
@@ -71,6 +71,7 @@ def page_of(drawing: Drawing) -> str:
         "@TITLE@": html.escape(f"{told.model} on {told.device_type} {told.dtype}"),
         "@SUMMARY@": _summary(drawing),
         "@NOTES@": _notes(drawing),
+        "@COLUMNS@": _COLUMNS[drawing.report is not None],
         "@VIEWS@": templates,
         "@VIZ@": viz,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
@@ -232,6 +233,17 @@ def _casts(drawing: Drawing) -> dict[str, dict[str, str]]:
         for record in drawing.records
         for cast in record.casts
     }
+
+
+_COLUMNS = {
+    False: "A row is an op of the graph. <b>runs in</b>: the dtype that it runs in. <b>policy</b>: "
+    "the cast policy that decided; of a cast, what it is made for.",
+    True: "A row is a kernel: an op such as linear may run several. <b>runs in</b>: the dtype of "
+    "its result. <b>measured</b>: <i>error</i> is its relative error since the start, against the "
+    "reference; <i>effect</i> is what its own error adds to the loss, to first order; "
+    "<i>overflow</i> counts elements that become infinite or NaN in it.",
+}
+"""Meanings of the table's columns: of an explanation (False) and of a report (True)."""
 
 
 def _notes(drawing: Drawing) -> str:

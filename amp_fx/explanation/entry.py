@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -16,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.numerics import is_strict
 from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
+from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, did_you_mean
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
 from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
@@ -217,8 +218,10 @@ def explain(
         UnsupportedError: When called: the model cannot be traced with these arguments.
     """
     for name in removed:
-        instead = f"was removed; {REMOVED[name]}" if name in REMOVED else "is not known"
-        raise OptionError(f"amp_fx.explain: the argument {name!r} {instead}")
+        if name in REMOVED:
+            raise OptionError(f"amp_fx.explain: the argument {name!r} was removed; {REMOVED[name]}")
+        known = inspect.signature(explain).parameters
+        raise OptionError(f"amp_fx.explain has no argument {name!r}{did_you_mean(name, known)}")
     if isinstance(model, ExportedProgram):
         if backward or device_type is not None or options is not None:
             raise OptionError(
@@ -266,6 +269,7 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in ("compiler", "mode"):
         if name in given:
             raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
+    Options.parse(given)
     return given
 
 

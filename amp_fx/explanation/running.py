@@ -308,12 +308,13 @@ def isolated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sizes_forgotten() -> Iterator[None]:
-    """Keeps Dynamo from taking sizes for dynamic that differ from those explained.
+    """Captures the given sizes, also if earlier calls had others, and leaves no trace of them.
 
     Relies on ``torch._dynamo.pgo`` keeping what it has seen in one dictionary.
     """
     state = pgo.get_code_state()
     before = copy.deepcopy(state)
+    state.clear()
     try:
         yield
     finally:

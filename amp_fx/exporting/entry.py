@@ -104,7 +104,10 @@ def export(
             f"amp_fx.export takes a torch.nn.Module or an exported program, not {model!r}"
         )
     if not isinstance(args, (tuple, list)):
-        raise OptionError(f"args={args!r} is not a tuple of example inputs: write (x,) for one")
+        raise OptionError(
+            "the example inputs are not a tuple (or list), but "
+            f"{type(args).__name__}: write amp_fx.export(model, (x,))"
+        )
     return _export_module(
         model,
         tuple(args),

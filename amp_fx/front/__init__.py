@@ -1,1 +1,1 @@
-"""The code around compiled graphs: ``amp_fx.compile``, ``autocast``, custom functions."""
+"""``amp_fx.compile``: the code around compiled graphs."""

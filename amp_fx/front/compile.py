@@ -8,15 +8,17 @@ to Python (graph breaks, skipped and disabled functions, all of it under
 
 from __future__ import annotations
 
+import inspect
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from amp_fx.eager.region import autocast
-from amp_fx.errors import ArgumentTypeError, OptionError
-from amp_fx.front.settings import RegionSettings, as_dtype
-from amp_fx.options import Options, as_output_dtype
+from amp_fx.eager.region import check_device_type
+from amp_fx.errors import ArgumentTypeError, OptionError, did_you_mean
+from amp_fx.front.settings import RegionSettings, is_missing
+from amp_fx.options import NAMES, Options, as_low_dtype, as_output_dtype
 from amp_fx.policies.policy import as_policy
 
 if TYPE_CHECKING:
@@ -75,12 +77,11 @@ def compile(  # noqa: A001
     Args:
         model: A module or a function. Without it a decorator is returned.
         device_type: Of the region around every call; None takes an accelerator that the
-            module or an argument of the call is on, else the CPU.
+            module or an argument of the call is on, else the CPU. ``"cuda"`` on a machine without
+            CUDA turns the region off, with a warning.
         dtype: What low-precision ops run in, or its name (``"bf16"``, ``"half"``). By default
             that of a region around the call, else what the policy says, else bfloat16 where
-            the device has units for it (``amp_fx.options.default_dtype``). One that the
-            device does not support turns the region off with the warning that
-            ``torch.autocast`` gives.
+            the device has units for it (``amp_fx.options.default_dtype``).
         policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``), read now. None keeps that of a region around the call,
             else that of PyTorch.
@@ -100,24 +101,32 @@ def compile(  # noqa: A001
         A module for a module, which shares its parameters, else a function.
 
     Raises:
-        ArgumentTypeError: What is given is neither a module nor a function.
+        ArgumentTypeError: What is given is neither a module nor a function, or an argument is
+            unknown.
         RegionError: The device type cannot autocast.
         OptionError: An option is unknown or has a value that is not allowed.
         PolicyError: The policy is none of these.
     """
     settings = RegionSettings(
         device_type,
-        None if dtype is None else as_dtype(dtype),
+        None if dtype is None else as_low_dtype(dtype),
         None if policy is None else as_policy(policy),
         as_output_dtype(output_dtype),
     )
     if device_type is not None:
-        autocast(device_type, settings.dtype)  # says now what there is to say about it
+        check_device_type(device_type)
+    if is_missing(device_type):
+        warnings.warn(_NO_CUDA, stacklevel=2)
     kwargs = _backend_kwargs(weight_cache, numerics, dict(torch_compile_kwargs))
     if model is None:
         return lambda target: _compile(target, settings, kwargs)
     return _compile(model, settings, kwargs)
 
+
+_NO_CUDA = (
+    "device_type='cuda': this machine has no CUDA device, so the program runs without autocast; "
+    "omit device_type to follow the device of the tensors"
+)
 
 _LOOKUP = threading.Lock()
 """torch.compile registers a backend at its first use, and fails if two threads do so at once."""
@@ -147,6 +156,7 @@ def _backend_kwargs(
             f"backend={kwargs['backend']!r}: amp_fx.compile is torch.compile with "
             "backend='amp_fx'; what compiles its graphs is options={\"compiler\": ...}"
         )
+    check_names(compile, kwargs)
     options = dict(kwargs.pop("options", None) or {})
     for name in ("dtype", "output_dtype", "policy", "weight_cache", "numerics"):
         if name in options:
@@ -160,3 +170,23 @@ def _backend_kwargs(
         options["mode"] = mode
     Options.parse(options)
     return {**kwargs, "backend": "amp_fx", "options": options}
+
+
+def check_names(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    """Raises an error for arguments that neither a function nor ``torch.compile`` has.
+
+    Args:
+        function: What the user called.
+        kwargs: The arguments.
+
+    Raises:
+        ArgumentTypeError: Names the argument, and one that is like it.
+    """
+    known = {*inspect.signature(function).parameters, *inspect.signature(torch.compile).parameters}
+    for name in kwargs:
+        if name in NAMES and name not in known:
+            raise ArgumentTypeError(f"{name} is an option: pass options={{{name!r}: ...}}")
+        if name not in known:
+            raise ArgumentTypeError(
+                f"amp_fx's {function.__name__} has no argument {name!r}{did_you_mean(name, known)}"
+            )

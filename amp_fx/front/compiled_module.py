@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.torch_private.dynamo import NullDecorator, OptimizedModule
+from amp_fx.weights.store import STORE, tensors_of
 
 if TYPE_CHECKING:
     from amp_fx.front.settings import RegionSettings
@@ -37,6 +39,15 @@ class CompiledModule(OptimizedModule):
             return super().__call__(*args, **kwargs)
         call = self._amp_fx_settings.wrap(super().__call__, self._orig_mod)
         return call(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Describes the region, and the values that are cached for the module's weights."""
+        settings, tensors = self._amp_fx_settings, tensors_of(self._orig_mod)
+        entries = {entry for tensor in tensors for entry in STORE.of_weight(tensor)}
+        sizes = {id(entry.value): entry.num_bytes for entry in entries if entry.num_bytes}
+        policy = "default" if settings.policy is None else settings.policy.name
+        dtype = "default" if settings.dtype is None else dtype_name(settings.dtype)
+        return f"policy={policy}, dtype={dtype}, cached={sum(sizes.values()):,} bytes"
 
     def __bool__(self) -> bool:
         """Returns the module's truth value; torch.compile's asks for a length, which may raise.

@@ -50,9 +50,10 @@ class RegionSettings:
         devices = _devices_of(module, args, kwargs) if is_open else set()
         device_type = self.device_type or _device_type_of(devices)
         dtype = self.dtype or self._low_dtype(device_type, devices)
+        is_on = not is_missing(self.device_type)
         if self.policy is None:
-            return torch.autocast(device_type, dtype)
-        return autocast(device_type, dtype, policy=self.policy)
+            return torch.autocast(device_type, dtype, is_on)
+        return autocast(device_type, dtype, is_on, policy=self.policy)
 
     def _low_dtype(self, device_type: str, devices: set[tuple[str, int]]) -> torch.dtype | None:
         """That of a region that names none; None leaves it to the region around."""
@@ -88,6 +89,11 @@ class RegionSettings:
             return tensor.float() if is_changed else tensor
 
         return pytree.tree_map_only(torch.Tensor, restore, outputs)
+
+
+def is_missing(device_type: str | None) -> bool:
+    """Returns True for CUDA on a machine without it, where autocast is off."""
+    return device_type == "cuda" and not torch.cuda.is_available()
 
 
 def _devices_of(

@@ -5,6 +5,7 @@ Everything that is not here is torch's own code.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from amp_fx.errors import (
     ScalerStateDictError,
     ScalerStateError,
     ScalerTypeError,
+    did_you_mean,
 )
 from amp_fx.grad_scaler import arguments, old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep
@@ -113,8 +115,9 @@ class GradScaler(torch.amp.GradScaler):
         **removed: Any,
     ) -> None:
         for name in removed:
-            instead = _INSTEAD.get(name, "it takes torch's arguments and those of its docstring")
-            raise ScalerTypeError(f"GradScaler has no argument {name!r}: {instead}.")
+            known = inspect.signature(GradScaler).parameters
+            instead = f": {_INSTEAD[name]}." if name in _INSTEAD else did_you_mean(name, known)
+            raise ScalerTypeError(f"GradScaler has no argument {name!r}{instead}")
         super().__init__(
             torch.device(device).type,
             arguments.scale(init_scale, "init_scale"),
@@ -145,6 +148,15 @@ class GradScaler(torch.amp.GradScaler):
             """Says what to do instead of calling a removed method."""
             instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
             raise AttributeError(f"GradScaler has no attribute {name!r}{instead}")
+
+    def __repr__(self) -> str:
+        """Returns the scale and the latest report; does not wait for the device."""
+        if not self._enabled:
+            return "GradScaler(enabled=False)"
+        scale: Any = self._init_scale if self._scale is None else "<on the device>"
+        if self._scale is not None and self._scale.is_cpu:
+            scale = self._scale.item()
+        return f"GradScaler(scale={scale}, last_step={self.last_step})"
 
     def name_parameters(self, named_parameters: NamedParameters) -> None:
         """Adds names of parameters, for reports and errors.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from amp_fx.front.compile import check_names
 from amp_fx.options import Options
 from amp_fx.torch_private.optimizers import with_own_code
 
@@ -35,6 +36,7 @@ def compile_blocks(model: nn.Module, **torch_compile_kwargs: Any) -> list[str]:
 
     Raises:
         OptionError: An option is unknown or has a value that is not allowed.
+        ArgumentTypeError: An argument is unknown.
     """
     kwargs = compile_kwargs(torch_compile_kwargs)
     if _is_compiled(model):
@@ -66,6 +68,7 @@ def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 def compile_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of ``torch.compile`` for code whose region is around it."""
+    check_names(compile_blocks, given)
     options = {"bare_region": False} | dict(given.get("options") or {})
     mode = given.get("mode")
     if mode not in (None, "default"):

@@ -29,6 +29,15 @@ class AcceleratePlugin(TorchDynamoPlugin):
     backend: Any = DynamoBackend.INDUCTOR
     use_regional_compilation: bool | None = True
 
+    def __post_init__(self) -> None:
+        """Completes the fields.
+
+        Raises:
+            OptionError: An option is unknown or has a value that is not allowed.
+        """
+        super().__post_init__()
+        self.to_kwargs()
+
     def to_kwargs(self) -> dict[str, Any]:
         """Arguments of ``torch.compile``.
 

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from amp_fx.errors import DtypeWarning
-from amp_fx.integrations.blocks import compile_blocks
+from amp_fx.integrations.blocks import compile_blocks, compile_kwargs
 
 
 class TrainerCallback(transformers.TrainerCallback):
@@ -31,6 +31,7 @@ class TrainerCallback(transformers.TrainerCallback):
     """
 
     def __init__(self, **torch_compile_kwargs: Any) -> None:
+        compile_kwargs(torch_compile_kwargs)  # raises now if they are wrong
         self._kwargs = torch_compile_kwargs
         self.compiled: list[str] = []
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from amp_fx.grad_scaler import GradScaler
-from amp_fx.integrations.blocks import compile_blocks
+from amp_fx.integrations.blocks import compile_blocks, compile_kwargs
 
 
 class LightningPrecision(MixedPrecision):
@@ -42,6 +42,7 @@ class LightningPrecision(MixedPrecision):
         if scaler is None and precision == "16-mixed":
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)
+        compile_kwargs(torch_compile_kwargs)  # raises now if they are wrong
         self._kwargs = torch_compile_kwargs
         self.compiled: list[str] = []
 

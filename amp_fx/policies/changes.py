@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
 from amp_fx.policies.files import find_object
@@ -81,11 +82,14 @@ def join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "CastPolicy | str | None"]
+Treatment: TypeAlias = "CastPolicy | str | torch.dtype"
+"""A cast policy, its name, or ``torch.float32`` for ``fp32``."""
+
+Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "Treatment | None"]
 """Called with an op's qualified overload name, the path of the module around it, and the sizes
 and dtypes of its tensors; gives a cast policy, its name, or None for no opinion."""
 
-ModulePolicy: TypeAlias = "CastPolicy | str | Mapping[Any, CastPolicy | str]"
+ModulePolicy: TypeAlias = "Treatment | Mapping[Any, Treatment]"
 """What ``Policy.with_modules`` takes for one module: a policy, or policies by op."""
 
 MODULE_POLICIES = (
@@ -204,7 +208,7 @@ class _RuleAt:
     def __name__(self) -> str:
         return self.rule.name
 
-    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> CastPolicy | str | None:
+    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> Treatment | None:
         return self.rule.function(op, self.path, shapes, dtypes)
 
 
@@ -224,18 +228,25 @@ class ArgOverride:
 
 
 def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPolicy) -> CastPolicy:
-    """A cast policy from its name, or as it is."""
+    """Returns the cast policy that a name or a dtype means; float32 means ``fp32``."""
     names = [policy.value for policy in allowed]
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
         return CastPolicy(name.lower())
-    meant = did_you_mean(str(name).lower(), names)
+    dtype = as_dtype(value)
+    if dtype is torch.float32 and CastPolicy.FP32.value in names:
+        return CastPolicy.FP32
+    if dtype is not None and is_low(dtype):  # a policy may be used in regions of either dtype
+        low = CastPolicy.LOWER_PRECISION_FP.value
+        raise PolicyError(
+            f"{where}: the region chooses the low-precision dtype, not the policy: write {low!r} "
+            f"instead of {name!r}"
+        )
+    meant = "" if dtype is not None else did_you_mean(str(name).lower(), names)
     raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
 
 
-def op_overrides(
-    given: Mapping[Any, CastPolicy | str], listed: Iterable[str]
-) -> tuple[OpOverride, ...]:
+def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple[OpOverride, ...]:
     """The entries of one call of ``with_ops``: globs first, so that names win over them.
 
     Args:
@@ -252,7 +263,7 @@ def op_overrides(
     return (*globs, *names)
 
 
-def _op_override(pattern: str, value: CastPolicy | str, listed: frozenset[str]) -> OpOverride:
+def _op_override(pattern: str, value: Treatment, listed: frozenset[str]) -> OpOverride:
     policy = to_policy(f"op {pattern!r}", value)
     found = expand_ops(pattern, listed)
     known = _listed_by_presets()
@@ -418,9 +429,7 @@ def rule_override(function: object) -> RuleOverride:
     return RuleOverride(function)
 
 
-def arg_override(
-    op: object, args: Mapping[str, CastPolicy | str], listed: Iterable[str]
-) -> ArgOverride:
+def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str]) -> ArgOverride:
     """The entry that a call of ``with_args`` makes."""
     pattern = op_text(op)
     found = expand_ops(pattern, listed)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         OpOverride,
         Rule,
         RuleOverride,
+        Treatment,
     )
     from amp_fx.tables.cast_policy import CastPolicy, Table
     from amp_fx.torch_private.ops import OpOverload
@@ -229,7 +230,7 @@ class Policy:
                 raise PolicyError(f"{name}={size!r} is not a positive integer")
         return dataclasses.replace(self, float8=dataclasses.replace(self.float8, **changed))
 
-    def with_ops(self, policies: Mapping[Any, CastPolicy | str]) -> Policy:
+    def with_ops(self, policies: Mapping[Any, Treatment]) -> Policy:
         """A copy that casts some ops otherwise, on all device types.
 
         Args:
@@ -281,7 +282,7 @@ class Policy:
         """
         return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
 
-    def with_args(self, op: Any, args: Mapping[str, CastPolicy | str]) -> Policy:
+    def with_args(self, op: Any, args: Mapping[str, Treatment]) -> Policy:
         """A copy that treats single arguments of an op otherwise than the op's policy says.
 
         Args:

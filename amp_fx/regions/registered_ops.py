@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amp_fx.policies.calls import Call
-    from amp_fx.tables.cast_policy import CastPolicy, Table
+    from amp_fx.policies.changes import Treatment
+    from amp_fx.tables.cast_policy import Table
 
 log = logging.getLogger(__name__)
 
 
-def register_op(
-    op: Any, policy: CastPolicy | str, args: Mapping[str, CastPolicy | str] | None = None
-) -> None:
+def register_op(op: Any, policy: Treatment, args: Mapping[str, Treatment] | None = None) -> None:
     """Gives an op a cast policy on all devices, in eager and in compiled code.
 
     It holds under ``torch.autocast`` and under every policy, as if all tables had it; what a

@@ -130,3 +130,6 @@ PRESETS: Mapping[str, Callable[[], Mapping[str, Table]]] = {
     **dict.fromkeys(MODULE_PRESETS, installed_tables),
 }
 """Functions that return the tables of a preset, by name."""
+
+
+warn_unknown_torch()  # once, as the first use of amp_fx imports this

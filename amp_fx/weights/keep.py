@@ -73,6 +73,15 @@ class Keep:
         weights = tuple(copy.deepcopy(weight, memo) for weight in self._weights())
         return Keep(copy.deepcopy(self._fn, memo), weights, verify=self._verify)
 
+    def __repr__(self) -> str:
+        """Returns ``<amp_fx.keep(pack): fresh, 2 weights, 1,024 bytes>``."""
+        if any(ref() is None for ref in self._refs):
+            return f"<amp_fx.keep({self._spec.name}): a weight is gone>"
+        state = "fresh" if self.is_fresh() else "stale" if self.bytes else "not computed"
+        count = len(self._refs)
+        weights = f"{count} weight" if count == 1 else f"{count} weights"
+        return f"<amp_fx.keep({self._spec.name}): {state}, {weights}, {self.bytes:,} bytes>"
+
     def __copy__(self) -> Keep:
         return self
 

@@ -23,7 +23,7 @@ from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, models, overhead
+from amp_fx.bench.cases import CASES, compile_time, models, overhead, serving
 from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
@@ -614,3 +614,19 @@ def test_memory_counts_what_is_kept_and_what_a_call_needs() -> None:
 )
 def test_times_are_printed_in_their_unit(seconds: float, printed: str) -> None:
     assert reports._seconds(seconds) == printed
+
+
+def test_serving_has_percentiles_and_throughputs_for_each_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    outcomes = list(CASES["serving"].run(TINY, ignore))
+    assert torch.get_num_threads() == before
+    figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
+    assert len(figures) == len(outcomes) == len(serving.THREADS) * (2 * 3 + 2 + 1)
+    for threads in ("1 thread", "2 threads"):
+        what = f"Linear(16) x6, batch 1, {threads}"
+        for name in (NATIVE, AMP_FX):
+            latencies = [figures[f"{what}: {name}, one client, latency p{p}"] for p in (50, 95, 99)]
+            assert 0 < latencies[0] <= latencies[1] <= latencies[2]
+        rates = [figures[f"{what}, 8 clients: {name}"] for name in (NATIVE, AMP_FX)]
+        ratio = figures[f"{what}, 8 clients: throughput of {AMP_FX} / {NATIVE}"]
+        assert ratio == pytest.approx(rates[1] / rates[0])

@@ -10,14 +10,15 @@ import sys
 import pytest
 
 from amp_fx.commands.cli import main
-from amp_fx.commands.policy import EXAMPLES, differences
+from amp_fx.commands.parsers import POLICY_EXAMPLES
+from amp_fx.commands.policy import differences
 from amp_fx.policies.policy import Policy, preset
 from amp_fx.tables import DEVICES
 from amp_fx.tables.cast_policy import CastPolicy
 
 COMMANDS = [
     shlex.split(line.split("  ")[1].removeprefix("python -m amp_fx "))
-    for line in EXAMPLES.splitlines()[1:]
+    for line in POLICY_EXAMPLES.splitlines()[1:]
 ]
 
 

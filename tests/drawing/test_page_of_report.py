@@ -10,7 +10,7 @@ from selenium.webdriver.support.ui import Select
 
 import amp_fx
 from amp_fx.drawing.dot import ALARM, COLORS, HEAT
-from amp_fx.numerics.report import levels_of
+from amp_fx.drawing.heat import WORDS, levels_of
 from tests.drawing.test_page import find, opened, press, pytestmark  # noqa: F401
 from tests.numerics.faults import Broken, TinyGPT
 
@@ -63,7 +63,7 @@ def test_boxes_have_the_colour_of_the_measure_chosen(browser: Any, report: Accur
         inside = [n for n in report.nodes if n.stage == "forward" and n.module == "loss"]
         worst = max(levels[node.name] for node in inside)
         assert fills(browser)["loss"] == {HEAT[worst]}
-        assert f"most {measure}" in legend(browser)
+        assert WORDS[measure][-1] in legend(browser)
     assert fills(browser)["norm"] == {HEAT[0]}
 
 
@@ -103,6 +103,13 @@ def test_what_overflows_is_outlined_and_suspects_are_told(
     assert "before" not in header.text
     rows = [row.text for row in find(browser, "tbody tr")]
     assert sum("overflow" in row for row in rows) == 3
+
+
+def test_the_columns_of_the_table_are_explained(browser: Any) -> None:
+    [columns] = find(browser, "#columns")
+    names = [header.text for header in find(browser, "thead th")]
+    assert {"runs in", "measured"} <= {*names}
+    assert all(name in columns.text for name in ("runs in", "measured", "error", "effect"))
 
 
 def test_it_has_no_errors(browser: Any) -> None:

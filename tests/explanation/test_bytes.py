@@ -100,11 +100,11 @@ def test_a_model_on_meta_for_a_device_that_is_not_there() -> None:
 @pytest.mark.parametrize("name", ["fused", "optimizer", "fusd"])
 def test_removed_arguments_are_errors(name: str) -> None:
     words = {
-        "fused": "was removed; .*TORCH_LOGS",
-        "optimizer": "was removed; ",
-        "fusd": "not known",
+        "fused": "the argument 'fused' was removed; .*TORCH_LOGS",
+        "optimizer": "the argument 'optimizer' was removed; ",
+        "fusd": "has no argument 'fusd'",
     }
-    with pytest.raises(OptionError, match=f"'{name}' .*{words[name]}"):
+    with pytest.raises(OptionError, match=words[name]):
         amp_fx.explain(mlp(), **{name: True})  # type: ignore[call-overload]
 
 

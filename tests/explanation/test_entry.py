@@ -414,6 +414,21 @@ def test_wrong_shapes_are_told_by_the_op_and_the_line(capfd: pytest.CaptureFixtu
     assert "symbolic_convert.py" not in text  # nor some 80 lines of Dynamo
 
 
+def test_a_wrong_shape_is_told_in_numbers_after_calls_with_other_shapes() -> None:
+    """Dynamo remembers sizes, and gives those that differ a symbol."""
+    model = mlp()
+    torch.compile(model, backend="eager")(torch.randn(8, 16))
+    with pytest.raises(ExplainError, match=r"got \[8, 17\] X"):
+        amp_fx.explain(model)(torch.randn(8, 17))
+
+
+def test_mistakes_are_told_before_the_inputs_are_there() -> None:
+    with pytest.raises(OptionError, match="did you mean 'weight_cache'"):
+        amp_fx.explain(mlp(), options={"weight_cach": False})
+    with pytest.raises(OptionError, match="no argument 'dtyp'; did you mean 'dtype'"):
+        amp_fx.explain(mlp(), dtyp="bfloat16")  # type: ignore[call-overload]
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def hidden(x: torch.Tensor) -> torch.Tensor:
     return x @ x

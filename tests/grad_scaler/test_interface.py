@@ -167,3 +167,16 @@ def test_methods_that_are_gone_say_what_to_do(name: str, instead: str) -> None:
 def test_classes_that_are_gone_say_what_to_do(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"{name}.*removed.*scaler\."):
         getattr(errors, name)
+
+
+def test_repr_has_the_scale_and_the_latest_report() -> None:
+    params = make_params((4,))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scaler = make_scaler(named_parameters=[("weight", params[0])])
+    assert repr(scaler) == "GradScaler(scale=4.0, last_step=None)"
+    set_scaled_grads(scaler, params, float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert repr(scaler).startswith("GradScaler(scale=2.0, last_step=StepReport(skipped=True, ")
+    assert "weight (1 inf" in repr(scaler)
+    assert repr(make_scaler(enabled=False)) == "GradScaler(enabled=False)"

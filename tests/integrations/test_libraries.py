@@ -43,7 +43,7 @@ def train_gpt(folder: Path, model: Any, callbacks: list[Any], **arguments: Any) 
     import transformers
 
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(20, (8, 8), generator=generator)
+    ids = torch.randint(20, (24, 8), generator=generator)
     args = transformers.TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True,
         logging_steps=1, disable_tqdm=True, save_strategy="no", seed=0, **arguments,
@@ -65,6 +65,24 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert len(found) == 3
     assert "transformer.h.0" in callback.compiled
     assert num_graphs() > before
+
+
+@pytest.mark.parametrize(
+    ("weight_cache", "hits_per_value"),
+    [pytest.param(True, 0, id="default"), pytest.param("training", 2, id="training")],
+)
+def test_trainer_caches_only_what_micro_batches_share(
+    weight_cache: bool | str, hits_per_value: int, tmp_path: Path
+) -> None:
+    options = {"compiler": "aot_eager", "weight_cache": weight_cache}
+    callback = integrations.TrainerCallback(options=options)
+    amp_fx.weight_cache.clear()
+    before = amp_fx.weight_cache.stats()
+    train_gpt(tmp_path, gpt(), [callback], bf16=True, gradient_accumulation_steps=3)
+    stats = amp_fx.weight_cache.stats()
+    computed = stats.refreshes - before.refreshes
+    assert (computed > 0) == (hits_per_value > 0)
+    assert stats.hits - before.hits == hits_per_value * computed
 
 
 def test_trainer_makes_the_model_itself(tmp_path: Path) -> None:
@@ -134,8 +152,18 @@ def test_accelerate_takes_torchs_own_settings() -> None:
     assert kwargs["options"]["mode"] == "max-autotune-no-cudagraphs"
     assert kwargs["dynamic"] is True
     torch.compile(nn.Linear(2, 2), **kwargs)  # it takes them
-    with pytest.raises(amp_fx.errors.OptionError):
-        integrations.AcceleratePlugin(options={"nothing": 1}).to_kwargs()
+
+
+@pytest.mark.parametrize("name", ["TrainerCallback", "AcceleratePlugin", "LightningPrecision"])
+def test_a_wrong_option_is_told_at_once(name: str) -> None:
+    with pytest.raises(amp_fx.errors.OptionError, match="did you mean 'freezing'"):
+        getattr(integrations, name)(options={"freezin": False})
+
+
+@pytest.mark.parametrize("name", ["TrainerCallback", "LightningPrecision"])
+def test_a_wrong_argument_is_told_at_once(name: str) -> None:
+    with pytest.raises(amp_fx.errors.ArgumentTypeError, match="did you mean 'fullgraph'"):
+        getattr(integrations, name)(full_graph=True)
 
 
 # Lightning.

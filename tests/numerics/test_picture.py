@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from typing import TYPE_CHECKING
@@ -12,8 +13,9 @@ import torch
 
 import amp_fx
 from amp_fx.drawing.dot import ALARM, HEAT
+from amp_fx.drawing.heat import STEPS, WORDS, levels_of
 from amp_fx.errors import DrawError
-from amp_fx.numerics.report import LEVELS, levels_of, origins_of
+from amp_fx.numerics.report import MEASURES, origins_of
 from tests.numerics.faults import Bare, Rms, Scores
 
 if TYPE_CHECKING:
@@ -31,12 +33,39 @@ def test_levels_follow_the_numbers() -> None:
     report = report_on(Rms())
     for measure, key in (("effect", "effect_rms"), ("error", "accumulated")):
         levels = levels_of(report, measure)
-        ranked = sorted(report.nodes, key=lambda n: getattr(n, key))
+        sound = [n for n in report.nodes if n.stage == "forward" and not n.is_overflow]
+        finite = [n for n in sound if math.isfinite(getattr(n, key))]
+        ranked = sorted(finite, key=lambda n: getattr(n, key))
         strengths = [levels[n.name] for n in ranked]
         assert strengths == sorted(strengths)
-        assert 0 <= strengths[0] < strengths[-1] <= LEVELS
+        assert 0 <= strengths[0] < strengths[-1] < len(HEAT)
     near = max(report_on(Scores()).nodes, key=lambda n: n.max_abs)
-    assert levels_of(report_on(Scores()), "headroom")[near.name] == LEVELS
+    assert levels_of(report_on(Scores()), "headroom")[near.name] == len(HEAT) - 1
+
+
+def test_there_is_a_word_and_a_step_for_each_colour() -> None:
+    assert [*STEPS] == [*WORDS] == [*MEASURES]
+    assert {len(words) for words in WORDS.values()} == {len(HEAT)}
+    assert {len(steps) for steps in STEPS.values()} == {len(HEAT) - 1}
+
+
+@pytest.mark.parametrize("measure", ["effect", "error"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sound_program_has_no_red_op(measure: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    report = amp_fx.accuracy(Bare(), dtype=dtype)(*Bare.inputs())
+    assert not report.suspects
+    assert max(levels_of(report, measure).values()) <= 2
+
+
+def test_of_a_loss_that_is_nan_only_its_cause_is_red() -> None:
+    report = report_on(Scores())
+    assert report.loss is not None
+    assert math.isnan(report.loss)
+    for measure in ("effect", "error"):
+        levels = levels_of(report, measure)
+        red = {node.name for node in report.nodes if levels[node.name] == len(HEAT) - 1}
+        assert red == origins_of(report)
 
 
 def test_what_overflows_is_outlined_and_the_worst_is_red() -> None:

@@ -285,7 +285,7 @@ def test_a_rule_that_raises_names_the_op(way: str, net: Decoder, x: torch.Tensor
         assert "matmul" in str(caught.value).split("node")[1]
 
 
-@pytest.mark.parametrize("answer", ["fp31", 3, torch.float32, "fp32_append_dtype"])
+@pytest.mark.parametrize("answer", ["fp31", 3, torch.float64, "fp32_append_dtype"])
 def test_a_rule_that_returns_nonsense(answer: Any, net: Decoder, x: torch.Tensor) -> None:
     policy = DEFAULT.with_rule(lambda *_: answer)
     with pytest.raises(
@@ -335,6 +335,9 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
     [
         (lambda p: p.with_ops({"softmx": "fp32"}), "no op 'softmx'; similar names: aten::softmax"),
         (lambda p: p.with_ops({"softmax": "fp31"}), "did you mean 'fp32'"),
+        (lambda p: p.with_ops({"softmax": "float64"}), "not one of [^;]*$"),
+        (lambda p: p.with_ops({"softmax": "bfloat16"}), "write 'lower_precision_fp' instead of"),
+        (lambda p: p.with_modules({"a": torch.half}), "write 'lower_precision_fp' instead of"),
         (lambda p: p.with_ops({"mm": "fp32", "aten::mm": "keep"}), "aten::mm is fp32 by 'mm' and"),
         (lambda p: p.with_ops({"relu": "fp32_set_opt_dtype"}), "no optional dtype argument"),
         (lambda p: p.with_ops({"exp": "fp32_append_dtype"}), "no overload that takes a dtype"),
@@ -364,6 +367,18 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
 def test_mistakes_are_told(build: Callable[[Policy], object], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         build(DEFAULT)
+
+
+@pytest.mark.parametrize("value", ["float32", "torch.float32", "float", torch.float32])
+def test_float32_is_a_name_of_its_cast_policy(value: Any) -> None:
+    """In every place that takes one; files have ATen's name."""
+    changed = DEFAULT.with_ops({"softmax": value}).with_modules({"a": value, "b": {"mm": value}})
+    changed = changed.with_args("index_add", {"source": value})
+    expected = DEFAULT.with_ops({"softmax": "fp32"}).with_modules(
+        {"a": "fp32", "b": {"mm": "fp32"}}
+    )
+    assert changed == expected.with_args("index_add", {"source": "fp32"})
+    assert "float32" not in str(changed)
 
 
 def test_a_pattern_that_fits_no_module_is_warned_of(net: Decoder, x: torch.Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,13 +55,30 @@ def test_each_supported_version_has_a_preset_and_a_count() -> None:
     assert torch_version() in VERSIONS
 
 
-def test_the_range_that_is_installed_is_the_one_that_has_files() -> None:
+def test_the_oldest_torch_that_is_installed_has_a_file_and_there_is_no_newest() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', text)
-    assert found is not None
-    numbers = [int(number) for number in found.groups()]
-    oldest, newest = VERSIONS[0], VERSIONS[-1]
-    assert numbers == [*oldest, newest[0], newest[1] + 1]
+    [requirement] = re.findall(r'"(torch[<>=].*)"', text)
+    assert requirement == "torch>={}.{}".format(*VERSIONS[0])
+
+
+IMPORT = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    torch.__version__ = "3.0.0.dev20270101"
+    import amp_fx
+    amp_fx.Policy.default()
+    amp_fx.Policy.default()
+print([str(each.message) for each in caught if each.category.__name__ == "TorchVersionWarning"])
+"""
+
+
+def test_a_nightly_torch_is_warned_of_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("this is 3.0") == 1
 
 
 def test_a_torch_without_a_file_takes_the_nearest_older_one_and_warns() -> None:

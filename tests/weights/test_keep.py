@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -205,6 +206,22 @@ def test_a_part_that_is_written_through_an_old_array_is_found_within_64_calls(pa
         array[start : start + array.size // part * 2] += 1.0
         found = [torch.equal(kept(), w.detach() * 2) for _ in range(64)]
         assert found[-1]
+
+
+def test_repr_tells_its_state_and_its_size() -> None:
+    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+
+    def joined(*given: torch.Tensor) -> torch.Tensor:
+        return torch.cat(given)
+
+    kept = amp_fx.keep(joined, *weights)
+    assert re.fullmatch(r"<amp_fx.keep\(.*joined\): not computed, 2 weights, 0 bytes>", repr(kept))
+    kept()
+    assert repr(kept).endswith(": fresh, 2 weights, 32 bytes>")
+    weights[0].data.mul_(2)
+    assert repr(kept).endswith(": stale, 2 weights, 32 bytes>")
+    weights.clear()
+    assert repr(kept).endswith(": a weight is gone>")
 
 
 def test_full_verification_raises_at_one_element_and_off_compares_nothing() -> None:

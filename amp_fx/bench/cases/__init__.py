@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import compile_time, models, overhead, scaler
+from amp_fx.bench.cases import compile_time, models, overhead, scaler, serving
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -51,5 +51,6 @@ CASES = {
     "fairness": Case(
         "native beside a second native: what the ratios are worth now", models.fairness
     ),
+    "serving": Case("latencies, and throughput of many clients, 1 and 2 threads", serving.run),
     "scaler": Case("what loss scaling adds to an optimizer's step", scaler.run),
 }
