@@ -78,7 +78,7 @@ class MemoryMeter:
 
 
 def how_measured(device: torch.device) -> str:
-    """What the figures of this device are."""
+    """Describes how figures are measured on a device."""
     return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
 
 
@@ -133,7 +133,7 @@ OUTSIDE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one contender took.
+    """The samples of one contender.
 
     Attributes:
         name: The contender.
@@ -153,7 +153,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What all contenders took for one workload.
+    """The samples of all contenders for one workload.
 
     Attributes:
         workload: Its name.
@@ -205,7 +205,7 @@ class Comparison:
 
 
 def _skipped_at_either_end(num_rounds: int) -> int | None:
-    """How many of some sorted samples the interval of their median leaves out on each side."""
+    """Counts the sorted samples that the interval of their median leaves out on each side."""
     beyond, skipped = 0.0, -1
     while (beyond := beyond + math.comb(num_rounds, skipped + 1) / 2**num_rounds) <= OUTSIDE / 2:
         skipped += 1

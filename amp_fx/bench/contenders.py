@@ -1,4 +1,4 @@
-"""Who is timed: the ways in which a user can run a float32 model, ours among them.
+"""The contenders: ways in which a user can run a float32 model, amp_fx among them.
 
 Contenders of one workload are kept apart. Each has its own copy of the weights, because a
 kernel that reads a weight through a mutable pointer makes cached casts of it look stale; and a
@@ -120,13 +120,13 @@ BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
-    """Who takes part."""
+    """Returns the contenders of a run."""
     asked = [contender for contender in CONTENDERS if settings.takes_part(contender.name)]
     return [contender for contender in asked if _is_for(contender, workload, settings)]
 
 
 def _is_for(contender: Contender, workload: Workload, settings: Settings) -> bool:
-    """Whether a contender is of interest: freezing is inductor's and knows no backward."""
+    """Returns True if a contender is of interest: freezing is inductor's and knows no backward."""
     if workload.micro_batches:
         return not contender.is_for_inference
     is_frozen = settings.compiler == "inductor"
@@ -172,7 +172,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
 
 
 def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
-    """What the first call of a contender, which compiles, has to run in."""
+    """Context manager for the first call of a contender, which compiles."""
     if not contender.is_frozen:
         return contextlib.nullcontext()
     from amp_fx.torch_private.inductor_config import config
@@ -203,7 +203,7 @@ def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Call
 
 
 def region_of(contender: Contender, settings: Settings) -> contextlib.AbstractContextManager[Any]:
-    """What each call of a contender runs in, made anew for each."""
+    """Returns a new context manager for each call of a contender."""
     if not contender.is_autocast:
         return contextlib.nullcontext()
     return torch.autocast(settings.device.type, settings.dtype)

@@ -1,4 +1,4 @@
-"""What comes out of a run: tables while it goes on, a JSON file, a picture with bars."""
+"""Shows the results of a run: tables while it goes on, a JSON file, a picture with bars."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a case or a contender has no figures, for an error."""
+        """True if a case or a contender has no figures, for an error."""
         return bool(self.failures) or any(c.failures for _, c in self.comparisons)
 
 
@@ -77,7 +77,7 @@ def progress(console: Console) -> Iterator[Watch]:
 
 
 def print_header(console: Console, report: Report) -> None:
-    """What was asked for, and of which machine."""
+    """Prints the settings of a run, and the machine."""
     for facts in (report.machine, report.versions):
         console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False)
     console.print(report.command, markup=False, soft_wrap=True)
@@ -107,7 +107,7 @@ def _interval(figure: Figure) -> str:
 
 
 def print_footer(console: Console, report: Report) -> None:
-    """What the columns mean, and what has no figures."""
+    """Prints the meaning of the columns, and what has no figures."""
     console.print(
         "Speed-up: native's median by the contender's. To frozen, to limit: its median by that "
         "of native-freezing, and of limit-freezing, or of limit where there is none.",

@@ -1,4 +1,4 @@
-"""What a run of the benchmark was asked for, and the machine and versions it ran on."""
+"""The settings of a run of the benchmark, and the machine and versions it runs on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure, where and how often.
+    """The settings of a run: cases, device, dtype and repeats.
 
     Attributes:
         device: Where models run.
@@ -51,11 +51,11 @@ class Settings:
         return accelerator
 
     def num_layers(self, usual: int) -> int:
-        """How many layers a Transformer has that usually has so many."""
+        """Returns the number of layers for a Transformer that usually has so many."""
         return self.layers or (min(usual, 2) if self.tiny else usual)
 
     def takes_part(self, contender: str) -> bool:
-        """Whether a contender was asked for."""
+        """Returns True if a contender was asked for."""
         return self.contenders is None or contender in self.contenders
 
 

@@ -114,7 +114,7 @@ def train(settings: Settings, console: Console) -> Comparison:
 
 
 def write(comparison: Comparison, settings: Settings, console: Console) -> Texts:
-    """Lets all contenders write a text with the model that amp_fx trained, with a bar for each."""
+    """Writes a text by each contender with the model that amp_fx trained, with a bar for each."""
     prompt = comparison.vocabulary.encode(statements())[:NUM_GIVEN].tolist()
     with Progress(console=console) as progress:
         tasks = {
@@ -167,7 +167,7 @@ def written(comparison: Comparison, texts: Texts) -> RenderableType:
 
 
 def _alike(text: Writing, other: Writing) -> str:
-    """How far two texts agree, from the start."""
+    """Returns ``3 of 64``: the tokens with which both texts begin, of all."""
     return f"{text.num_alike(other)} of {len(text.tokens)}"
 
 

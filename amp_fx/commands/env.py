@@ -120,7 +120,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def drift() -> Iterator[tuple[str, str]]:
-    """How many ops differ, by device type."""
+    """Yields the number of ops that differ, by device type."""
     policy = preset("torch")
     for device, lines in differences(policy, policy.tables).items():
         more = ": python -m amp_fx policy --check" if lines else ""

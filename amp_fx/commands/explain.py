@@ -145,7 +145,7 @@ def _named(target: str) -> Any:
 
 
 def _makes_model(found: Any) -> bool:
-    """Whether something is called to make the model: it takes no arguments."""
+    """Returns True if something is called to make the model: it takes no arguments."""
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):

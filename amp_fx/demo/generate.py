@@ -87,7 +87,7 @@ class Writing:
         return statistics.median(self.times)
 
     def num_alike(self, other: Writing) -> int:
-        """How many tokens the two texts begin with alike."""
+        """Counts the tokens with which both texts begin."""
         pairs = zip(self.tokens, other.tokens, strict=True)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.tokens))
 
@@ -141,7 +141,7 @@ def generate(
     settings: Settings,
     on_text: Callable[[Writing], None] | None = None,
 ) -> Texts:
-    """Lets all contenders write a text as long as the model's context.
+    """Writes a text as long as the model's context by each contender.
 
     Returns:
         The texts, and how long their tokens took.

@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large a Transformer is."""
+    """The size of a Transformer."""
 
     width: int
     depth: int

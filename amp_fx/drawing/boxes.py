@@ -135,7 +135,7 @@ def _homes(by_name: dict[str, NodeRecord]) -> dict[str, str]:
 
 
 def _is_item_of_tuple(node: NodeRecord, by_name: dict[str, NodeRecord]) -> bool:
-    """Whether a node only takes one result of several."""
+    """Returns True if a node only takes one result of several."""
     if bare_op(node.op) != "getitem" or len(node.inputs) != 1:
         return False
     source = by_name.get(node.inputs[0])
@@ -152,7 +152,7 @@ def connect(
 
 
 def _tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
-    """What flows along an edge: ``bf16 [2, 64]``."""
+    """Returns the label of an edge: ``bf16 [2, 64]``."""
     if not outputs:
         return ""
     first = outputs[0]

@@ -37,7 +37,7 @@ FAINT = "#999999"
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """What a box gives, and the boxes that take it.
+    """The outputs of a box, and the boxes that take them.
 
     Attributes:
         source: Name of the box that gives.
@@ -158,7 +158,7 @@ STYLES: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What a picture is of.
+    """The title and settings of a picture.
 
     Attributes:
         title: Written above it.
@@ -309,7 +309,7 @@ def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
 
 
 def _times(box: Box, page: Page) -> str:
-    """How many modules a closed one stands for, where they are folded into it."""
+    """Returns ``x12`` for a closed module that stands for twelve; an empty string for one."""
     path = f"{box.module}.{box.title}" if box.module else box.title
     return f"  x{page.counts[path]}" if box.kind == "module" and path in page.counts else ""
 

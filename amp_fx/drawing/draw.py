@@ -52,7 +52,7 @@ INSTALL_DOT = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What is shown, and how much of it, as ``draw`` takes it.
+    """The part of a graph that ``draw`` shows, and in which detail.
 
     Attributes:
         most: How many boxes a picture of modules may have before no more are opened.
@@ -325,7 +325,7 @@ def _zoomed(
 
 
 def title_of(record: GraphRecord) -> str:
-    """What stands above a graph, in ``Drawing.boxes`` too."""
+    """Returns the title of a graph, in ``Drawing.boxes`` too."""
     after = f", then a graph break: {record.break_reason}" if record.break_reason else ""
     title = f"graph {record.index}{' backward' if record.stage == 'backward' else ''}{after}"
     return title if len(title) < 90 else f"{title[:87]}..."

@@ -82,7 +82,7 @@ def first_of_folded(path: str) -> str:
 
 
 def is_inside(module: str, path: str) -> bool:
-    """Whether a module is another one, or inside of it."""
+    """Returns True if a module is another one, or inside of it."""
     return not path or module == path or module.startswith(f"{path}.")
 
 
@@ -209,7 +209,7 @@ def _uneven(modules: list[str], types: dict[str, str], closed: list[str]) -> set
 
 
 def _more(modules: list[str], paths: list[str]) -> int:
-    """How many boxes more there are when some modules are opened."""
+    """Counts the boxes that are added if some modules are opened."""
     return sum(_direct(modules, path) + len(_children(modules, path)) - 1 for path in paths)
 
 
@@ -244,7 +244,7 @@ def _outside(box: Box) -> Box:
 
 
 def has_module(graph: BoxGraph, focus: str) -> bool:
-    """Whether any box is in a module."""
+    """Returns True if any box is in a module."""
     return bool(focus) and any(is_inside(box.module, focus) for _, box in graph.nodes(data="box"))
 
 

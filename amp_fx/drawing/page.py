@@ -81,7 +81,7 @@ def page_of(drawing: Drawing) -> str:
 
 
 def _paints(drawing: Drawing) -> list[str]:
-    """What boxes can be coloured by, that which was asked for first."""
+    """Returns what boxes can be coloured by, the requested one first."""
     names = ("dtype",) if drawing.report is None else (*MEASURES, "dtype")
     return sorted(names, key=lambda name: name != drawing.view.color)
 

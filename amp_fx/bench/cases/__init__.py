@@ -1,4 +1,4 @@
-"""What can be timed. A case gives its outcomes one by one, as they are measured."""
+"""The cases of the benchmark. A case yields its outcomes as they are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long compilation takes, each time in a process and with caches of its own."""
+"""Times compilation, each time in a process and with caches of its own."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def gpt_training(settings: Settings) -> Iterator[Workload]:
 
 
 def train_size(settings: Settings) -> Size:
-    """How large the trained model is."""
+    """Returns the size of the trained model."""
     return Size(
         width=settings.pick(tiny=16, cpu=256, accelerator=768),
         depth=settings.num_layers(settings.pick(tiny=1, cpu=4, accelerator=12)),
@@ -157,7 +157,7 @@ TWIN = dataclasses.replace(BY_NAME[NATIVE], name=f"{NATIVE}-twin")
 
 
 def fairness(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Whether turns are fair: native beside a second native of its own, which has to take as long.
+    """Times native beside a second native of its own, which takes as long if turns are fair.
 
     How far their ratio is from 1 is what no ratio of this machine says anything about at the
     moment. A small training step takes mostly its weights, which the two do not share.

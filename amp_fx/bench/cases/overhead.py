@@ -1,4 +1,4 @@
-"""What the cache costs with 300 small weights.
+"""Times what the cache costs with 300 small weights.
 
 Where none of them changed: the look at them, and all else of a call. Where all did: the refresh
 without the copying.
@@ -91,7 +91,7 @@ def _casts_of(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Cache
 def _refresh(
     build: Callable[[], nn.Module], x: torch.Tensor, settings: Settings, watch: Watch
 ) -> Figure:
-    """What the first call after a step takes beside a call that finds all fresh and the copying.
+    """Times the first call after a step, a call whose values are fresh, and the copies alone.
 
     The graph takes casts as inputs, as in training; packed values are computed op by op.
     """

@@ -1,4 +1,4 @@
-"""What loss scaling adds to an optimizer's step: ours, torch's, and none, on one optimizer.
+"""Times loss scaling in an optimizer's step: amp_fx's, torch's, and none.
 
 Times ``step`` and ``update``. All take turns on one optimizer, in an order that changes from round
 to round, with fresh gradients each time. What a scaler costs is the difference to the bare step of
@@ -93,7 +93,7 @@ def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
 
 
 def _compiler(optimizer: str, settings: Settings) -> str | None:
-    """What compiles a step; nothing does where the compiled step is the eager one."""
+    """Returns the compiler of a step; None where the compiled step is the eager one."""
     return None if optimizer in FUSED else settings.compiler
 
 
@@ -132,7 +132,7 @@ class _Workload:
 
 
 def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
-    """How often the host waits for the CUDA device in a step and an update, by scaler."""
+    """Counts the host's waits for the CUDA device in a step and an update, by scaler."""
     steps, prepare = _steps(optimizer, 4, "cuda", compiler)
     num_waits = {}
     before = torch.cuda.get_sync_debug_mode()
