@@ -39,6 +39,7 @@ TRAINING = {
     "aliases_stay_aliases": "AOTAutograd makes outputs views of one, whose gradients add up first",
     "dynamic_decoder": "inductor adds up the gradient of an embedding in another order",
     "gradient_penalty": "AOTAutograd does not differentiate twice",
+    "two_calls_in_one_region": "each call casts its weights: their gradients add up in float32",
     "vmap": "the batched product of a weight's gradient is another one in AOTAutograd's graph",
     "vmap_of_shared_weight_only": "as vmap",
 }
