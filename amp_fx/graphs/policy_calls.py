@@ -25,7 +25,7 @@ from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.errors import BannedOpError
 from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, Site, call_key
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.values import tensors_in
+from amp_fx.graphs.values import analysis, evaluate, tensors_in
 from amp_fx.policies.calls import CAST, qualified_name
 from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
 from amp_fx.policies.policy import preset
@@ -59,7 +59,7 @@ def find_call(
     number: int, func: Any, args: tuple[Any, ...], kwargs: Any
 ) -> _Native | _Rewritten | None:
     """Returns what runs a call under a policy; None if autocast has nothing to do with it."""
-    if _state.is_decided:
+    if _state.is_decided or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return None
     tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
     devices = {tensor.device.type for tensor in tensors}
@@ -123,6 +123,8 @@ class _Rewritten:
     float8: dict[str, OpDecision]
     """The decisions on products that run in float8, by op."""
     number: int
+    result_type: type
+    """The class of what the call returns: ``torch.topk`` returns a named tuple."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _, tensors = _as_node(func, args, kwargs)
@@ -132,7 +134,8 @@ class _Rewritten:
             for node in self.graph.nodes:
                 if node.op == "call_function":
                     env[node] = self._run_node(node, env)
-        return map_arg(self.graph.output_node().args[0], env.__getitem__)
+        result = map_arg(self.graph.output_node().args[0], env.__getitem__)
+        return self.result_type(result) if isinstance(result, (list, tuple)) else result
 
     def _run_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         target: Any = node.target
@@ -234,6 +237,9 @@ def _find_out(
             theirs = _opened(node, site, Decomposer(default, fake_mode))
         except BannedOpError:
             theirs = None
+        with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled):
+            has_graph = ours is not None and ours.graph is not None
+            result_type = type(evaluate(node)) if has_graph else torch.Tensor
     if ours is None or (theirs is not None and _effect(ours) == _effect(theirs)):
         return _Native()
     if ours.graph is None:
@@ -241,7 +247,7 @@ def _find_out(
     for each in ours.graph.nodes:
         each.meta.clear()  # the fake values
     float8 = {d.op: d for d in ours.decisions if d.policy is CastPolicy.FLOAT8}
-    return _Rewritten(ours.graph, float8, number)
+    return _Rewritten(ours.graph, float8, number, result_type)
 
 
 @contextlib.contextmanager

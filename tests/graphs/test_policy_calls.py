@@ -206,3 +206,36 @@ def test_what_is_banned_raises_each_time(args: tuple[torch.Tensor, ...]) -> None
             amp_fx.autocast("cpu", bf16, policy=policy),
         ):
             args[0].tanh()
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("topk", lambda x: x.topk(2)),
+        ("sort", torch.sort),
+        ("max.dim", lambda x: torch.max(x, 0)),
+        ("svd", torch.svd),
+        ("unbind", lambda x: x.unbind()),
+        ("split.Tensor", lambda x: torch.split(x, 2)),
+        ("meshgrid", lambda x: torch.meshgrid(x[0], x[1], indexing="ij")),
+    ],
+)
+def test_results_have_the_class_that_the_call_returns(op: str, call: Any) -> None:
+    x = torch.randn(4, 4)
+    with amp_fx.autocast("cpu", bf16, policy=preset("torch").with_rule(_everything_wide)):
+        found = call(x.bfloat16())
+    assert type(found) is type(call(x)), op
+
+
+def _everything_wide(op: str, *_: Any) -> str | None:
+    return "fp32" if op.split(".")[0] in _WIDE else None
+
+
+_WIDE = {f"aten::{name}" for name in ("topk", "sort", "max", "svd", "meshgrid")}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_torchscript_traces_follow_native_autocast(args: tuple[torch.Tensor, ...]) -> None:
+    with amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
+        traced = torch.jit.trace(lambda x: torch.mm(x, x.T), args[0].detach())  # type: ignore[no-untyped-call]
+    assert traced(args[0].detach()[:1]).shape == (1, 1)
