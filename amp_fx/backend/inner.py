@@ -42,6 +42,8 @@ from torch.amp.autocast_mode import _enter_autocast
 
 from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.fallback import warn_eager
+from amp_fx.errors import UnsupportedError
+from amp_fx.passes.isolate_rows import composites, isolate_rows
 from amp_fx.passes.keep_eager_kernels import keeping_whole
 from amp_fx.passes.narrow_gathers import NarrowGathers, wire_bytes
 from amp_fx.policies import float8 as policies_float8
@@ -208,8 +210,9 @@ def compile_inner(
     """
     if options.compiler == "eager":
         return gm.forward
-    if options.numerics == "eager":
-        _warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
+    if options.has_eager_kernels:
+        devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+        _warn_of_devices(devices, options.numerics)
     if uses_inductor(example_inputs, options):
         with _running(joint_pass):
             return _inductor(gm, example_inputs, options, cache)
@@ -252,7 +255,7 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
         has_wide_grads=options.has_wide_weight_grads,
         widens_products=not is_strict(options),
         raises_casts=options.raise_casts,
-        keeps_kernels=options.numerics == "eager",
+        keeps_kernels=options.has_eager_kernels,
         following=following,
     )
 
@@ -269,7 +272,7 @@ def numerics_config(options: Options) -> dict[str, Any]:
 
     if options.numerics is None:
         return {}
-    is_eager = options.numerics == "eager"
+    is_eager = options.has_eager_kernels
     mode = "strict" if is_eager else options.numerics
     settings: dict[str, Any] = {"numerics": mode}
     if not hasattr(config, "numerics"):
@@ -311,6 +314,10 @@ def compile_with_inductor(
     """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it."""
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
+    if options.numerics == "invariant":
+        compile_inside = _isolating(compile_inside)
+        with without_autograd_cache(), composites():  # that cache knows the captured graph only
+            return through_inductor(gm, example_inputs, options, compile_inside)
     return through_inductor(gm, example_inputs, options, compile_inside)
 
 
@@ -363,7 +370,7 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    if options.numerics != "eager":
+    if not options.has_eager_kernels:
         return None
     with config.patch(fallback_random=True):  # which decides whether dropout is among them
         return keeping_whole(select_decomp_table())
@@ -469,6 +476,9 @@ def _aot_eager(
         compile_inside = cache.wrap(compile_inside)
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
+    is_invariant = options.numerics == "invariant"
+    if is_invariant:
+        compile_inside = _isolating(compile_inside)
     compiler = aot_autograd(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
@@ -476,7 +486,8 @@ def _aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    with left_on_error():  # tracing runs the graph
+    forms = composites() if is_invariant else contextlib.nullcontext()
+    with left_on_error(), forms:  # tracing runs the graph
         return compiler(gm, list(example_inputs))
 
 
@@ -488,6 +499,18 @@ def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable
         return compile_inside(gm, example_inputs, **kwargs)
 
     return compile_narrowed
+
+
+def _isolating(compile_inside: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler of AOTAutograd's graphs that keeps rows apart, but in a backward."""
+
+    def compile_isolated(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            record(isolate_rows(gm.graph, kwargs.get("static_input_idxs") or ()))
+            gm.recompile()
+        return compile_inside(gm, example_inputs, **kwargs)
+
+    return compile_isolated
 
 
 def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
@@ -532,8 +555,13 @@ def has_cpp_compiler() -> bool:
     return True
 
 
-def _warn_of_devices(device_types: set[str]) -> None:
+def _warn_of_devices(device_types: set[str], numerics: str | None = "eager") -> None:
     for name in sorted(device_types - {"cpu", "meta"}):
+        if numerics == "invariant":
+            raise UnsupportedError(
+                f"on {name}, numerics='invariant' cannot be promised: whether kernels give a row "
+                "the same bits in every batch is measured for the CPU only. Use numerics='eager'"
+            )
         _warn_strict(name)
 
 

@@ -1,8 +1,9 @@
 """The compiled parts, built on first use and kept on disk (``amp_fx.csrc.build``).
 
-``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL. Where a part cannot
-be built (no compiler, torch before 2.13), ``load`` and ``load_kernels`` return None. Weights are
-then cast on every call, and threads are less safe (``amp_fx.regions.kernels``).
+``watch.cpp`` watches weights, ``kernels.cpp`` calls kernels without the GIL, ``rows.cpp`` has the
+kernels of ``numerics="invariant"``. Where a part cannot be built (no compiler, torch before 2.13),
+``load``, ``load_kernels`` and ``load_rows`` return None. Weights are then cast on every call,
+threads are less safe (``amp_fx.regions.kernels``), and the mode raises an error.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "watch.cpp"
 KERNELS_SOURCE = FOLDER / "kernels.cpp"
+ROWS_SOURCE = FOLDER / "rows.cpp"
 SWITCH = "AMP_FX_NATIVE"
 """Environment variable; ``0`` has Python do all."""
 
 
 def parts() -> dict[str, Path]:
     """Returns the source of each compiled part, by the name of its module."""
-    return {"amp_fx_watch": SOURCE, "amp_fx_kernels": KERNELS_SOURCE}
+    return {
+        "amp_fx_watch": SOURCE,
+        "amp_fx_kernels": KERNELS_SOURCE,
+        "amp_fx_rows": ROWS_SOURCE,
+    }
 
 
 def why_off() -> str:
@@ -82,6 +88,12 @@ def load() -> Any:
 def load_kernels() -> Any:
     """Returns the module of ``kernels.cpp``; None if there is none. It takes as long."""
     return _load("amp_fx_kernels", KERNELS_SOURCE)
+
+
+@functools.cache
+def load_rows() -> Any:
+    """Returns the module of ``rows.cpp``, which registers ops; None if there is none."""
+    return _load("amp_fx_rows", ROWS_SOURCE)
 
 
 def _load(name: str, source: Path) -> Any:
