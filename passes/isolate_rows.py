@@ -191,7 +191,9 @@ def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
 def why_not(node: fx.Node) -> str:
     """Returns the reason why an op may make a row depend on others; empty if it does not."""
     values = [VALUE.get(source) for source in node.all_input_nodes]
-    if not values or not any(map(_is_float, tree_leaves([values, VALUE.get(node)]))):
+    results = tree_leaves(VALUE.get(node))
+    is_number = not any(isinstance(each, torch.Tensor) for each in results)
+    if not values or is_number or not any(map(_is_float, [*values, *results])):
         return CAPACITY if _counts_tokens(node) else ""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):

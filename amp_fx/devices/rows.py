@@ -102,7 +102,7 @@ def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         def real(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            sizes = [int(size) for size in value.shape]
+            sizes = [size if isinstance(size, int) else size.node.hint or 5 for size in value.shape]
             return torch.rand(sizes, generator=generator).to(value.dtype)
 
         first = torch.cat([real(args[0])] * 5)[:5]
