@@ -10,10 +10,11 @@ After:
     %mean    = amp_fx.ordered_sum.default(%x, [-1], True, torch.float32, True)
 
 The graphs are AOTAutograd's, forward and for inference. ``composites`` gives ops that are made of
-others, such as attention, one form for all sizes and layouts while AOTAutograd traces them. The pass
-then replaces kernels whose sums depend on sizes (``amp_fx/csrc/rows.cpp``), and stops at ops that
-mix rows. Left alone on purpose: products with weights whose kernels were measured, pointwise ops,
-ops that move elements, and backward graphs, in which gradients of weights are sums over rows.
+others, such as attention, one form for all sizes and layouts while AOTAutograd traces them. The
+pass then replaces kernels whose results depend on sizes (``amp_fx/csrc/rows.cpp``), and stops at
+ops that mix rows. Left alone on purpose: products with weights whose kernels were measured,
+pointwise ops that are rounded once, ops that move elements, and backward graphs, in which gradients
+of weights are sums over rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -34,26 +35,18 @@ from amp_fx.graphs.casts import evaluate
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.places import lines_of
 from amp_fx.tables.generated import EXACT_POWERS, MOVES
-from amp_fx.tables.rows import (
-    CAPACITY,
-    EXACT,
-    MEASURED,
-    MIXING,
-    RANDOM,
-    ROUTING,
-    ROWWISE,
-    UNKNOWN,
-)
+from amp_fx.tables.rows import CAPACITY, EXACT, MEASURED, MIXING, RANDOM, ROUTING, ROWWISE, UNKNOWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import fx
 
-    Replacement = Callable[[fx.Node, Collection[fx.Node]], tuple[Any, ...] | None]
-
 aten = torch.ops.aten
-LOW_DTYPES = (torch.bfloat16, torch.float16)
+ordered: Any = torch.ops.amp_fx
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that ordered kernels take."""
+
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -93,9 +86,7 @@ def attention(
     return (weights @ value.to(wide)).to(query.dtype)
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Computes a linear layer as one product of a matrix of rows, for every layout of the rows."""
     rows = x.reshape(-1, x.size(-1))
     product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
@@ -111,7 +102,7 @@ def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return rows.reshape(*left.shape[:-1], right.size(-1))
     if left.dim() == 1:
         return matmul(left.unsqueeze(0), right).squeeze(-2)
-    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
     sides = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (left, right))
     return torch.bmm(*sides).reshape(*batch, left.size(-2), right.size(-1))
 
@@ -168,21 +159,19 @@ def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
     placeholders = graph.find_nodes(op="placeholder")
     constant = {placeholders[i] for i in weights}
     counts: Counter[str] = Counter()
-    for node in list(graph.nodes):
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
         if node.all_input_nodes and constant.issuperset(node.all_input_nodes):
             constant.add(node)
-        find_call = _replacement(node)
-        call = None if find_call is None else find_call(node, constant)
+        if node.target in PRODUCTS and _is_measured_product(node, constant):
+            continue
+        call = _ordered_call(node)
         if call is not None:
-            node.target, *args = call
-            node.args = tuple(args)
-            if node.target.namespace == "amp_fx":
-                node.kwargs = {}
+            node.target, node.args = call[0], call[1:]
             evaluate(node)
             counts["ordered_kernels"] += 1
-        elif find_call is None and (reason := why_not(node)):
+        elif reason := why_not(node):
             raise UnsupportedError(f"{node.target} does not keep rows apart: {reason}{_at(node)}")
     graph.lint()
     return counts
@@ -190,33 +179,110 @@ def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
 
 def why_not(node: fx.Node) -> str:
     """Returns the reason why an op may make a row depend on others; empty if it does not."""
-    values = [VALUE.get(source) for source in node.all_input_nodes]
-    results = tree_leaves(VALUE.get(node))
-    is_number = not any(isinstance(each, torch.Tensor) for each in results)
-    if not values or is_number or not any(map(_is_float, [*values, *results])):
-        return CAPACITY if _counts_tokens(node) else ""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
-        return "" if getattr(op, "__module__", "") in ("_operator", "operator") else UNKNOWN
-    name = op._schema.name.partition("::")[2]
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    op, name = node.target, _name(node)
+    if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return RANDOM
+    if _counts_tokens(node):
+        return CAPACITY
+    results = tree_leaves(VALUE.get(node))
+    has_tensor = any(isinstance(each, torch.Tensor) for each in results)
+    if not has_tensor or not any(_is_float(VALUE.get(n)) for n in node.all_input_nodes):
+        return ""
+    if not isinstance(op, torch._ops.OpOverload):
+        return "" if getattr(op, "__module__", "") == "_operator" else UNKNOWN
     if name in MIXING:
         return MIXING[name]
     if name in MEASURED:
-        return "" if _is_measured(node) else "its kernel computes a row otherwise in a batch"
-    if _counts_tokens(node):
-        return CAPACITY
+        args = torch.fx.node.map_arg(node.args, VALUE.get)
+        is_rowwise_here = is_rowwise(op, args, node.kwargs)
+        return "" if is_rowwise_here else "its kernel gives a row other bits in a batch"
     is_view = any(each.alias_info is not None for each in op._schema.returns)
-    is_known = is_view or torch.Tag.pointwise in op.tags or name in MOVES or name in ROWWISE
+    is_known = is_view or torch.Tag.pointwise in op.tags or name in MOVES | ROWWISE
     return "" if is_known or op.namespace == "prims" else UNKNOWN
 
 
-def _replacement(node: fx.Node) -> Replacement | None:
-    """Returns the function that gives the call instead of a node's; None if the node may stay."""
-    if getattr(VALUE.get(node), "dtype", None) not in (torch.float32, *LOW_DTYPES):
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _name(node: fx.Node) -> str:
+    op = node.target
+    return op._schema.name.partition("::")[2] if isinstance(op, torch._ops.OpOverload) else ""
+
+
+def _counts_tokens(node: fx.Node) -> bool:
+    """Returns True for a cumulative sum over tokens of the experts that were chosen for them."""
+    if _name(node) != "cumsum":
+        return False
+    rank, dim = VALUE.of(node).dim(), cast("int", node.args[1])
+    if rank < 2 or dim % rank == rank - 1:
+        return False
+    ancestors: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        new = set(pending.pop().all_input_nodes) - ancestors
+        ancestors |= new
+        pending += new
+    return any(
+        _name(each) in ROUTING and any(_is_float(VALUE.get(n)) for n in each.all_input_nodes)
+        for each in ancestors
+    )
+
+
+def _at(node: fx.Node) -> str:
+    lines = lines_of(node)
+    return f" ({lines[-1].file}:{lines[-1].number})" if lines else ""
+
+
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+"""Products of two matrices, or of two batches of them, which are the last two arguments."""
+
+SOFTMAXES = {aten._softmax.default: False, aten._log_softmax.default: True}
+SUMS = {
+    aten.sum.default: False,
+    aten.sum.dim_IntList: False,
+    aten.mean.default: True,
+    aten.mean.dim: True,
+}
+"""Whether a sum is a mean."""
+
+
+def _is_measured_product(node: fx.Node, constant: set[fx.Node]) -> bool:
+    """Returns True for a product of rows with a weight whose kernel was found to be invariant."""
+    left, right = cast("list[fx.Node]", node.args[-2:])
+    value = VALUE.of(right)
+    if right not in constant or left in constant or value.dim() != 2:
+        return False
+    return not differing_rows(value.dtype, *map(int, value.shape))
+
+
+def _ordered_call(node: fx.Node) -> tuple[Any, ...] | None:
+    """Returns the op and the arguments instead of a node's; None if its kernel may stay."""
+    op, args, dtype = node.target, node.args, getattr(VALUE.get(node), "dtype", None)
+    kwargs, node_kwargs = node.kwargs, {}
+    if dtype not in DTYPES:
         return None
-    return _in_whole_vectors if _depends_on_position(node) else _REPLACED.get(node.target)
+    if op in PRODUCTS:
+        bias = args[0] if len(args) > 2 else None
+        scales = [float(kwargs.get(name, 1)) for name in ("beta", "alpha")]  # type: ignore[arg-type]
+        call = (ordered.ordered_product.default, *args[-2:], bias, *scales)
+    elif op is aten._grouped_mm.default:
+        call = (ordered.ordered_grouped_product.default, *args[:3])
+    elif op in SOFTMAXES:
+        call = (ordered.ordered_softmax.default, *args[:2], dtype, SOFTMAXES[op])
+    elif op in SUMS:
+        rank = VALUE.of(node.all_input_nodes[0]).dim()
+        dims = (args[1] if len(args) > 1 else None) or [*range(rank)]
+        keeps = len(args) > 2 and bool(args[2])
+        call = (ordered.ordered_sum.default, args[0], dims, keeps, dtype, SUMS[op])
+    elif _depends_on_position(node):
+        own = getattr(getattr(torch.ops.amp_fx_rows, _name(node)), op._overloadname)  # type: ignore[union-attr]
+        _register_fake(own, op)
+        call, node_kwargs = (own, *args), kwargs
+    else:
+        return None
+    node.kwargs = node_kwargs
+    return call
 
 
 def _depends_on_position(node: fx.Node) -> bool:
@@ -229,51 +295,6 @@ def _depends_on_position(node: fx.Node) -> bool:
     return name != "pow" or node.args[1] not in EXACT_POWERS
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _is_measured(node: fx.Node) -> bool:
-    args = torch.fx.node.map_arg(node.args, VALUE.get)
-    return is_rowwise(node.target, args, node.kwargs)
-
-
-def _counts_tokens(node: fx.Node) -> bool:
-    """Returns True for a cumulative sum over tokens of the experts that were chosen for them."""
-    if _name(node) != "cumsum":
-        return False
-    rank, dim = VALUE.of(node).dim(), int(node.args[1])  # type: ignore[arg-type]
-    if rank < 2 or dim % rank == rank - 1:
-        return False
-    ancestors, pending = set(), [node]
-    while pending:
-        new = set(pending.pop().all_input_nodes) - ancestors
-        ancestors |= new
-        pending += new
-    return any(
-        _name(each) in ROUTING and any(_is_float(VALUE.get(n)) for n in each.all_input_nodes)
-        for each in ancestors
-    )
-
-
-def _name(node: fx.Node) -> str:
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema.name.partition("::")[2] if is_op else ""  # type: ignore[union-attr]
-
-
-def _at(node: fx.Node) -> str:
-    lines = lines_of(node)
-    return f" ({lines[-1].file}:{lines[-1].number})" if lines else ""
-
-
-def _in_whole_vectors(node: fx.Node, weights: Collection[fx.Node]) -> tuple[Any, ...]:
-    """Returns the call of the op of ours that calls an op of ATen for whole vectors."""
-    op: Any = node.target
-    own = getattr(getattr(torch.ops.amp_fx_rows, _name(node)), op._overloadname)
-    _register_fake(own, op)
-    return (own, *node.args)
-
-
 @functools.cache
 def _register_fake(own: Any, op: Any) -> None:
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -283,68 +304,19 @@ def _register_fake(own: Any, op: Any) -> None:
     torch.library.register_fake(own.name(), fake)
 
 
-def _product(node: fx.Node, weights: Collection[fx.Node]) -> tuple[Any, ...] | None:
-    """Returns the call instead of a product of two matrices, or of two batches of them."""
-    left, right = node.args[-2:]
-    if right in weights and left not in weights and VALUE.of(right).dim() == 2:
-        depth, columns = VALUE.of(right).shape
-        if not differing_rows(VALUE.of(right).dtype, int(depth), int(columns)):
-            return None
-    bias = node.args[0] if len(node.args) > 2 else None
-    scales = [float(node.kwargs.get(name, 1)) for name in ("beta", "alpha")]  # type: ignore[arg-type]
-    return (_OPS.ordered_product.default, left, right, bias, *scales)
-
-
-def _grouped_product(node: fx.Node, weights: Collection[fx.Node]) -> tuple[Any, ...]:
-    return (_OPS.ordered_grouped_product.default, *node.args[:3])
-
-
-def _softmax(node: fx.Node, weights: Collection[fx.Node]) -> tuple[Any, ...]:
-    is_log = node.target is aten._log_softmax.default
-    return (_OPS.ordered_softmax.default, *node.args[:2], VALUE.of(node).dtype, is_log)
-
-
-def _sum(node: fx.Node, weights: Collection[fx.Node]) -> tuple[Any, ...]:
-    dims = (node.args[1] if len(node.args) > 1 else None) or [*range(VALUE.of(node.args[0]).dim())]
-    keeps = len(node.args) > 2 and node.args[2]
-    is_mean = node.target in (aten.mean.default, aten.mean.dim)
-    op = _OPS.ordered_sum.default
-    return (op, node.args[0], dims, bool(keeps), VALUE.of(node).dtype, is_mean)
-
-
-_OPS: Any = torch.ops.amp_fx
-_REPLACED: dict[Any, Replacement] = {
-    aten.mm.default: _product,
-    aten.addmm.default: _product,
-    aten.bmm.default: _product,
-    aten.baddbmm.default: _product,
-    aten._grouped_mm.default: _grouped_product,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _softmax,
-    aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
-    aten.mean.default: _sum,
-    aten.mean.dim: _sum,
-}
-"""The calls instead of calls whose sums depend on sizes; None if the kernel is invariant."""
-
-
 @functools.cache
 def _register_fakes() -> None:
     """Tells tracers the shapes of what the compiled ops give."""
 
-    def product(left: Any, right: Any, bias: Any, beta: float, alpha: float) -> torch.Tensor:
+    def product(left: Any, right: Any, *_: Any) -> Any:
         return left.new_empty((*left.shape[:-1], right.size(-1)))
 
-    def grouped(rows: Any, matrices: Any, ends: Any) -> torch.Tensor:
-        return rows.new_empty((rows.size(0), matrices.size(-1)))
-
-    def softmax(x: Any, dim: int, dtype: torch.dtype, is_log: bool) -> torch.Tensor:
+    def softmax(x: Any, _: int, dtype: torch.dtype, *__: Any) -> Any:
         return x.new_empty(x.shape, dtype=dtype)
 
-    def total(x: Any, dims: Any, keeps: bool, dtype: torch.dtype, is_mean: bool) -> torch.Tensor:
+    def total(x: Any, dims: Any, keeps: bool, dtype: torch.dtype, *_: Any) -> Any:
         return x.new_empty(x.sum(dims, keeps).shape, dtype=dtype)
 
-    fakes = {"product": product, "grouped_product": grouped, "softmax": softmax, "sum": total}
+    fakes = {"product": product, "grouped_product": product, "softmax": softmax, "sum": total}
     for name, fake in fakes.items():
-        torch.library.register_fake(f"amp_fx::ordered_{name}", fake)
+        torch.library.register_fake(f"amp_fx::ordered_{name}", cast("Callable[..., Any]", fake))

@@ -315,7 +315,7 @@ def compile_with_inductor(
     if is_distributed():
         compile_inside = _narrowing(compile_inside, options)
     if options.numerics == "invariant":
-        compile_inside = _isolating(compile_inside)
+        compile_inside = isolating(compile_inside)
         with without_autograd_cache(), composites():  # that cache knows the captured graph only
             return through_inductor(gm, example_inputs, options, compile_inside)
     return through_inductor(gm, example_inputs, options, compile_inside)
@@ -478,7 +478,7 @@ def _aot_eager(
         compile_inside = _narrowing(compile_inside, options)
     is_invariant = options.numerics == "invariant"
     if is_invariant:
-        compile_inside = _isolating(compile_inside)
+        compile_inside = isolating(compile_inside)
     compiler = aot_autograd(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
@@ -501,7 +501,7 @@ def _narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable
     return compile_narrowed
 
 
-def _isolating(compile_inside: Callable[..., Any]) -> Callable[..., Any]:
+def isolating(compile_inside: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler of AOTAutograd's graphs that keeps rows apart, but in a backward."""
 
     def compile_isolated(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

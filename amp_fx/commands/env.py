@@ -17,6 +17,7 @@ from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
+from amp_fx.devices.rows import EXAMPLES, differing_rows
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
@@ -57,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [drift])]
+    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [rows, drift])]
     for row in (row for part in parts for row in part()):
         table.add_row(*row)
     Console(highlight=False, markup=False, width=piped_width()).print(table)
@@ -141,6 +142,15 @@ def devices() -> Iterator[tuple[str, str]]:
             continue
         names = [module.get_device_name(i) for i in range(module.device_count())]
         yield name, f"{', '.join(names)}, autocast to {dtype_name(default_dtype(name))}"
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Which products with weights numerics='invariant' leaves to ATen's kernels here."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = {size for sizes in EXAMPLES for size in differing_rows(dtype, *sizes)}
+        counts = ", ".join(map(str, sorted(found)))
+        differ = f"other bits with {counts} rows: replaced by ordered sums"
+        yield f"rows, {dtype_name(dtype)}", differ if found else "the same bits in every batch"
 
 
 def drift() -> Iterator[tuple[str, str]]:

@@ -38,11 +38,7 @@ SWITCH = "AMP_FX_NATIVE"
 
 def parts() -> dict[str, Path]:
     """Returns the source of each compiled part, by the name of its module."""
-    return {
-        "amp_fx_watch": SOURCE,
-        "amp_fx_kernels": KERNELS_SOURCE,
-        "amp_fx_rows": ROWS_SOURCE,
-    }
+    return {"amp_fx_watch": SOURCE, "amp_fx_kernels": KERNELS_SOURCE, "amp_fx_rows": ROWS_SOURCE}
 
 
 def why_off() -> str:

@@ -241,8 +241,8 @@ def _plain_flags(flags: Iterable[str], *, has_openmp: bool) -> list[str]:
     They cost time here. With one of them, ``-march=native``, a library of an image would be for
     the processor of the machine that built it; with OpenMP it would want libgomp.
     """
-    unwanted = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only")
-    unwanted += () if has_openmp else ("fopenmp", "openmp")
+    openmp = () if has_openmp else ("fopenmp", "openmp")
+    unwanted = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", *openmp)
     kept = [flag for flag in flags if not flag.startswith(unwanted)]
     return [OPTIMIZE if flag in ("O2", "O3") else flag for flag in kept]
 

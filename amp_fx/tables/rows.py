@@ -6,24 +6,32 @@ and what reads no floating-point numbers. It stops at any other op.
 
 from __future__ import annotations
 
+_COUNT = "bincount histc"
 _SELECT = "argsort cummax cummin kthvalue median mode nonzero sort topk"
 _IN_ORDER = "cumprod cumsum index_add index_copy index_put scatter scatter_add scatter_reduce"
 _LOSSES = "nll_loss_forward nll_loss2d_forward"
 _OTHERS = "copy_ masked_scatter one_hot upsample_nearest1d upsample_nearest2d"
-ROWWISE = frozenset(f"{_SELECT} {_IN_ORDER} {_LOSSES} {_OTHERS}".split())
-"""Ops that select elements, or add them in the order of the tensor, one after the other; and losses,
-which are sums over rows on purpose."""
+ROWWISE = frozenset(f"{_COUNT} {_SELECT} {_IN_ORDER} {_LOSSES} {_OTHERS}".split())
+"""Ops that count, that select elements, or that add them in the order of the tensor, one after the
+other; and losses, which are sums over rows on purpose."""
 
 _ARITHMETIC = """
-    abs add ceil clamp clamp_max clamp_min div floor maximum minimum mul neg reciprocal relu round rsub
-    sgn sign sqrt square sub threshold trunc
+    abs add ceil clamp clamp_max clamp_min div floor maximum minimum mul neg reciprocal relu round
+    rsub sgn sign sqrt square sub threshold trunc
 """
-_CHOICE = "_to_copy convert_element_type copysign eq fill ge gt isinf isnan le lt masked_fill ne where"
+_CHOICE = (
+    "_to_copy convert_element_type copysign eq fill ge gt isinf isnan le lt masked_fill ne where"
+)
 EXACT = frozenset(f"{_ARITHMETIC} {_CHOICE}".split())
 """Pointwise ops that are rounded once, so that vector code and scalar code have the same bits."""
 
 MEASURED = frozenset(
-    ["convolution", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit_no_training"]
+    [
+        "convolution",
+        "native_layer_norm",
+        "native_group_norm",
+        "_native_batch_norm_legit_no_training",
+    ]
 )
 """Ops whose kernels are measured on the sizes at hand (``amp_fx.devices.rows``)."""
 
