@@ -237,6 +237,9 @@ def _at(node: fx.Node) -> str:
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 """Products of two matrices, or of two batches of them, which are the last two arguments."""
 
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+"""Products of groups of rows, each with a matrix of its own."""
+
 SOFTMAXES = {aten._softmax.default: False, aten._log_softmax.default: True}
 SUMS = {
     aten.sum.default: False,
@@ -266,7 +269,7 @@ def _ordered_call(node: fx.Node) -> tuple[Any, ...] | None:
         bias = args[0] if len(args) > 2 else None
         scales = [float(kwargs.get(name, 1)) for name in ("beta", "alpha")]  # type: ignore[arg-type]
         call = (ordered.ordered_product.default, *args[-2:], bias, *scales)
-    elif op is aten._grouped_mm.default:
+    elif str(op) in GROUPED:
         call = (ordered.ordered_grouped_product.default, *args[:3])
     elif op in SOFTMAXES:
         call = (ordered.ordered_softmax.default, *args[:2], dtype, SOFTMAXES[op])

@@ -17,7 +17,7 @@ from amp_fx.backend.inner import has_cpp_compiler
 from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
-from amp_fx.devices.rows import EXAMPLES, differing_rows
+from amp_fx.devices.rows import SHOWN, differing_rows
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
@@ -147,7 +147,7 @@ def devices() -> Iterator[tuple[str, str]]:
 def rows() -> Iterator[tuple[str, str]]:
     """Which products with weights numerics='invariant' leaves to ATen's kernels here."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = {size for sizes in EXAMPLES for size in differing_rows(dtype, *sizes)}
+        found = {size for sizes in SHOWN for size in differing_rows(dtype, *sizes)}
         counts = ", ".join(map(str, sorted(found)))
         differ = f"other bits with {counts} rows: replaced by ordered sums"
         yield f"rows, {dtype_name(dtype)}", differ if found else "the same bits in every batch"

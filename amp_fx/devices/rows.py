@@ -14,6 +14,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_fx.csrc.build import cache_folder
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 ROWS = (*range(1, 10), 16, 17, 33, 64, 100, 256, 512)
 """Numbers of rows that are compared."""
 
-EXAMPLES = ((64, 256), (768, 3072), (3072, 768))
+BATCH = 5
+"""How many elements of a batch are compared with each alone, for other ops."""
+
+SHOWN = ((64, 256), (768, 3072), (3072, 768))
 """Sizes of products that ``python -m amp_fx env`` shows."""
 
 
@@ -102,13 +106,16 @@ def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if not isinstance(value, torch.Tensor):
                 return value
             sizes = [size if isinstance(size, int) else size.node.hint or 5 for size in value.shape]
-            return torch.rand(sizes, generator=generator).to(value.dtype)
+            found = torch.rand(sizes, generator=generator).to(value.dtype)
+            return found.contiguous(memory_format=suggest_memory_format(value))
 
-        first = torch.cat([real(args[0])] * 5)[:5]
+        first = torch.cat([real(args[0])] * BATCH)[:BATCH]
         first = first * torch.rand(first.shape, generator=generator).to(first.dtype)
         others = [real(value) for value in args[1:]]
 
         def call(x: torch.Tensor) -> torch.Tensor:
+            if op is torch.ops.aten.native_group_norm.default:
+                others[2] = x.size(0)
             result = op(x, *others, **kwargs)
             return result if isinstance(result, torch.Tensor) else result[0]
 
