@@ -24,6 +24,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Small modules in place of the compiled parts, and where they are kept."""
     monkeypatch.setattr(csrc, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
     monkeypatch.setattr(csrc, "KERNELS_SOURCE", write_part(tmp_path, "amp_fx_kernels"))
+    monkeypatch.setattr(csrc, "ROWS_SOURCE", write_part(tmp_path, "amp_fx_rows"))
     monkeypatch.setattr(csrc._state, "started", {})
     monkeypatch.delenv(csrc.SWITCH, raising=False)
     chosen = tmp_path / "kept"
@@ -33,14 +34,15 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_both_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["amp_fx_watch.cpp", "amp_fx_kernels.cpp"]
+    names = ["amp_fx_watch.cpp", "amp_fx_kernels.cpp", "amp_fx_rows.cpp"]
+    assert [line.split(":")[0] for line in lines] == names
     assert all(" built in " in line and line.endswith(build.SUFFIX) for line in lines)
-    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 2
+    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 3
     assert main(["build"]) == 0
-    assert capsys.readouterr().out.count("was there") == 2
+    assert capsys.readouterr().out.count("was there") == 3
 
 
 @needs_compiler
