@@ -175,9 +175,14 @@ INLINE Vector exponential(Vector x) {
 
 // Replaces a row of a width that kLanes divides by its softmax, or by its logarithm.
 FOR_EACH_CPU void softmax_row(float* row, float* powers, int64_t width, bool is_log) {
-  float largest = -std::numeric_limits<float>::infinity();
-  for (int64_t j = 0; j < width; ++j) {
-    largest = row[j] > largest || std::isnan(row[j]) ? row[j] : largest;
+  Vector most = Vector{} - std::numeric_limits<float>::infinity();
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vector x = *reinterpret_cast<const Vector*>(row + j);
+    most = x > most ? x : most;
+  }
+  float largest = most[0];
+  for (int lane = 1; lane < kLanes; ++lane) {
+    largest = std::max(largest, most[lane]);
   }
   double sum = 0.0;
   for (int64_t j = 0; j < width; j += kLanes) {

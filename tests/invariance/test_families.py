@@ -78,7 +78,7 @@ def build(name: str, numerics: str) -> Any:
     torch.manual_seed(0)
     model, config, sizes = FAMILIES[name]
     made = getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
-    options = {"compiler": "aot_eager", "numerics": numerics}
+    options: dict[str, Any] = {"compiler": "aot_eager", "numerics": numerics}
     parts = [made, made.encoder] if made.config.is_encoder_decoder else [made]
     for part in parts:
         part.forward = torch.compile(part.forward, backend="amp_fx", options=options, dynamic=True)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_fx import csrc
-from amp_fx.passes.isolate_rows import EXACT, attention
+from amp_fx.passes.isolate_rows import attention
+from amp_fx.tables.rows import EXACT
 
 ops: Any = torch.ops.amp_fx
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -160,7 +160,8 @@ class Capacity(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = functional.one_hot(x[:, :4].argmax(-1), 4)
         position = chosen.cumsum(0) * chosen
-        return x * (position.amax(-1, keepdim=True) <= 2)
+        result: torch.Tensor = x * (position.amax(-1, keepdim=True) <= 2)
+        return result
 
 
 class DropoutAttention(nn.Module):
@@ -168,14 +169,16 @@ class DropoutAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = x.view(-1, 2, 4, 6)
-        return functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        y: torch.Tensor = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        return y
 
 
 class Unknown(nn.Module):
     """An op of which nothing is known."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.svdvals(x)
+        values: torch.Tensor = torch.linalg.svdvals(x)
+        return values
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,7 @@ class Centered(nn.Module):
         self.layer = nn.Linear(48, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
+        y: torch.Tensor = self.layer(x)
         return y - y.mean(0)
 
 
