@@ -30,7 +30,7 @@ COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
 WEIGHT_GRADS = ("autocast", "float32")
-NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager")
+NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager", "invariant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Options:
             of eager autocast, where torch can give them (``amp_fx.backend.numerics``);
             what generated code would compute otherwise runs in ATen's kernels, products are not
             computed in float32 (``amp_fx.devices.wide_products``) and the range guard is off.
+            ``"invariant"``: in addition, a row of a batch depends on that row alone
+            (``amp_fx.passes.isolate_rows``), and what cannot be compiled so raises an error.
             ``"strict"`` and the like: inductor's own, since torch 2.15; what amp_fx adds then
             changes no bit. None: as inductor is set.
         range_guard: Whether numbers that a low dtype cannot hold are looked for, as
@@ -134,8 +136,8 @@ class Options:
                 f"mode={parsed['mode']!r} is for inductor; compiler={compiler!r} has no modes"
             )
         _check_inductor_options(given, compiler)
-        if parsed.get("numerics") == "eager":
-            _add_what_eager_means(parsed)
+        if parsed.get("numerics") in _IMPLIED:
+            _add_implied(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
 
     @property
@@ -144,6 +146,11 @@ class Options:
         if self.weight_grads is None:
             return any(has_low_sums(table) for table in self.policy.tables.values())
         return self.weight_grads == "float32"
+
+    @property
+    def has_eager_kernels(self) -> bool:
+        """Whether ops run in ATen's kernels where generated code gives other bits."""
+        return self.numerics in _IMPLIED
 
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """A copy with more options for inductor; without effect on other compilers."""
@@ -247,14 +254,19 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 _EAGER = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
-"""Values of other options without which numbers are not eager autocast's."""
+_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "freezing": False, "fallback": False}}
+"""Values of other options without which numbers are not those that ``numerics`` promises."""
 
 
-def _add_what_eager_means(parsed: dict[str, Any]) -> None:
-    for name, value in _EAGER.items():
+def _add_implied(parsed: dict[str, Any]) -> None:
+    numerics = parsed["numerics"]
+    if numerics == "invariant" and parsed.get("compiler") == "eager":
+        raise OptionError("numerics='invariant' needs compiler='inductor' or 'aot_eager'")
+    for name, value in _IMPLIED[numerics].items():
         if parsed.setdefault(name, value) != value:
             raise OptionError(
-                f"{name}={parsed[name]!r} changes numbers, which numerics='eager' does not allow"
+                f"{name}={parsed[name]!r} changes numbers, "
+                f"which numerics={numerics!r} does not allow"
             )
 
 

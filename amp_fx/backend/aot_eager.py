@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.backend.collectives import narrowing
+from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.graphs.policy_mode import markers_left_on_error
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def compile_with_aot_eager(
 
     if cache is not None:
         compile_inside = cache.wrap(compile_inside)
-    compile_inside = narrowing(compile_inside, options)
+    compile_inside = isolating(narrowing(compile_inside, options), options)
     compiler = aot_autograd(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
@@ -53,5 +54,5 @@ def compile_with_aot_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    with markers_left_on_error():  # tracing runs the graph
+    with markers_left_on_error(), composites_isolated(options):  # tracing runs the graph
         return compiler(gm, list(example_inputs))

@@ -14,6 +14,7 @@ from amp_fx.backend.cuda_graphs import apart, settled
 from amp_fx.backend.disk_caches import region_markers_cacheable, without_autograd_cache
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
+from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.numerics import is_strict, numerics_config
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import keeping_whole
@@ -95,11 +96,12 @@ def compile_with_inductor(
         stack.enter_context(repaired())
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
+        stack.enter_context(composites_isolated(options))
         lower_rounded()
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
-            inner_compile=narrowing(compile_inside, options),
+            inner_compile=isolating(narrowing(compile_inside, options), options),
             config_patches=settings,
             decompositions=_whole_ops(options),
         )
@@ -124,7 +126,7 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
         has_wide_grads=options.has_wide_weight_grads,
         widens_products=not is_strict(options),
         raises_casts=options.raise_casts,
-        keeps_kernels=options.numerics == "eager",
+        keeps_kernels=options.has_eager_kernels,
         following=following,
     )
 
@@ -148,7 +150,7 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
     from amp_fx.torch_private.inductor import select_decomp_table
     from amp_fx.torch_private.inductor_config import config
 
-    if options.numerics != "eager":
+    if not options.has_eager_kernels:
         return None
     with config.patch(fallback_random=True):  # which decides whether dropout is among them
         return keeping_whole(select_decomp_table())

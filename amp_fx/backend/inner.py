@@ -11,7 +11,7 @@ import torch
 from amp_fx.backend.aot_eager import compile_with_aot_eager
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.inductor import compile_cached_with_inductor
-from amp_fx.backend.numerics import warn_of_devices
+from amp_fx.backend.numerics import check_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +46,9 @@ def compile_inner(
     """
     if options.compiler == "eager":
         return gm.forward
-    if options.numerics == "eager":
-        warn_of_devices({t.device.type for t in example_inputs if isinstance(t, torch.Tensor)})
+    if options.has_eager_kernels:
+        devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+        check_devices(devices, options)
     if uses_inductor(example_inputs, options):
         return compile_cached_with_inductor(gm, example_inputs, options, cache, joint_pass)
     return compile_with_aot_eager(gm, example_inputs, options, cache, joint_pass)

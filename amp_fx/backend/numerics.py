@@ -6,6 +6,8 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from amp_fx.options import Options
 
@@ -24,7 +26,7 @@ def numerics_config(options: Options) -> dict[str, Any]:
 
     if options.numerics is None:
         return {}
-    is_eager = options.numerics == "eager"
+    is_eager = options.has_eager_kernels
     mode = "strict" if is_eager else options.numerics
     settings: dict[str, Any] = {"numerics": mode}
     if not hasattr(config, "numerics"):
@@ -46,9 +48,18 @@ def is_strict(options: Options) -> bool:
     return any(given.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
 
 
-def warn_of_devices(device_types: set[str]) -> None:
-    """Warns once per device type for which ``numerics="eager"`` is not known to hold."""
+def check_devices(device_types: set[str], options: Options) -> None:
+    """Warns once per device type for which ``numerics="eager"`` is not known to hold.
+
+    Raises:
+        UnsupportedError: ``numerics`` is ``"invariant"``, which was measured for the CPU only.
+    """
     for name in sorted(device_types - {"cpu", "meta"}):
+        if options.numerics == "invariant":
+            raise UnsupportedError(
+                f"on {name}, numerics='invariant' cannot be promised: whether kernels give a row "
+                "the same bits in every batch is measured for the CPU only. Use numerics='eager'"
+            )
         _warn_strict(name)
 
 

@@ -17,6 +17,7 @@ from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
+from amp_fx.devices.rows import SHOWN, differing_rows
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import preset
@@ -29,11 +30,17 @@ if TYPE_CHECKING:
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
 
+WITHOUT = {
+    "amp_fx_watch": "weights are cast per call",
+    "amp_fx_rows": "numerics='invariant' raises an error",
+}
+"""Consequences of a compiled part that is missing."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [drift])]
+    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [rows, drift])]
     for row in (row for part in parts for row in part()):
         table.add_row(*row)
     Console(highlight=False, markup=False, width=piped_width()).print(table)
@@ -93,13 +100,13 @@ def compiled_parts() -> Iterator[tuple[str, str]]:
     for name, source in csrc.parts().items():
         path = find(name, source)
         if csrc.why_off():
-            yield source.name, f"not used: {csrc.why_off()}; weights are cast per call"
+            yield source.name, f"not used: {csrc.why_off()}; {WITHOUT[name]}"
         elif path is not None:
             yield source.name, str(path)
         elif has_cpp_compiler():
             yield source.name, "built on first use, or by: python -m amp_fx build"
         else:
-            yield source.name, "cannot be built without a compiler; weights are cast per call"
+            yield source.name, f"cannot be built without a compiler; {WITHOUT[name]}"
 
 
 def devices() -> Iterator[tuple[str, str]]:
@@ -117,6 +124,15 @@ def devices() -> Iterator[tuple[str, str]]:
             continue
         names = [module.get_device_name(i) for i in range(module.device_count())]
         yield name, f"{', '.join(names)}, autocast to {dtype_name(default_dtype(name))}"
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """Yields the products with weights that numerics='invariant' leaves to ATen's kernels here."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found = {size for sizes in SHOWN for size in differing_rows(dtype, *sizes)}
+        counts = ", ".join(map(str, sorted(found)))
+        differ = f"other bits with {counts} rows: replaced by ordered sums"
+        yield f"rows, {dtype_name(dtype)}", differ if found else "the same bits in every batch"
 
 
 def drift() -> Iterator[tuple[str, str]]:

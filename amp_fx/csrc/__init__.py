@@ -1,7 +1,8 @@
 """The compiled part, built on first use and kept on disk (``amp_fx.csrc.build``).
 
-``watch.cpp`` watches weights. Where it cannot be built (no compiler, torch before 2.13), ``load``
-returns None. Weights are then cast on every call.
+``watch.cpp`` watches weights, and ``rows.cpp`` has the kernels of ``numerics="invariant"``. Where a
+part cannot be built (no compiler, torch before 2.13), ``load`` and ``load_rows`` return None.
+Weights are then cast on every call, and the mode raises an error.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "watch.cpp"
+ROWS_SOURCE = FOLDER / "rows.cpp"
 SWITCH = "AMP_FX_NATIVE"
 """Environment variable; ``0`` has Python do all."""
 
 
 def parts() -> dict[str, Path]:
     """Returns the source of each compiled part, by the name of its module."""
-    return {"amp_fx_watch": SOURCE}
+    return {"amp_fx_watch": SOURCE, "amp_fx_rows": ROWS_SOURCE}
 
 
 def why_off() -> str:
@@ -73,13 +75,23 @@ def load() -> Any:
 
     The first call on a machine waits for the compiler, some 10 seconds.
     """
+    return _load("amp_fx_watch", SOURCE)
+
+
+@functools.cache
+def load_rows() -> Any:
+    """Returns the module of ``rows.cpp``, which registers ops; None if there is none."""
+    return _load("amp_fx_rows", ROWS_SOURCE)
+
+
+def _load(name: str, source: Path) -> Any:
     if why_off():
         return None
     try:
-        return imported("amp_fx_watch", SOURCE)
+        return imported(name, source)
     except Exception as error:
         log.debug("no compiled part", exc_info=True)
-        log.info("continuing without %s, which cannot be built: %s", SOURCE.name, error)
+        log.info("continuing without %s, which cannot be built: %s", source.name, error)
         return None
 
 

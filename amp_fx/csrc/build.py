@@ -41,6 +41,9 @@ OPTIMIZE = "O1"  # O3 doubles the time, and a call of a graph takes as long
 GCC_FLAGS = ("-param ggc-min-expand=1000", "-param ggc-min-heapsize=4000000")
 """g++ collects no garbage: a tenth of the time, for 700 MB of memory instead of 500."""
 
+PARALLEL = b"<ATen/Parallel.h>"
+"""A source that includes this is compiled with OpenMP, which its loops need."""
+
 PATIENCE = 120.0
 """Seconds to wait for another process that builds the same; then this one builds too."""
 
@@ -223,20 +226,23 @@ def _command(name: str, source: Path, folder: str) -> tuple[tuple[str, ...], Pat
     from amp_fx.torch_private.inductor_build import CppBuilder, CppTorchOptions, is_gcc
 
     options = CppTorchOptions(warning_all=False, include_pytorch=True)
-    options._cflags = [*_plain_flags(options._cflags), *(GCC_FLAGS if is_gcc() else ())]
-    options._libraries = [each for each in options._libraries if "omp" not in each]
+    is_parallel = PARALLEL in source.read_bytes()
+    plain = _plain_flags(options._cflags, has_openmp=is_parallel)
+    options._cflags = [*plain, *(GCC_FLAGS if is_gcc() else ())]
+    options._libraries = [each for each in options._libraries if is_parallel or "omp" not in each]
     options._libraries.append("torch_python")
     builder = CppBuilder(name, str(source), options, folder)
     return tuple(shlex.split(builder.get_command_line())), Path(builder.get_target_file_path())
 
 
-def _plain_flags(flags: Iterable[str]) -> list[str]:
+def _plain_flags(flags: Iterable[str], *, has_openmp: bool) -> list[str]:
     """Leaves out the flags that make kernels fast.
 
     They cost time here. With one of them, ``-march=native``, a library of an image would be for
     the processor of the machine that built it; with OpenMP it would want libgomp.
     """
-    unwanted = ("march=", "mcpu=", "mtune=", "fopenmp", "openmp", "g1", "gline-tables-only")
+    openmp = () if has_openmp else ("fopenmp", "openmp")
+    unwanted = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", *openmp)
     kept = [flag for flag in flags if not flag.startswith(unwanted)]
     return [OPTIMIZE if flag in ("O2", "O3") else flag for flag in kept]
 

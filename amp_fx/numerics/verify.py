@@ -18,6 +18,7 @@ from amp_fx.explanation.running import isolated, optimized
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import Difference, differences
+from amp_fx.numerics.invariance import CAUSE, compare_rows
 from amp_fx.numerics.locate import Captured, capture, copied, first_difference
 from amp_fx.numerics.running import undisturbed
 from amp_fx.numerics.shadow import compiled_with, tensors_in
@@ -67,6 +68,7 @@ def verify(
     loss: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 3,
+    invariant: bool = False,
 ) -> Callable[..., VerifyReport]:
     """Compares a compiled program with eager autocast, bit for bit, and names what differs first.
 
@@ -85,6 +87,8 @@ def verify(
             differentiated with random cotangents.
         optimizer: Of parameters of the step; it steps after every backward.
         steps: How many, with an optimizer.
+        invariant: Whether to compare the rows of a batch with each row alone instead, both
+            compiled and without gradients; the report names the first op whose rows differ.
 
     Returns:
         A function that takes the step's arguments and gives a ``VerifyReport``.
@@ -111,7 +115,7 @@ def verify(
     def verify_call(*args: Any, **kwargs: Any) -> VerifyReport:
         trial = _Trial(target, args, kwargs, asked, loss, optimizer, steps, dynamic)
         with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
-            return _report(trial, options)
+            return _report_rows(trial, options) if invariant else _report(trial, options)
 
     return verify_call
 
@@ -264,6 +268,23 @@ def _report(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
         cause=cause,
         remedy=remedy,
         num_graphs=num_graphs,
+    )
+
+
+def _report_rows(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
+    trial.restore()
+    inputs = (trial.args, trial.kwargs)
+    found = compare_rows(trial.step, trial.compiled(options), inputs, options, trial.region)
+    return VerifyReport(
+        model=name_of(trial.step),
+        dtype=dtype_name(trial.dtype),
+        device_type=trial.device,
+        num_compared=found.num_compared,
+        differences=found.differences,
+        first=found.first,
+        cause=CAUSE if found.differences else "",
+        num_graphs=trial.num_graphs,
+        reference="those of each row alone",
     )
 
 

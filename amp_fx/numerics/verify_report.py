@@ -33,6 +33,7 @@ class VerifyReport(Report):
         cause: What it stems from; empty without a difference.
         remedy: Options of the backend with which bits are equal; empty if none are known.
         num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
+        reference: What the tensors were compared with.
     """
 
     model: str
@@ -44,6 +45,7 @@ class VerifyReport(Report):
     cause: str = ""
     remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_graphs: int = 1
+    reference: str = "eager autocast's"
 
     @property
     def is_equal(self) -> bool:
@@ -60,9 +62,9 @@ class VerifyReport(Report):
         if not self.differences and not self.num_graphs:
             return Text(f"{head}nothing was compiled, so nothing is verified")
         if self.is_equal:
-            return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
+            return Text(f"{head}all {self.num_compared} tensors are equal to {self.reference}")
         count = len(self.differences)
-        lines = [f"{head}{count} of {self.num_compared} tensors differ from eager autocast's"]
+        lines = [f"{head}{count} of {self.num_compared} tensors differ from {self.reference}"]
         lines += [f"  {each}" for each in self.differences[:_MOST]]
         lines += [f"  and {count - _MOST} more"] if count > _MOST else []
         lines += [f"first: {self.first}"] if self.first else []

@@ -23,6 +23,7 @@ needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ 
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A small module in place of the compiled part, and where it is kept."""
     monkeypatch.setattr(csrc, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
+    monkeypatch.setattr(csrc, "ROWS_SOURCE", write_part(tmp_path, "amp_fx_rows"))
     monkeypatch.setattr(csrc._state, "started", {})
     monkeypatch.delenv(csrc.SWITCH, raising=False)
     chosen = tmp_path / "kept"
@@ -32,14 +33,15 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_the_part_is_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_parts_are_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["amp_fx_watch.cpp"]
+    names = ["amp_fx_watch.cpp", "amp_fx_rows.cpp"]
+    assert [line.split(":")[0] for line in lines] == names
     assert all(" built in " in line and line.endswith(build.SUFFIX) for line in lines)
-    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 1
+    assert len([*folder.rglob(f"*{build.SUFFIX}")]) == 2
     assert main(["build"]) == 0
-    assert capsys.readouterr().out.count("was there") == 1
+    assert capsys.readouterr().out.count("was there") == 2
 
 
 @needs_compiler

@@ -1,0 +1,44 @@
+"""Keeps the rows of a batch apart in the graphs of AOTAutograd, under ``numerics="invariant"``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from amp_fx.backend.disk_caches import without_autograd_cache
+from amp_fx.passes.isolate_rows import composites, isolate_rows
+from amp_fx.stats import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import fx
+
+    from amp_fx.options import Options
+
+
+def isolating(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """Returns a compiler of AOTAutograd's graphs that isolates rows first, except in a backward."""
+    if options.numerics != "invariant":
+        return compile_inside
+
+    def compile_isolated(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            record(isolate_rows(gm.graph, kwargs.get("static_input_idxs") or ()))
+            gm.recompile()
+        return compile_inside(gm, example_inputs, **kwargs)
+
+    return compile_isolated
+
+
+@contextlib.contextmanager
+def composites_isolated(options: Options) -> Iterator[None]:
+    """Context manager in which AOTAutograd traces composite ops in forms that keep rows apart.
+
+    AOTAutograd's on-disk cache is off: its keys contain the captured graph only.
+    """
+    if options.numerics != "invariant":
+        yield
+        return
+    with without_autograd_cache(), composites():
+        yield
