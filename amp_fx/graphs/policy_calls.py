@@ -35,7 +35,7 @@ from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
 from amp_fx.torch_private.fake_tensors import FakeTensorMode, detect_fake_mode
-from amp_fx.torch_private.modes import no_dispatch_modes
+from amp_fx.torch_private.modes import no_dispatch_modes, no_function_modes
 from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _find_out(
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
-    with _tracing_alone(), no_dispatch_modes(), _decided():
+    with _tracing_alone(), no_dispatch_modes(), no_function_modes(), _decided():
         for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(each, _fake_of(tensor, fake_mode))
         ours = _opened(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))

@@ -13,8 +13,9 @@ import torch
 
 from amp_fx.dtypes import is_spread
 from amp_fx.policies.calls import bind, is_eligible, qualified_name
-from amp_fx.policies.rounding import round_to
+from amp_fx.policies.rounding import round_to, rounded
 from amp_fx.tables.float8 import PRODUCTS
+from amp_fx.torch_private.autograd import skip_in_dynamo
 
 if TYPE_CHECKING:
     from amp_fx.policies.calls import Call
@@ -83,6 +84,9 @@ def _rounded(tensor: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
     return round_to(tensor.to(torch.float32), low_dtype)
 
 
+_KERNELS = (_float32_product, _product, _rounded, is_spread, round_to, rounded)
+
+
 def can_give_float32(call: Call, device_type: str) -> bool:
     """Returns True if autocast may cast both factors of a call, and both are dense.
 
@@ -103,6 +107,7 @@ def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
 
     What is added, a bias, is taken as it is: it is no input of the product.
     """
+    skip_in_dynamo(_Float32Product, *_KERNELS)
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     a, b, added = bound[operands.input], bound[operands.weight], bound.get(operands.bias)
     product: torch.Tensor = _any_dims(a, b.mT if operands.has_rows_of_outputs else b, low_dtype)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ("temporarily_clear_interpreter_stack",)
 
@@ -18,6 +20,27 @@ enter_dual_level = predispatch._enter_dual_level
 exit_dual_level = predispatch._exit_dual_level
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 set_grad_enabled = torch._C._set_grad_enabled
+
+
+def skip_in_dynamo(function: type[torch.autograd.Function], *helpers: Callable[..., Any]) -> None:
+    """Keeps Dynamo, if it is imported, from compiling an op's functions by themselves.
+
+    Where compiled code calls ``backward()``, Dynamo would compile the function's backward. Its
+    guards then unpack saved tensors again, which checkpoints allow once.
+    """
+    if "torch._dynamo" in sys.modules:
+        _skip_in_dynamo(function, helpers)
+
+
+@functools.cache
+def _skip_in_dynamo(
+    function: type[torch.autograd.Function], helpers: tuple[Callable[..., Any], ...]
+) -> None:
+    from amp_fx.torch_private.dynamo import skip_code
+
+    methods = [each for each in vars(function).values() if isinstance(each, staticmethod)]
+    for each in (*helpers, *(method.__func__ for method in methods)):
+        skip_code(each.__code__)
 
 
 @contextlib.contextmanager

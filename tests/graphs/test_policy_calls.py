@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import amp_fx
 from amp_fx import CastPolicy, Policy, preset
@@ -239,3 +240,18 @@ def test_torchscript_traces_follow_native_autocast(args: tuple[torch.Tensor, ...
     with amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
         traced = torch.jit.trace(lambda x: torch.mm(x, x.T), args[0].detach())  # type: ignore[no-untyped-call]
     assert traced(args[0].detach()[:1]).shape == (1, 1)
+
+
+def test_modes_of_the_user_do_not_see_fake_tensors() -> None:
+    class Refuse(TorchFunctionMode):
+        def __torch_function__(self, func: Any, *_: Any) -> Any:
+            args, kwargs = _[1], _[2] if len(_) > 2 else None
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                assert result.sum().item() is not None
+            return result
+
+    x = torch.randn(5, 7)
+    with Refuse(), amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
+        assert torch.mm(x, x.T).dtype == bf16
+        assert x.float().sum().dtype == bf16

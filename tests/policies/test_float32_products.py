@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import Policy, preset
@@ -131,6 +132,27 @@ def test_matmul_of_vectors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> N
     assert found.dtype == torch.float32
     expected = rounded(a) @ rounded(b)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [WIDE, "float8"])
+@pytest.mark.filterwarnings("ignore:float8 products on the CPU")
+def test_a_checkpoint_in_a_compiled_step_with_its_backward(policy: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    x = torch.randn(16, 32)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"linear": policy})):
+            y: torch.Tensor = checkpoint(model, x, use_reentrant=False)
+            y.float().sum().backward()  # type: ignore[no-untyped-call]
+        return y.detach()
+
+    expected = step(x)
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    found = torch.compile(step, backend="amp_fx", options={"compiler": "eager"})(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=2e-2, atol=2e-2)
 
 
 def test_beta_zero_ignores_what_is_added() -> None:

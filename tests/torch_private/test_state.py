@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from amp_fx.torch_private import autocast, autograd, modes, modules, pytree, tensors
 
@@ -66,6 +66,13 @@ def test_dispatch_modes_see_ops_and_can_be_disabled() -> None:
 
 def test_function_modes_are_listed_with_the_innermost_last() -> None:
     with TorchFunctionMode() as outer, TorchFunctionMode() as inner:
+        assert modes.function_modes()[-2:] == [outer, inner]
+
+
+def test_function_modes_can_be_left_for_a_while() -> None:
+    with BaseTorchFunctionMode() as outer, BaseTorchFunctionMode() as inner:
+        with modes.no_function_modes():
+            assert modes.function_modes() == []
         assert modes.function_modes()[-2:] == [outer, inner]
 
 
