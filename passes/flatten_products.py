@@ -73,7 +73,7 @@ def _is_shared(matrices: torch.Tensor) -> bool:
     if matrices.device.type != "cpu" or matrices.dtype is not torch.bfloat16:
         return False
     has_sizes = not any(isinstance(size, torch.SymInt) for size in matrices.shape[1:])
-    return has_sizes and matrices.stride(0) == 0 and matrices.size(0) != 1
+    return has_sizes and matrices.stride(0) == 0 and matrices.size(0) not in (0, 1)
 
 
 def _sizes(product: torch.Tensor) -> list[int] | None:

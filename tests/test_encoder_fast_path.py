@@ -89,3 +89,21 @@ def test_weights_are_cached() -> None:
     torch.compile(model, backend="amp_fx")(x)
     names = {name for value in amp_fx.weight_cache.stats().values for name in value.weights}
     assert {"encoder.layers.0.self_attn.in_proj_weight", "encoder.layers.1.linear1.weight"} <= names
+
+
+@pytest.mark.parametrize("policy", [None, "torch"])
+def test_a_region_inside_of_compiled_code_gives_the_dtype_of_eager_code(policy: str | None) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True).eval()
+    x = torch.randn(3, 5, 16)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        region = torch.autocast("cpu") if policy is None else amp_fx.autocast("cpu", policy=policy)
+        with region:
+            y: torch.Tensor = layer(x)
+        return y
+
+    with torch.no_grad():
+        expected = program(x)
+        found = torch.compile(program, backend="amp_fx", options={"compiler": "eager"})(x)
+    assert expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -14,6 +14,7 @@ from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.opened_kernels import is_opened
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
@@ -141,10 +142,11 @@ def _program_dtypes(
 ) -> tuple[torch.dtype | None, ...] | None:
     """Returns the dtypes of the outputs in the uncompiled program; None for those of capture.
 
-    Dynamo captures a region with a policy under native autocast. Where there is one, the dtypes are
-    those that the graph has with the casts of its own regions alone.
+    Dynamo captures a region with a policy under native autocast, and fake tensors know nothing of
+    casts inside of kernels. Where there is such a region, or such a kernel, the dtypes are those
+    that the graph has with the casts of its own regions alone.
     """
-    if not any(annotated_policy(gm, node) for node in gm.graph.nodes):
+    if not any(annotated_policy(gm, node) or is_opened(node) for node in gm.graph.nodes):
         return None
     program = copy_graph_module(gm)
     remember_captured(program.graph)

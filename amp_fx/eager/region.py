@@ -15,9 +15,9 @@ from amp_fx.dtypes import as_dtype
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.errors import RegionError
 from amp_fx.graphs import policy_calls, policy_mode
-from amp_fx.graphs.policy_mode import PolicyMode, policy_applied
+from amp_fx.graphs.policy_mode import PolicyMode, ambient_policy, policy_applied
 from amp_fx.policies import policy as policy_module
-from amp_fx.policies.policy import Policy, as_policy
+from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.regions import policy_numbers
 from amp_fx.regions.policy_numbers import interned, number_of, pin
 from amp_fx.regions.state import autocast_device_types
@@ -181,7 +181,10 @@ class _PolicyRegion:
         self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
 
     def __enter__(self) -> _PolicyRegion:
-        _enter(self, [policy_applied(self._policy), self._region._one_use()])
+        # Native autocast is the default policy, and modules look for function modes.
+        is_native = self._policy == preset("torch") and ambient_policy() is None
+        policy = None if is_native else self._policy
+        _enter(self, [policy_applied(policy), self._region._one_use()])
         return self
 
     def __exit__(self, *_: object) -> None:

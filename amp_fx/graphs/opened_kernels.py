@@ -15,6 +15,8 @@ from amp_fx.torch_private.kernels import addmm_activation, native_multi_head_att
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import fx
+
 
 def transformer_encoder_layer(
     src: torch.Tensor,
@@ -80,3 +82,9 @@ OPENED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
 }
 """Functions for ops; they take the ops' arguments, which must not require gradients."""
+
+
+def is_opened(node: fx.Node) -> bool:
+    """Returns True if a captured node calls one of the ops that are opened."""
+    name = getattr(node.target, "__name__", "")
+    return any(op._schema.name == f"aten::{name}" for op in OPENED)

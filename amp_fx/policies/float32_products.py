@@ -110,7 +110,8 @@ def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
     skip_in_dynamo(_Float32Product, *_KERNELS)
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     a, b, added = bound[operands.input], bound[operands.weight], bound.get(operands.bias)
-    product: torch.Tensor = _any_dims(a, b.mT if operands.has_rows_of_outputs else b, low_dtype)
+    b = b.mT if operands.has_rows_of_outputs and b.dim() > 1 else b
+    product: torch.Tensor = _any_dims(a, b, low_dtype)
     if added is None:
         return product
     alpha, beta = bound.get("alpha", 1), bound.get("beta", 1)
@@ -127,13 +128,13 @@ def _any_dims(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> Any:
     a = a.unsqueeze(0) if is_row else a
     b = b.unsqueeze(1) if is_column else b
     if b.dim() == 2:  # one product for all batches of ``a``
-        rows = a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a
+        rows = a.flatten(0, -2) if a.dim() > 2 else a
         product = torch.ops.amp_fx.float32_product(rows, b, low_dtype)
         product = product.reshape(*a.shape[:-1], b.shape[-1]) if a.dim() > 2 else product
     else:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-        left = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-        right = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+        left = a.expand(*batch, *a.shape[-2:]).flatten(0, -3)
+        right = b.expand(*batch, *b.shape[-2:]).flatten(0, -3)
         product = torch.ops.amp_fx.float32_product(left, right, low_dtype)
         product = product.reshape(*batch, a.shape[-2], b.shape[-1])
     product = product.squeeze(-2) if is_row else product

@@ -283,6 +283,14 @@ def test_transforms_see_through_it() -> None:
     torch.testing.assert_close(turned.permute(1, 2, 0).double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shapes", [((2, 4, 0), (0, 3)), ((0, 4), (4, 3)), ((2, 0, 4), (2, 4, 3))])
+def test_empty_factors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"matmul": WIDE})):
+        found = torch.matmul(torch.randn(shapes[0]), torch.randn(shapes[1]))
+    assert found.dtype == torch.float32
+    assert found.shape == torch.matmul(torch.zeros(shapes[0]), torch.zeros(shapes[1])).shape
+
+
 def test_a_second_derivative() -> None:
     a, b = (torch.randn(3, 3, dtype=torch.float32, requires_grad=True) for _ in range(2))
     with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"mm": WIDE})):
