@@ -133,13 +133,13 @@ def bits_that_differ(model: Any, size: int) -> int:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_generation_has_the_bits_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+@torch._dynamo.config.patch(recompile_limit=64)
+def test_generation_has_the_bits_of_training(name: str) -> None:
     model = build(name, "invariant")
     assert [bits_that_differ(model, size) for size in (1, 3, 8)] == [0, 0, 0]
 
 
-def test_eager_kernels_give_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=64)
+def test_eager_kernels_give_other_bits() -> None:
     """The control: what the mode is for."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     assert bits_that_differ(build("llama", "eager"), 3) > 0
