@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 
@@ -506,11 +507,21 @@ def isolating(compile_inside: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile_isolated(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
-            record(isolate_rows(gm.graph, kwargs.get("static_input_idxs") or ()))
+            record(isolate_rows(gm.graph, _static_inputs()))
             gm.recompile()
         return compile_inside(gm, example_inputs, **kwargs)
 
     return compile_isolated
+
+
+def _static_inputs() -> list[int]:
+    """Returns the positions of the inputs of AOTAutograd's graphs that are weights.
+
+    Relies on ``TracingContext.fw_metadata`` and its ``static_input_indices``, as inductor does.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return [] if metadata is None else list(metadata.static_input_indices)
 
 
 def look_after_collectives(gm: fx.GraphModule, *, narrows: bool) -> None:
