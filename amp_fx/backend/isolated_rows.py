@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.passes.isolate_rows import composites, isolate_rows
 from amp_fx.stats import record
+from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,21 @@ def isolating(compile_inside: Callable[..., Any], options: Options) -> Callable[
 
     def compile_isolated(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
-            record(isolate_rows(gm.graph, kwargs.get("static_input_idxs") or ()))
+            record(isolate_rows(gm.graph, _static_inputs()))
             gm.recompile()
         return compile_inside(gm, example_inputs, **kwargs)
 
     return compile_isolated
+
+
+def _static_inputs() -> list[int]:
+    """Returns the positions of the inputs of AOTAutograd's graphs that are weights.
+
+    Relies on ``TracingContext.fw_metadata`` and its ``static_input_indices``, as inductor does.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return [] if metadata is None else list(metadata.static_input_indices)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def wrapped(wrapper: str, model: nn.Sequential, *, compiles: bool) -> nn.Module:
 def train(args: argparse.Namespace, device: torch.device, *, compiles: bool) -> list[float]:
     """The losses of this process."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     blocks = [Block(args.width) for _ in range(3)]
     model = nn.Sequential(nn.Linear(16, args.width), *blocks, nn.Linear(args.width, 8)).to(device)
     model = wrapped(args.wrapper, model, compiles=compiles)

@@ -14,9 +14,12 @@ from torch.nn import functional
 
 import amp_fx
 from amp_fx import csrc
+from amp_fx.backend import isolated_rows
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.demo.models import GPT, Size
+from amp_fx.devices.rows import differing_rows
 from amp_fx.errors import OptionError
+from amp_fx.passes.isolate_rows import COMPOSITES, composites, isolate_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,3 +244,33 @@ def test_verify_of_a_float32_product() -> None:
     assert plain.first.op == "aten.addmm"
     options = {"numerics": "invariant", "compiler": "aot_eager"}
     assert amp_fx.verify(Router(), invariant=True, options=options)(x).is_equal
+
+
+def test_weights_are_known_and_their_measured_kernels_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relies on ``static_input_indices`` of AOTAutograd naming parameters."""
+    graphs = []
+
+    def isolate(graph: Any, weights: list[int]) -> Any:
+        counts = isolate_rows(graph, weights)
+        graphs.append((weights, [str(node.target) for node in graph.nodes]))
+        return counts
+
+    monkeypatch.setattr(isolated_rows, "isolate_rows", isolate)
+    model = nn.Sequential(nn.Linear(48, 48), nn.Softmax(-1))
+    x = torch.randn(4, 48)
+    trained = compiled(model)(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(model)(x), trained)
+    assert [len(weights) for weights, _ in graphs] == [2, 2]
+    for _, targets in graphs:
+        assert ("aten.addmm.default" in targets) is (not differing_rows(torch.bfloat16, 48, 48))
+        assert "amp_fx.ordered_softmax.default" in targets
+
+
+def test_composite_ops_are_put_back() -> None:
+    """Relies on ``OpOverload.py_kernels``."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = {op: op.py_kernels.get(key) for op in COMPOSITES}
+    with composites():
+        assert all(op.py_kernels[key] is kernel for op, kernel in COMPOSITES.items())
+    assert {op: op.py_kernels.get(key) for op in COMPOSITES} == before
