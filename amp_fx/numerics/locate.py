@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
@@ -28,6 +27,7 @@ from amp_fx.graphs.markers import ENTERS, EXITS
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -40,6 +40,8 @@ from amp_fx.numerics.shadow import (
     tensors_in,
     widened,
 )
+from amp_fx.torch_private.modes import DisableTorchFunction
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -88,7 +90,7 @@ class ShadowedCall:
         """Runs the op once: the reference has the same here."""
         if torch.is_grad_enabled():
             self.mode._count_node()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
         for result in _float_tensors(results):
             if result.numel():
@@ -121,7 +123,7 @@ class ShadowedCall:
             mixed = self._mixed_arguments() if stage == "forward" and number is not None else None
             before = self._states_before(mixed is not None) if not is_drawn else None
             rewind = self._rewinder() if self.facts.is_random and not is_drawn else None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
         if not all(map(is_tracked, tensors_in(results))):
             self.mode.leave_out(self.facts.name, site.module, "its result is not a plain tensor")
@@ -445,7 +447,7 @@ class ShadowMode(PausableMode):
         if self.guard.is_aside(tensors):
             return func(*args, **kwargs)
         self.guard.look_at(tensors)
-        if not isinstance(func, torch._ops.OpOverload) or not all(map(is_tracked, tensors)):
+        if not isinstance(func, OpOverload) or not all(map(is_tracked, tensors)):
             return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
         facts = facts_of(func)
         if facts.is_view:
@@ -461,7 +463,7 @@ class ShadowMode(PausableMode):
 
     def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
         self.leave_out(str(func), self.places.here("").module, why)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             results = func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         self.guard.note_made(results, tensors)

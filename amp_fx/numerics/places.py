@@ -23,6 +23,8 @@ from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops, name_of
 from amp_fx.regions.module_stack import current_stack
+from amp_fx.torch_private.modules import code_of_module_calls
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 def eager_form(op: Any) -> Callable[..., Any] | None:
     """What runs a higher-order op as eager code does; None for what is none, or not known."""
-    if not isinstance(op, torch._ops.HigherOrderOperator):
+    if not isinstance(op, HigherOrderOperator):
         return None
     return _FORMS.get(str(op))
 
@@ -53,13 +55,13 @@ def _while_loop(
 
 
 def _map(function: Callable[..., Any], rows: Any, others: Any, **_: Any) -> Any:
-    from torch._higher_order_ops.map import map_dense
+    from amp_fx.torch_private.higher_order import map_dense
 
     return map_dense(function, rows, others)
 
 
 def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) -> Any:
-    from torch._higher_order_ops.scan import generic_scan
+    from amp_fx.torch_private.higher_order import generic_scan
 
     run: Callable[..., Any] = generic_scan
     return run(function, carried, rows, additional_inputs=others)
@@ -67,7 +69,7 @@ def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) ->
 
 def _flex_attention(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> Any:
     """The one with matrix products; relies on the name of that function, and casts as autocast."""
-    from torch._higher_order_ops.flex_attention import sdpa_dense
+    from amp_fx.torch_private.higher_order import sdpa_dense
 
     query, key, value = _as_autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
@@ -186,7 +188,7 @@ class Places:
             self.roots.setdefault(id(found), (stack[0][2], found))
 
 
-_CALL = torch.nn.Module._call_impl.__code__
+_CALL = code_of_module_calls()
 
 
 def _user_line(frame: FrameType | None) -> tuple[str, int]:

@@ -26,6 +26,8 @@ from amp_fx.numerics.shadow import (
 )
 from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
 from amp_fx.reports import human
+from amp_fx.torch_private.autocast import DisableAutocast
+from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +50,7 @@ def backward(
     leaves = _prepare(mode, outputs, scale)
     if not leaves:
         return []
-    with torch._C.DisableTorchFunction(), torch._C._DisableAutocast():
+    with DisableTorchFunction(), DisableAutocast():
         directions = [_direction(t, scale, is_loss=loss is not None) for t in outputs]
     if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
         return _reentrant_gradients(mode, outputs, directions)

@@ -21,7 +21,6 @@ import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
@@ -49,6 +48,7 @@ from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.tables.presets import torch_version
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     import os

@@ -16,13 +16,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
+
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.autocast import DisableAutocast
+from amp_fx.torch_private.autograd import (
+    DispatchBelowAutograd,
+    current_autograd_node,
+    latest_sequence_number,
+    neg_view,
+    preserve_version_counters,
+)
+from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from torch._ops import OpOverload
+    from amp_fx.torch_private.ops import OpOverload
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -50,7 +60,7 @@ def latest_node_number() -> int:
     While an op runs below autograd, that is its own, if a gradient is recorded. Relies on
     ``torch.autograd._get_sequence_nr``, as AOTAutograd does.
     """
-    return torch._C._autograd._get_sequence_nr() - 1
+    return latest_sequence_number()
 
 
 def number_of(node: Any) -> int:
@@ -65,7 +75,7 @@ def is_custom(node: Any) -> bool:
 
 def running_node() -> Any:
     """The node whose backward is running in this thread; None if none is."""
-    return torch._C._current_autograd_node()
+    return current_autograd_node()
 
 
 def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
@@ -73,9 +83,7 @@ def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
 
     Relies on ``torch.autograd._unsafe_preserve_version_counter``.
     """
-    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-
-    context: AbstractContextManager[None] = _unsafe_preserve_version_counter(tuple(tensors))
+    context: AbstractContextManager[None] = preserve_version_counters(tuple(tensors))
     return context
 
 
@@ -284,7 +292,7 @@ def _view(storage: torch.UntypedStorage, tensor: torch.Tensor, dtype: torch.dtyp
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view
+    return neg_view(view) if tensor.is_neg() else view
 
 
 def _has_same_layout(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -430,11 +438,7 @@ def below_everything() -> Iterator[None]:
 
     Relies on ``_DisableAutocast``, ``_AutoDispatchBelowAutograd`` and ``DisableTorchFunction``.
     """
-    with (
-        torch._C._DisableAutocast(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C.DisableTorchFunction(),
-    ):
+    with DisableAutocast(), DispatchBelowAutograd(), DisableTorchFunction():
         yield
 
 

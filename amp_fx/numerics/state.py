@@ -12,8 +12,6 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
@@ -26,6 +24,9 @@ from amp_fx.numerics.shadow import (
     is_wrapped,
     tensors_in,
 )
+from amp_fx.torch_private.fake_tensors import FakeTensor
+from amp_fx.torch_private.modes import TorchDispatchMode
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -271,7 +272,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.guard.is_aside(tensors):
             return func(*args, **kwargs)
         self.guard.look_at(tensors)
-        facts = facts_of(func) if isinstance(func, torch._ops.OpOverload) else None
+        facts = facts_of(func) if isinstance(func, OpOverload) else None
         if facts is None or facts.is_view:
             results = func(*args, **kwargs)
             self.guard.has_sizes |= any(t.is_meta for t in tensors_in(results))

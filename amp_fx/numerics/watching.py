@@ -14,7 +14,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
@@ -23,6 +22,7 @@ from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import random_state, tensors_in, unseen_writes
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,6 +19,10 @@ __all__ = ("temporarily_clear_interpreter_stack",)
 enter_dual_level = predispatch._enter_dual_level
 exit_dual_level = predispatch._exit_dual_level
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+DispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+current_autograd_node = torch._C._current_autograd_node
+neg_view = torch._neg_view
+preserve_version_counters = torch.autograd.grad_mode._unsafe_preserve_version_counter
 set_grad_enabled = torch._C._set_grad_enabled
 
 
@@ -41,6 +45,11 @@ def _skip_in_dynamo(
     methods = [each for each in vars(function).values() if isinstance(each, staticmethod)]
     for each in (*helpers, *(method.__func__ for method in methods)):
         skip_code(each.__code__)
+
+
+def latest_sequence_number() -> int:
+    """Returns the number of the latest node that autograd recorded in this thread."""
+    return torch._C._autograd._get_sequence_nr() - 1
 
 
 @contextlib.contextmanager

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import types
 
 
 def has_global_module_hooks() -> bool:
     """Returns True if hooks are registered for all modules."""
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def code_of_module_calls() -> types.CodeType:
+    """Returns the code in which a module runs its hooks and its ``forward``."""
+    return torch.nn.Module._call_impl.__code__
 
 
 def states_of_sharded_modules() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -38,8 +39,6 @@ def test_a_device_module_becomes_an_attribute_of_torch() -> None:
         assert getattr(torch, name) is module
     finally:
         delattr(torch, name)
-        import sys
-
         sys.modules.pop(f"torch.{name}", None)
 
 
@@ -164,6 +163,56 @@ def test_suggest_memory_format_reads_strides() -> None:
 def test_local_part_of_a_plain_tensor_is_itself() -> None:
     x = torch.ones(2)
     assert tensors.local_part(x) is x
+
+
+def test_nodes_of_autograd_have_numbers_and_can_be_found() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert autograd.latest_sequence_number() == y.grad_fn._sequence_nr()  # type: ignore[union-attr]
+    assert autograd.current_autograd_node() is None
+    found: list[Any] = []
+    y.register_hook(lambda _: found.append(autograd.current_autograd_node()))  # type: ignore[no-untyped-call]
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert len(found) == 1
+
+
+def test_writes_can_be_hidden_from_autograd() -> None:
+    x = torch.ones(2)
+    before = x._version
+    with autograd.preserve_version_counters((x,)):
+        x.add_(1)
+    assert x._version == before
+    assert torch.equal(autograd.neg_view(x), -x)
+
+
+def test_below_autograd_nothing_is_recorded() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with autograd.DispatchBelowAutograd():
+        assert x.sin().grad_fn is None
+
+
+def test_modules_run_their_forward_in_this_code() -> None:
+    seen: list[object] = []
+
+    class Frames(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frame = sys._getframe()
+            while frame is not None:
+                seen.append(frame.f_code)
+                frame = frame.f_back  # type: ignore[assignment]
+            return x
+
+    Frames()(torch.ones(1))
+    assert modules.code_of_module_calls() in seen
+
+
+def test_higher_order_ops_are_there_as_functions() -> None:
+    from amp_fx.torch_private import higher_order
+
+    doubled = higher_order.map_dense(lambda x: x * 2, (torch.arange(3.0),), ())
+    assert torch.equal(doubled, torch.tensor([0.0, 2.0, 4.0]))
+    assert callable(higher_order.generic_scan)
+    assert callable(higher_order.sdpa_dense)
 
 
 def test_global_hooks_of_modules_are_seen() -> None:
