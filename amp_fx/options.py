@@ -149,7 +149,7 @@ class Options:
 
     @property
     def has_eager_kernels(self) -> bool:
-        """Whether ops run in ATen's kernels where generated code gives other bits."""
+        """True if ops run in ATen's kernels where generated code gives other bits."""
         return self.numerics in _IMPLIED
 
     def with_inductor(self, more: Mapping[str, Any]) -> Options:

@@ -145,3 +145,15 @@ def test_private_names_of_torch_are_used_through_one_folder() -> None:
 )
 def test_a_private_name_of_torch_is_found(text: str) -> None:
     assert private_names(text)
+
+
+FIRST_WORDS = ("What", "Whether", "Where", "How", "Which", "Who", "Lets", "Has", "Is")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_open_with_what_a_thing_does_or_is(path: Path) -> None:
+    """As PyTorch's: ``Returns True if ...``, not ``Whether ...``."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
+    nodes = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, kinds)]
+    found = [text.split("\n")[0] for n in nodes if (text := ast.get_docstring(n))]
+    assert [line for line in found if line.split()[0].strip(",") in FIRST_WORDS] == []

@@ -1,4 +1,4 @@
-"""Where two reports of one step differ."""
+"""Compares two reports of one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpChange:
 
 @dataclasses.dataclass(frozen=True)
 class ReportDiff(Report):
-    """Where two reports differ.
+    """The differences between two reports.
 
     Attributes:
         before: The first one.

@@ -44,14 +44,14 @@ class DtypeChoice(Report):
 
     @property
     def is_safe(self) -> bool:
-        """Whether the second dtype has no suspects, and a finite loss."""
+        """True if the second dtype has no suspects, and a finite loss."""
         loss = self.after.loss
         is_finite = loss is None or math.isfinite(loss)
         return self._has_reference and is_finite and not self.suspects
 
     @property
     def _has_reference(self) -> bool:
-        """Whether the reference is finite; no op is to blame where weights or inputs are not."""
+        """True if the reference is finite; no op is to blame where weights or inputs are not."""
         loss = self.after.reference_loss
         is_finite = loss is None or math.isfinite(loss)
         return is_finite and self.after.reference_problem is None
@@ -82,7 +82,7 @@ class DtypeChoice(Report):
         return f"Moving {move} is safe for these inputs: {why}; {errors}.{self._scaling()}"
 
     def _scaling(self) -> str:
-        """What becomes of the scale of the loss."""
+        """Returns what a report says of the scale of the loss."""
         has_gradients = self.after.gradients and not self.after.is_probed
         if not has_gradients or self.after.dtype != "float16":
             return " A gradient scaler is not needed." if has_gradients else ""

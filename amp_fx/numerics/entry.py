@@ -156,7 +156,7 @@ def _both_dtypes(dtypes: tuple[Any, ...]) -> tuple[torch.dtype, torch.dtype]:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What ``accuracy`` was asked for, checked."""
+    """The checked arguments of ``accuracy``."""
 
     dtype: torch.dtype | None
     policy: Policy
@@ -219,7 +219,7 @@ def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
 
 
 def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls a step, so that a module's paths begin at the module and not at a variable."""
+    """Returns a caller of a step with which a module's paths begin at the module."""
     return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
@@ -246,7 +246,7 @@ def examine(
 
 
 def name_of(step: Any) -> str:
-    """What to call a step."""
+    """Returns the name of a step."""
     return str(getattr(step, "__qualname__", None) or type(step).__name__)
 
 

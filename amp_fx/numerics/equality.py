@@ -1,4 +1,4 @@
-"""Which tensors differ in bits, and by how much."""
+"""Finds tensors that differ in bits, and by how much."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _in_gradients(captured: Captured, options: Options) -> Place | None:
     seen: dict[int, Difference] = {}
 
     def differs(index: int) -> bool:
-        """Whether gradients differ of the part that begins behind the last ``index`` nodes."""
+        """Returns True if gradients differ in the part behind the last ``index`` nodes."""
         gm, inputs = _since(captured, nodes[len(nodes) - 1 - index], values.found)
         expected = _gradients(gm, inputs)
         actual = _gradients(_compile(gm, _leaves(inputs), options), inputs)

@@ -58,7 +58,7 @@ class Measures:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the reference program's result is."""
+        """True if the reference program's result is."""
         return math.isfinite(self.max_abs)
 
     @property
@@ -136,7 +136,7 @@ _SATURATING = {torch.float8_e4m3fn: 464.0}
 
 
 def _is_sound(found: Measures) -> bool:
-    """Whether sums of squares neither overflowed nor underflowed."""
+    """Returns True if sums of squares neither overflowed nor underflowed."""
     sums = (found.error_sq, found.shadow_sq, found.local_sq, found.local_ref_sq)
     return all(map(math.isfinite, sums)) and (found.max_abs == 0 or found.shadow_sq > 1e-30)
 
@@ -168,7 +168,7 @@ def _measure_again(
 
 
 def _num_fills(result: torch.Tensor, repeated: torch.Tensor) -> int:
-    """How many elements became minus infinity that are one and the same large negative number."""
+    """Counts elements that became minus infinity and are one large negative number."""
     over = repeated[~result.isfinite() & repeated.isfinite()]
     is_one = bool((over == over[0]).all()) and float(over[0]) <= -1e4
     return int(over.numel()) if is_one else 0
@@ -212,7 +212,7 @@ def heal(
 def effect_of(
     gradient: torch.Tensor, shadow: torch.Tensor, eps: torch.Tensor
 ) -> tuple[float, float]:
-    """What an error does to the loss, to first order, and the sum of squares over elements.
+    """Returns the effect of an error on the loss, to first order, and the sum of squares.
 
     The gradient is the mean of those in the low and in the reference program, which makes the
     second order vanish.

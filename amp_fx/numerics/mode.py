@@ -81,7 +81,7 @@ class ShadowedCall:
         self.rounded_to: torch.dtype | None = None
 
     def is_touched(self) -> bool:
-        """Whether the reference may have something else here."""
+        """Returns True if the reference may have something else here."""
         if self.facts.is_empty:
             return False
         return self.has_diverged or self.has_low or self.names_low
@@ -244,7 +244,7 @@ class ShadowedCall:
             after()
 
     def _follow(self, results: Any) -> None:
-        """Lets the shadow be what the low program has."""
+        """Sets the shadow to what the low program has."""
         for tensor in [*tensors_in(results), *self.written]:
             if self.shadows.has_diverged(tensor):
                 self.shadows.put(tensor, widened(tensor, self.reference), is_fresh=False)
@@ -302,7 +302,7 @@ class ShadowedCall:
         return max((rounded_integers(low, exact) for low, exact in pairs), default=0.0)
 
     def _magnitude(self, before: tuple[Any, Any], shadow: Any) -> float:
-        """How large a scalar of the reference is, or what it would be if nothing cancelled."""
+        """Returns the size of a scalar of the reference, or its size if nothing cancelled."""
         args, kwargs = before
         if self.facts.name in ("aten::mean", "aten::sum"):
             shadow = self.op(args[0].abs(), *args[1:], **kwargs)
@@ -396,7 +396,7 @@ def _shares(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _has_infinity(tensors: list[torch.Tensor]) -> bool:
-    """Whether any has an infinite element or a NaN."""
+    """Returns True if any has an infinite element or a NaN."""
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
     return any(not bool(t.isfinite().all()) for t in floats)
 
@@ -470,7 +470,7 @@ class ShadowMode(PausableMode):
         return results
 
     def pause(self, is_paused: bool) -> None:
-        """Lets ops run as they are from now on, or no longer."""
+        """Pauses the mode, or ends the pause."""
         self.is_paused = is_paused
 
     def leave_out(self, op: str, module: str, why: str) -> None:
@@ -478,7 +478,7 @@ class ShadowMode(PausableMode):
         self.not_examined.setdefault((op, module), why)
 
     def is_wanted(self, site: Site) -> bool:
-        """Whether ops of a site are measured."""
+        """Returns True if ops of a site are measured."""
         return self._modules is None or is_inside(site.module, self._modules)
 
     def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
@@ -511,7 +511,7 @@ class ShadowMode(PausableMode):
         return self._site_of.get(number, Site())
 
     def magnitude_of(self, loss: torch.Tensor) -> float:
-        """How large the loss is in the reference, or the scalars that it is made of."""
+        """Returns the size of the loss in the reference, or of the scalars that it is made of."""
         entry = self.shadows.entry(loss)
         pending = [entry.origin] if entry is not None else []
         known, largest = set(pending), abs(float(self.shadows.of(loss)))
@@ -531,13 +531,13 @@ class ShadowMode(PausableMode):
 
 
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether results are views, as an op's schema says that they may be."""
+    """Returns True if results are views, as an op's schema says that they may be."""
     addresses = {address_of(t) for t in tensors}
     return all(address_of(t) in addresses for t in tensors_in(results))
 
 
 def is_in_checkpoint() -> bool:
-    """Whether a checkpoint is running its forward again.
+    """Returns True if a checkpoint is running its forward again.
 
     Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
     Relies on ``torch.utils.checkpoint`` having one file.

@@ -1,4 +1,4 @@
-"""Where in the user's program an op runs: its module, its source line, and what a policy calls it.
+"""Finds the place of an op in the user's program: module, source line, name in a policy.
 
 A policy names ops as autocast sees them (``linear``), the dispatcher runs what these are made of
 (``t``, ``addmm``). A function mode notes which function of torch the program has called.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def eager_form(op: Any) -> Callable[..., Any] | None:
-    """What runs a higher-order op as eager code does; None for what is none, or not known."""
+    """Returns a function that runs a higher-order op as eager code does; None if there is none."""
     if not isinstance(op, HigherOrderOperator):
         return None
     return _FORMS.get(str(op))
@@ -101,7 +101,7 @@ _OURS = tuple(
 
 
 class Site(NamedTuple):
-    """Where an op runs.
+    """The place of an op.
 
     Attributes:
         module: The path of the innermost module around it; empty in the outermost one.
@@ -238,7 +238,7 @@ Python's, made of several."""
 
 @functools.lru_cache(maxsize=4096)
 def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
-    """What a policy calls an op.
+    """Returns the name of an op in a policy.
 
     Returns:
         The name; empty for what no policy changes, such as views and writes.
@@ -252,7 +252,7 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
 
 
 def is_inside(path: str, patterns: Iterable[str]) -> bool:
-    """Whether a module is one that a pattern fits, or inside of one: ``"h.*.attn"``."""
+    """Returns True if a module is one that a pattern fits, or inside of one: ``"h.*.attn"``."""
     return any(
         fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in patterns
     )
@@ -260,7 +260,7 @@ def is_inside(path: str, patterns: Iterable[str]) -> bool:
 
 @functools.cache
 def is_policy_op(name: str) -> bool:
-    """Whether ``Policy.with_modules`` takes an op."""
+    """Returns True if ``Policy.with_modules`` takes an op."""
     try:
         return any(is_changeable(op) for op in expand_ops(name))
     except PolicyError:

@@ -1,4 +1,4 @@
-"""What a report consists of: plain records, ``Seen``, which a run fills in, and words for them."""
+"""The records of a report, ``Seen``, which a run fills in, and words for them."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class OpRecord:
 
     @property
     def amplification(self) -> float:
-        """How much larger the error is than that of the inputs, or than one rounding."""
+        """The ratio of the error to that of the inputs, or to one rounding."""
         unit = UNIT.get(self.dtype, UNIT["float32"])
         return self.accumulated / max(self.accumulated_in, unit)
 
@@ -200,7 +200,7 @@ class OpRecord:
 
     @property
     def is_float(self) -> bool:
-        """Whether its result is of floating-point numbers."""
+        """True if its result is of floating-point numbers."""
         return bool(getattr(torch, self.dtype).is_floating_point)
 
     @property
@@ -210,17 +210,17 @@ class OpRecord:
 
     @property
     def is_overflow(self) -> bool:
-        """Whether something becomes infinite or NaN here, other than a mask."""
+        """True if something becomes infinite or NaN here, other than a mask."""
         return self.overflows > self.fills or self.singular > 0
 
     @property
     def label(self) -> str:
-        """What to call the op: as a policy does, else by itself."""
+        """The name of the op in a policy, else its own."""
         return self.op or self.kernel.removeprefix("aten::")
 
     @property
     def reason(self) -> str:
-        """What was measured, as a sentence."""
+        """Describes what was measured."""
         return sentence_on(self)
 
 
@@ -352,7 +352,7 @@ def limit_of(dtype: str) -> float:
 
 
 def overflow_words(record: OpRecord) -> str:
-    """How much of a result overflowed."""
+    """Describes how much of a result overflowed."""
     part = f"{record.overflows} of {record.numel} elements overflow"
     limit = limit_of(record.result_dtype)
     if record.max_abs > limit and record.max_abs != float("inf"):
@@ -361,7 +361,7 @@ def overflow_words(record: OpRecord) -> str:
 
 
 def flush_words(record: OpRecord) -> str:
-    """How much of a result was flushed to zero, or of the operands of a product in float8."""
+    """Describes how much of a result, or of operands in float8, was flushed to zero."""
     if record.recipe:
         limit = limit_of(record.dtype)
         return (
@@ -372,7 +372,7 @@ def flush_words(record: OpRecord) -> str:
 
 
 def sentence_on(record: OpRecord) -> str:
-    """What was measured of an op."""
+    """Describes what was measured of an op."""
     parts = [f"its own error is {number(record.local)}" if record.local else "makes no error"]
     if record.accumulated:
         parts.append(f"that since the start {number(record.accumulated)}")

@@ -1,4 +1,4 @@
-"""What ``amp_fx.accuracy`` gives: data, and the ways to look at it."""
+"""The result of ``amp_fx.accuracy``: data, and the ways to look at it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def effect(self) -> float:
-        """What they do to the loss together, to first order."""
+        """The effect of all ops on the loss, to first order."""
         return sum(n.effect or 0.0 for n in self.nodes)
 
     @property
@@ -216,7 +216,7 @@ class UnexaminedRecord:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AccuracyReport(Report):
-    """How low precision changes a step: the loss, every op, every gradient.
+    """Describes how low precision changes a step: the loss, every op, every gradient.
 
     Attributes:
         model: Name of the step.
@@ -274,7 +274,7 @@ class AccuracyReport(Report):
 
     @property
     def _has_first_order(self) -> bool:
-        """Whether effects may be right; gradients that are not the loss's make them too large."""
+        """True if effects may be right; gradients that are not the loss's make them too large."""
         if self.error is None or not math.isfinite(self.error):
             return True
         least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
@@ -282,7 +282,7 @@ class AccuracyReport(Report):
 
     @property
     def error(self) -> float | None:
-        """What low precision adds to the loss; None where there is none."""
+        """The error of the loss in low precision; None where there is no loss."""
         if self.loss is None or self.reference_loss is None:
             return None
         return self.loss - self.reference_loss
@@ -294,7 +294,7 @@ class AccuracyReport(Report):
 
     @property
     def reference_problem(self) -> OpRecord | None:
-        """Where the reference program itself becomes infinite or NaN, if its loss does."""
+        """The place where the reference program becomes infinite or NaN, if its loss does."""
         is_fine = self.reference_loss is None or math.isfinite(self.reference_loss)
         if is_fine and math.isfinite(self.output_error):
             return None
@@ -354,7 +354,7 @@ class AccuracyReport(Report):
         return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
 
     def diff(self, other: AccuracyReport) -> ReportDiff:
-        """What is otherwise in another report of the same step.
+        """Compares with another report of the same step.
 
         Args:
             other: Under another policy or dtype, say.
@@ -555,7 +555,7 @@ def _record(node: OpRecord, names: dict[int, str], report: AccuracyReport) -> No
 
 
 def levels_of(report: AccuracyReport, measure: str) -> dict[str, int]:
-    """How strongly each op is coloured, from 0 to ``LEVELS``, by name.
+    """Returns the strength of each op's colour, from 0 to ``LEVELS``, by name.
 
     Args:
         report: The report.

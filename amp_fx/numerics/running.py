@@ -60,7 +60,7 @@ def backward(
 
 
 def listen(mode: ShadowMode) -> None:
-    """Has gradients meet errors in a backward that the step runs itself, by ``Tensor.backward``."""
+    """Multiplies gradients and errors in a backward that the step runs itself."""
 
     def begins(root: torch.Tensor) -> None:
         if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_tracked(root):
@@ -108,7 +108,7 @@ def _compared(
 
 
 def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
-    """What the backward begins with: the scale, or signs by chance for outputs without a loss."""
+    """Returns the gradient of the outputs: the scale, or random signs without a loss."""
     if is_loss:
         return torch.full_like(output, scale)
     generator = torch.Generator().manual_seed(0)
@@ -239,7 +239,7 @@ def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRec
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What ``accuracy`` was asked for.
+    """The arguments of ``accuracy``.
 
     Attributes:
         region: Makes the region of mixed precision that the step runs in.
@@ -260,7 +260,7 @@ class Request:
 
 @dataclasses.dataclass
 class Run:
-    """What one run under the shadow gave.
+    """The outcome of one run under the shadow.
 
     Attributes:
         seen: The ops, in order.
@@ -333,7 +333,7 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
 
 @dataclasses.dataclass
 class _Plain:
-    """What running the step as it is gave."""
+    """The outcome of running the step as it is."""
 
     loss: float | None
     num_bytes: int

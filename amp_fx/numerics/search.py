@@ -109,7 +109,7 @@ def _groups(report: AccuracyReport) -> dict[tuple[str, str], list[OpRecord]]:
 
 
 def has_float8(report: AccuracyReport) -> bool:
-    """Whether a product of the forward runs in float8."""
+    """Returns True if a product of the forward runs in float8."""
     return any(node.recipe for node in report.nodes if node.stage == "forward" and node.op)
 
 
@@ -170,7 +170,7 @@ class OutOfBudgetError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Minimized(Generic[T]):
-    """What was found.
+    """The result of a minimization.
 
     Attributes:
         chosen: The set, in the order of the ranking; None if no set that was asked about does.
@@ -246,7 +246,7 @@ class Minimizer(Generic[T]):
             length = max(self._first, 2 * length)
 
     def _divide(self, given: list[T], members: list[T], *, is_changed: bool) -> list[T]:
-        """What of ``members`` is needed besides ``given``."""
+        """Returns the members that are needed besides ``given``."""
         if is_changed and self._asks(given):
             return []
         if len(members) == 1:
@@ -389,7 +389,7 @@ def _compiler(value: Any) -> str | None:
 
 @dataclasses.dataclass
 class _Outcome:
-    """What one run of the step gave."""
+    """The outcome of one run of the step."""
 
     outputs: Any
     floats: list[torch.Tensor]
@@ -461,7 +461,7 @@ class _Search:
         return Minimizer(units, self._does, left, first=first, rivals=rivals).run()
 
     def _of_single_modules(self, chosen: tuple[Unit, ...]) -> tuple[tuple[Unit, ...], bool]:
-        """Which of alike modules it is, and whether that is minimal; all if no run is left."""
+        """Returns the needed ones of equal modules, and True if they are minimal."""
         members = single_units(chosen)
         if len(members) == len(chosen):
             return chosen, True

@@ -1,4 +1,4 @@
-"""What ``amp_fx.search`` gives."""
+"""The result of ``amp_fx.search``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SearchResult(Report):
 
     @property
     def evaluations(self) -> int:
-        """How many runs under policies it took."""
+        """The number of runs under policies."""
         return len(self.history)
 
     def to_dict(self) -> dict[str, Any]:

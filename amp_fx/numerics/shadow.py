@@ -1,4 +1,4 @@
-"""What tensors would be in the reference precision, and ops run once more in it.
+"""Holds tensors in the reference precision, and runs ops once more in it.
 
 A tensor in the reference dtype that no low op has touched is its own shadow. Others have a second
 storage of as many elements, in which every view of the first finds its part by strides and offset:
@@ -50,7 +50,7 @@ class StorageReference:
         self._reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def is_dead(self) -> bool:
-        """Whether nobody else holds the storage."""
+        """Returns True if nobody else holds the storage."""
         return bool(self._reference.expired())
 
 
@@ -69,7 +69,7 @@ def number_of(node: Any) -> int:
 
 
 def is_custom(node: Any) -> bool:
-    """Whether a node of autograd is that of a custom function."""
+    """Returns True if a node of autograd is that of a custom function."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -79,7 +79,7 @@ def running_node() -> Any:
 
 
 def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
-    """Lets autograd not know of writes to tensors that are taken back, as in a running backward.
+    """Context manager that hides writes from autograd, as in a running backward.
 
     Relies on ``torch.autograd._unsafe_preserve_version_counter``.
     """
@@ -127,7 +127,7 @@ SWEEP_EVERY = 32
 
 @dataclasses.dataclass
 class Entry:
-    """What is known of one storage.
+    """The facts about one storage.
 
     Attributes:
         alive: A weak reference: as long as it is held no other storage has the address.
@@ -157,11 +157,11 @@ class Shadows:
         return wide_dtype(dtype, self.reference)
 
     def is_low(self, dtype: torch.dtype) -> bool:
-        """Whether a dtype is less precise than the reference."""
+        """Returns True if a dtype is less precise than the reference."""
         return self.wide(dtype) != dtype
 
     def entry(self, tensor: torch.Tensor) -> Entry | None:
-        """What is known of a tensor's storage; None for what came from outside."""
+        """Returns the facts about a tensor's storage; None if it came from outside."""
         return self._entries.get(address_of(tensor))
 
     def note(self, tensor: torch.Tensor) -> Entry:
@@ -176,7 +176,7 @@ class Shadows:
         return found
 
     def has_diverged(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a shadow that is not itself."""
+        """Returns True if a tensor has a shadow that is not itself."""
         found = self.entry(tensor)
         return found is not None and found.shadow is not None and _fits(found, tensor, self)
 
@@ -246,7 +246,7 @@ def widened(tensor: torch.Tensor, reference: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
-    """What a dtype becomes in the reference: only less precise floating-point ones change."""
+    """Returns a dtype in the reference: only less precise floating-point ones change."""
     if dtype.is_complex:
         other = reference.to_complex()
         return other if other.itemsize > dtype.itemsize else dtype
@@ -256,7 +256,7 @@ def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of elements that a shadow can be made for.
+    """Returns True if a tensor has a storage of elements that a shadow can be made for.
 
     Forward gradients begin with zeros that have none, and their formulas ask for sizes on ``meta``.
     """
@@ -266,7 +266,7 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a subclass that stands for others: it has no storage of its own."""
+    """Returns True if a tensor is a subclass without a storage of its own."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
         tensor, "__tensor_flatten__"
     )
@@ -284,7 +284,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(found: Entry, tensor: torch.Tensor, shadows: Shadows) -> bool:
-    """Whether a tensor sees the elements that the shadow was made for, not their bytes."""
+    """Returns True if a tensor sees the elements that the shadow was made for, not their bytes."""
     return shadows.wide(tensor.dtype).itemsize == found.ratio * tensor.dtype.itemsize
 
 
@@ -350,7 +350,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
-    """What the schema of an op says.
+    """The facts in the schema of an op.
 
     Attributes:
         name: ``"aten::addmm"``.
@@ -379,7 +379,7 @@ class OpFacts:
 
 @functools.cache
 def facts_of(op: OpOverload) -> OpFacts:
-    """What is known of an op."""
+    """Returns the facts about an op."""
     schema = op._schema
     arguments = list(enumerate(schema.arguments))
     writes = tuple((i, a.name) for i, a in arguments if _is_written(a))
@@ -425,7 +425,7 @@ def in_reference(
 
 
 def names_low_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.dtype) -> bool:
-    """Whether a call asks for a dtype below the reference."""
+    """Returns True if a call asks for a dtype below the reference."""
     return any(
         isinstance(value, torch.dtype) and wide_dtype(value, reference) != value
         for value in (*args, *kwargs.values())

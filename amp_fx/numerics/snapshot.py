@@ -1,4 +1,4 @@
-"""What of a report is kept beside a test, and how two such snapshots are compared."""
+"""Saves the part of a report that is kept beside a test, and compares two such snapshots."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def of(report: Any) -> dict[str, Any]:
 
 
 def _problem(report: AccuracyReport) -> str | None:
-    """Where the reference program becomes infinite or NaN; older snapshots do not have it."""
+    """Returns where the reference program becomes infinite or NaN; older snapshots lack it."""
     at = report.reference_problem
     return (
         None if at is None else f"infinite or NaN, first {at.label} in {at.module or report.model}"
@@ -92,7 +92,7 @@ def _modules(nodes: tuple[OpRecord, ...]) -> dict[str, Any]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Change]:
-    """What is otherwise: a row each.
+    """Returns the differences, a row each.
 
     Under another torch version the numbers of kernels and ops that have no name in a policy are
     not compared: the same program then runs as other kernels.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class StateGuard:
-    """What a run may write to, as it was before."""
+    """The state that a run may write to, as it was before."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class StateGuard:
             self._others.append(_OptimizerState(optimizer))
 
     def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether an op is on what the program itself keeps sizes in, on ``meta``.
+        """Returns True if an op is on what the program itself keeps sizes in, on ``meta``.
 
         Tensors that stand for others do, and formulas of forward gradients, by themselves.
         """
@@ -155,7 +155,7 @@ class StateGuard:
 
 
 class _Attributes:
-    """What the attributes of a module are bound to."""
+    """The objects that the attributes of a module are bound to."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._class = module, type(module)
@@ -176,7 +176,7 @@ class _Attributes:
 
 
 class _OptimizerState:
-    """What an optimizer knows of its parameters, and its options; tensors are kept elsewhere."""
+    """The state of an optimizer without tensors, and its options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -214,7 +214,7 @@ def leaves_of(step: Any) -> list[torch.Tensor]:
 
 
 def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
-    """What puts back what a step does to its modules and optimizers, and to tensors."""
+    """Returns a guard that restores modules, optimizers and tensors after a step."""
     optimizers = [v for v in known_to(step) if isinstance(v, torch.optim.Optimizer)]
     optimizers += others
     return StateGuard(modules_of(step), dict.fromkeys(optimizers))
@@ -299,7 +299,7 @@ class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.is_floating_point() and tensor.itemsize < self.reference.itemsize
 
     def _is_off(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a shadow of its own: it is low, or made of what has."""
+        """Returns True if a tensor has a shadow of its own: it is low, or made of what has."""
         if tensor.layout is not torch.strided:
             return False
         return self._is_low(tensor) or address_of(tensor) in self._off

@@ -1,4 +1,4 @@
-"""Which of the ops that were measured do harm: thresholds, groups, and their order.
+"""Finds measured ops that do harm: thresholds, groups, and their order.
 
 No measure is enough alone. To first order the effect on the loss tells everything, as long as
 errors are small; where one op destroys its result, it tells nothing, and what finds those are
@@ -124,7 +124,7 @@ class OpGraph:
 
 
 def weight_of(nodes: Sequence[OpRecord]) -> float:
-    """What ops do to the loss together: with the signs of their errors, or with signs by chance."""
+    """Sums the effects of ops on the loss, with the signs of their errors or random ones."""
     signed = abs(sum(n.effect or 0.0 for n in nodes))
     return max(signed, math.hypot(*(n.effect_rms for n in nodes)))
 
@@ -251,7 +251,7 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
 
 
 def _is_telling(node: OpRecord) -> bool:
-    """Whether its error is one of numbers, and of so many that it is none by chance."""
+    """Returns True if its error is one of numbers, and of so many that it is none by chance."""
     is_long = node.numel // node.num_batches >= LEAST_ELEMENTS
     return is_long and math.isfinite(node.accumulated)
 

@@ -289,7 +289,7 @@ def _report_rows(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
 
 
 def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[str, dict[str, Any]]:
-    """What makes bits differ, and options with which they do not."""
+    """Returns the cause of differing bits, and options with which they are equal."""
 
     def is_equal(more: Mapping[str, Any]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What ``amp_fx.verify`` found."""
+"""The result of ``amp_fx.verify``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class VerifyReport(Report):
 
     @property
     def is_equal(self) -> bool:
-        """Whether every bit is, of a program that was compiled."""
+        """True if every bit is, of a program that was compiled."""
         return not self.differences and self.num_graphs > 0
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class WatchLine:
-    """What was seen of one step.
+    """The measurements of one step.
 
     Attributes:
         step: The number of the model's call in training, from 0.
@@ -174,7 +174,7 @@ class Watch:
 
 @dataclasses.dataclass
 class _Kept:
-    """What a step needs to be run once more."""
+    """The inputs that a step needs to be run once more."""
 
     step: int
     args: Any
@@ -222,7 +222,7 @@ def _random_states(devices: set[torch.device]) -> Callable[[], None]:
 
 
 class _Writers:
-    """Where lines go."""
+    """The writers that get lines."""
 
     def __init__(self, to: Callable[[WatchLine], Any] | None, writer: Any) -> None:
         self._to, self._writer = to, writer

@@ -1,4 +1,4 @@
-"""Which ops of ATen compute each row of a batch from that row alone, and why others do not.
+"""Lists ops of ATen that compute each row of a batch from that row alone, and why others do not.
 
 ``numerics="invariant"`` compiles what is listed here, what is pointwise, what only moves elements,
 and what reads no floating-point numbers. It stops at any other op.
