@@ -26,7 +26,7 @@ from amp_fx.numerics.suspects import (
 from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -509,9 +509,6 @@ def _joined_gradients(
 MEASURES = ("effect", "error", "headroom")
 """What boxes can be coloured by."""
 
-LEVELS = 5
-"""How many strengths of colour there are; 0 is none."""
-
 
 def as_explanation(report: AccuracyReport) -> Explanation:
     """The ops of a report as a graph of the forward, and one of the backward."""
@@ -552,36 +549,6 @@ def _record(node: OpRecord, names: dict[int, str], report: AccuracyReport) -> No
         reason=node.reason,
         flops=0,
     )
-
-
-def levels_of(report: AccuracyReport, measure: str) -> dict[str, int]:
-    """Returns the strength of each op's colour, from 0 to ``LEVELS``, by name.
-
-    Args:
-        report: The report.
-        measure: ``"effect"``: its part of the largest effect on the loss; ``"error"``: the
-            accumulated error, from a hundredth of one rounding of bfloat16 to all of the result;
-            ``"headroom"``: how near the largest value comes to the dtype's limit.
-    """
-    largest = max((node.effect_rms for node in report.nodes), default=0.0)
-    strength: dict[str, Callable[[OpRecord], float]] = {
-        "effect": lambda n: _decades(n.effect_rms, largest),
-        "error": lambda n: _decades(n.accumulated, 1.0),
-        "headroom": lambda n: 0.0 if math.isinf(n.headroom) else 1 - n.headroom / 20,
-    }
-    chosen = strength[measure]
-    return {node.name: _level(chosen(node)) for node in report.nodes}
-
-
-def _decades(value: float, largest: float) -> float:
-    """1 for the largest, 0 for what is ten thousand times smaller."""
-    if not value or not largest or math.isnan(value):
-        return 0.0
-    return 1.0 if math.isinf(value) else 1 + math.log10(value / largest) / 4
-
-
-def _level(strength: float) -> int:
-    return min(LEVELS, max(0, math.ceil(strength * LEVELS)))
 
 
 def origins_of(report: AccuracyReport) -> frozenset[str]:
