@@ -127,12 +127,7 @@ def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
 
 
 def quantize(
-    tensor: torch.Tensor,
-    scaling: Scaling,
-    dim: int,
-    *,
-    has_power_of_two_scales: bool,
-    largest: torch.Tensor | None = None,
+    tensor: torch.Tensor, scaling: Scaling, dim: int, *, has_power_of_two_scales: bool
 ) -> Quantized:
     """Quantizes a tensor with scales that bring its largest elements to the dtype's limit.
 
@@ -141,15 +136,13 @@ def quantize(
         scaling: The dtype, and how many scales.
         dim: The dimension that the product sums over.
         has_power_of_two_scales: Whether scales are rounded down to powers of two.
-        largest: The largest magnitudes that the scales are of, if they are known.
 
     Returns:
         The data, and the float32 factors that undo the scales: one, or one for each index of the
         other dimensions.
     """
-    if largest is None:
-        magnitude = tensor.abs()
-        largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
+    magnitude = tensor.abs()
+    largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
     scale = _scales(largest, scaling, has_power_of_two_scales)
     return _scaled(tensor, scale, scaling), scale.reciprocal()
 
@@ -168,40 +161,15 @@ def _scaled(tensor: torch.Tensor, scale: torch.Tensor, scaling: Scaling) -> torc
 
 
 def _float8_weight(
-    weight: torch.Tensor,
-    recipe: str,
-    has_rows_of_outputs: bool,
-    is_back: bool,
-    largest: torch.Tensor | None = None,
+    weight: torch.Tensor, recipe: str, has_rows_of_outputs: bool, is_back: bool
 ) -> Quantized:
     matrix, found = weight.detach(), RECIPES[recipe]
     matrix = matrix if has_rows_of_outputs else matrix.mT
     scaling, dim = (found.weight_back, -2) if is_back else (found.forward, -1)
     data, factors = quantize(
-        matrix, scaling, dim, has_power_of_two_scales=found.has_power_of_two_scales, largest=largest
+        matrix, scaling, dim, has_power_of_two_scales=found.has_power_of_two_scales
     )
     return (data.mT if is_back else data).contiguous(), factors
-
-
-def both_float8_weights(
-    weight: torch.Tensor, recipe: str, has_rows_of_outputs: bool
-) -> tuple[Quantized, Quantized]:
-    """``float8_weight`` for the product and for its backward, which looks for maxima once.
-
-    The largest element of the whole weight is the largest one of those of its rows.
-    """
-    found = RECIPES[recipe]
-    if found.weight_back.is_by_row:
-        largest = back = None
-    else:
-        matrix = weight.detach() if has_rows_of_outputs else weight.detach().t()
-        rows = matrix.abs().amax(1, keepdim=True)
-        back = rows.max()
-        largest = rows if found.forward.is_by_row else back
-    return (
-        _float8_weight(weight, recipe, has_rows_of_outputs, False, largest),
-        _float8_weight(weight, recipe, has_rows_of_outputs, True, back),
-    )
 
 
 def _scaled_product(

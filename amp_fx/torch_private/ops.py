@@ -63,8 +63,3 @@ def is_impure(op: OpOverload) -> bool:
     from torch._library.utils import is_impure as is_impure_op
 
     return is_impure_op(op)
-
-
-def qualified_name_of(op: CustomOpDef) -> str:
-    """Returns ``"namespace::name"`` of an op that ``torch.library.custom_op`` made."""
-    return op._qualname
