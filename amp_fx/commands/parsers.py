@@ -20,7 +20,7 @@ WEIGHTS = ("low", "float32")
 COMPILERS = ("inductor", "aot_eager", "eager")
 DTYPES = ("bfloat16", "float16")
 PRESETS = (
-    *("torch", "ipex", "lean"),
+    *("torch", "ipex", "lean", "router", "head"),
     *("float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp"),
 )
 REMOVED = ("fused", "optimizer")
