@@ -237,9 +237,7 @@ def _find_out(
             theirs = _opened(node, site, Decomposer(default, fake_mode))
         except BannedOpError:
             theirs = None
-        with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled):
-            has_graph = ours is not None and ours.graph is not None
-            result_type = type(evaluate(node)) if has_graph else torch.Tensor
+        result_type = _result_type(node, ours, site, fake_mode)
     if ours is None or (theirs is not None and _effect(ours) == _effect(theirs)):
         return _Native()
     if ours.graph is None:
@@ -248,6 +246,24 @@ def _find_out(
         each.meta.clear()  # the fake values
     float8 = {d.op: d for d in ours.decisions if d.policy is CastPolicy.FLOAT8}
     return _Rewritten(ours.graph, float8, number, result_type)
+
+
+def _result_type(
+    node: fx.Node, ours: Decomposed | None, site: Site, fake_mode: FakeTensorMode
+) -> type:
+    """Returns the class of what a call returns, where its ops return several tensors."""
+    if ours is None or ours.graph is None:
+        return torch.Tensor
+    outputs: Any = ours.graph.output_node().args[0]
+    if not isinstance(outputs, (list, tuple)):
+        return torch.Tensor
+    with (
+        analysis(fake_mode, is_grad_enabled=site.is_grad_enabled),
+        site.state.applied(),
+        contextlib.suppress(Exception),  # a mixture of dtypes that only the casts make right
+    ):
+        return type(evaluate(node))
+    return type(outputs)
 
 
 @contextlib.contextmanager
