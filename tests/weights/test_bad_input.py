@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.tables.presets import torch_version
+from amp_fx.weights import store
 from amp_fx.weights.engine import is_available
 from tests.weights.nets import (
     EVAL,
@@ -297,11 +298,14 @@ def test_processes_that_fork(program: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("function", ["empty_strided", "_foreach_copy_"])
+ALLOCATING = [(torch, "empty_strided"), (store, "foreach_copy_")]
+
+
+@pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
 @pytest.mark.parametrize("is_first_call", [True, False])
 @torch.no_grad()
 def test_out_of_memory_in_a_refresh(
-    function: str, is_first_call: bool, monkeypatch: pytest.MonkeyPatch
+    module: Any, function: str, is_first_call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be raised, as it is, or done without; the next call is right in any case."""
     net, twin = make_net(), make_net()
@@ -311,7 +315,7 @@ def test_out_of_memory_in_a_refresh(
         weight_cache.clear()
     for model in (net, twin):
         model.a.weight.data.mul_(1.5)
-    original = getattr(torch, function)
+    original = getattr(module, function)
     failed: list[bool] = []
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -321,7 +325,7 @@ def test_out_of_memory_in_a_refresh(
         return original(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, function, failing)
+        patch.setattr(module, function, failing)
         try:
             out = compiled(inputs())
         except torch.OutOfMemoryError as error:
@@ -417,9 +421,9 @@ def test_a_thread_drops_models_while_another_makes_copies() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("function", ["empty_strided", "_foreach_copy_"])
+@pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
 def test_models_die_at_every_allocation_of_a_copy(
-    function: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The finalizers of dead weights run in the middle of whatever the cache is at."""
     compiled = compile_amp_fx(lambda model, x: model(x))
@@ -428,14 +432,14 @@ def test_models_die_at_every_allocation_of_a_copy(
     for model in doomed:
         compiled(model, inputs())
     del model
-    original, survivor = getattr(torch, function), Deep(SIZE)
+    original, survivor = getattr(module, function), Deep(SIZE)
 
     def dropping(*args: Any, **options: Any) -> Any:
         if doomed:
             doomed.pop()
         return original(*args, **options)
 
-    monkeypatch.setattr(torch, function, dropping)
+    monkeypatch.setattr(module, function, dropping)
     assert_same(compiled(survivor, inputs()), expected)
     assert len(doomed) < 8, "the function is not called at all"
 
