@@ -131,7 +131,10 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor", "strict inductor"])
+SLOW_STRICT = pytest.param("strict inductor", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor", SLOW_STRICT])
 def test_training_an_mlp(recipe: str, compiler: str) -> None:
     torch.manual_seed(0)
     check(mlp(), recipe, compiler, lambda: torch.randn(32, 32))
