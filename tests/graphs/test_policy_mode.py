@@ -127,3 +127,15 @@ def test_graphs_of_other_backends_follow_native_autocast(x: torch.Tensor) -> Non
     with torch.autocast("cpu", bf16):
         assert torch.equal(found, x @ x)
         assert found.dtype == bf16
+
+
+def test_unflatten_breaks_no_graph_in_a_region_with_a_policy(x: torch.Tensor) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with amp_fx.autocast("cpu", bf16, policy=WIDE):
+            y: Any = x @ x
+            result: torch.Tensor = y.unflatten(-1, (2, -1))
+        return result
+
+    expected = program(x)
+    whole = torch.compile(program, backend="amp_fx", options={"compiler": "eager"}, fullgraph=True)
+    torch.testing.assert_close(whole(x), expected, rtol=0, atol=0)

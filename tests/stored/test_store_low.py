@@ -92,9 +92,6 @@ def test_parity_models_give_the_bits_that_they_gave(name: str) -> None:
     torch.testing.assert_close(run(subject), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what a graph before a graph break reads under a policy is not seen"
-)
 def test_a_policy_and_its_dtype_hold() -> None:
     args = CASES["attention"][1]
     policy = amp_fx.preset("torch").with_modules({"q": CastPolicy.FP32}).with_dtype(LOW)
