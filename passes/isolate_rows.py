@@ -31,6 +31,7 @@ from amp_fx.csrc import load_rows
 from amp_fx.devices.rows import differing_rows, is_rowwise
 from amp_fx.errors import UnsupportedError
 from amp_fx.graphs.casts import evaluate
+from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.places import lines_of
 from amp_fx.tables.generated import EXACT_POWERS, MOVES
@@ -207,8 +208,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    op = node.target
-    return op._schema.name.partition("::")[2] if isinstance(op, OpOverload) else ""
+    return op_name(node).partition("::")[2]
 
 
 def _counts_tokens(node: fx.Node) -> bool:

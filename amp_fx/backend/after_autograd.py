@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 DEVICES = ("cuda",)
-"""Device types with kernels of ``aten.mm.dtype`` and ``aten.bmm.dtype``."""
+"""Device types on which gradients of weights come from ``aten.mm.dtype`` and ``aten.bmm.dtype``.
+
+XPU has the kernels, too (``WITH_OUT_DTYPE``); gradients there are autocast's.
+"""
 
 _PASSES = (*(m.__file__ for m in (casting, flattening, generated, keeping, raising, widening)),)
 

@@ -86,6 +86,7 @@ def compile_with_inductor(
     from amp_fx.torch_private.inductor_config import config
 
     settings = {**_float8_config(gm), **inductor_config(options)}
+    lower_rounded()
     with contextlib.ExitStack() as stack:
         stack.enter_context(markers_left_on_error())  # tracing runs the graph
         # Kernels get buffers of fixed dtypes, also where backward() is called in a region.
@@ -97,7 +98,6 @@ def compile_with_inductor(
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
         stack.enter_context(composites_isolated(options))
-        lower_rounded()
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,

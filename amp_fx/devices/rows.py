@@ -35,6 +35,7 @@ SHOWN = ((64, 256), (768, 3072), (3072, 768))
 """Sizes of products that ``python -m amp_fx env`` shows."""
 
 
+@functools.cache
 def differing_rows(dtype: torch.dtype, depth: int, columns: int) -> tuple[int, ...]:
     """Returns the numbers of rows whose products with a matrix have other bits.
 
@@ -64,7 +65,6 @@ def _file() -> Path:
     return cache_folder() / f"{name.replace(' ', '-').replace('/', '-')}.json"
 
 
-@functools.cache
 def _measured(dtype: torch.dtype, depth: int, columns: int) -> list[int]:
     with _real_tensors(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -176,13 +175,14 @@ class _PolicyRegion:
         restore_regions()
         self._name = policy.name
         self._policy = interned(policy)
+        self._is_default = policy == preset("torch")
         self._region = _Region(*settings)
         plain = self._region
         self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
 
     def __enter__(self) -> _PolicyRegion:
         # Native autocast is the default policy, and modules look for function modes.
-        is_native = self._policy == preset("torch") and ambient_policy() is None
+        is_native = self._is_default and ambient_policy() is None
         policy = None if is_native else self._policy
         _enter(self, [policy_applied(policy), self._region._one_use()])
         return self
@@ -236,15 +236,14 @@ def _skip_in_dynamo() -> None:
 
     Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
     """
-    from amp_fx.torch_private.dynamo import skip_code, trace_rules
+    from amp_fx.torch_private.dynamo import skip_frames, trace_rules
 
     for module in (policy_module, policy_numbers):
         trace_rules.add(module.__name__)
     functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
     functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED, *policy_calls.SKIPPED]
     functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
-    for function in functions:
-        skip_code(inspect.unwrap(function).__code__)
+    skip_frames(functions)
 
 
 def skip_in_dynamo() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from amp_fx.torch_private.kernels import foreach_mul_, foreach_norm
 from amp_fx.torch_private.optimizers import unscale_and_check_
-from amp_fx.torch_private.tensors import group_by_device_and_dtype, local_part
+from amp_fx.torch_private.tensors import group_by_device_and_dtype
+from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,7 +92,7 @@ def unscale_(
 
 def _check_product_(grads: list[Tensor], factor: Tensor, flag: Tensor) -> None:
     """Sets a flag if the largest gradient times a factor is not finite in its dtype."""
-    parts = [part for grad in grads if (part := local_part(grad)).numel()]
+    parts = [part for grad in grads if (part := part_of(grad)).numel()]
     if parts:
         largest = torch.stack(foreach_norm(parts, math.inf)) * factor
         flag.logical_or_(largest.to(parts[0].dtype).isfinite().all().logical_not())
@@ -113,7 +114,7 @@ def clip_(params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         norm = cast("Tensor", torch.linalg.vector_norm(stacked, norm_type))
     factor = clip_factor(norm if norm.is_cpu else norm.where(norm.isfinite(), 0.0), max_norm)
     for group in groups:
-        foreach_mul_([local_part(grad) for grad in group], moved(factor, group[0].device))
+        foreach_mul_([part_of(grad) for grad in group], moved(factor, group[0].device))
     return norm
 
 

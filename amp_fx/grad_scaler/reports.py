@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.errors import ScalerTypeError
 from amp_fx.grad_scaler.gradients import dense
-from amp_fx.torch_private.tensors import local_part
+from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def count_overflows(
     counts = []
     for name, param in named_params:
         if param.grad is not None:
-            values = local_part(dense(param.grad))
+            values = part_of(dense(param.grad))
             values = values if factor is None else values * factor.to(values.device)
             counted = torch.stack([values.isinf().sum(), values.isnan().sum()])
             counts.append((name, counted, values.numel()))

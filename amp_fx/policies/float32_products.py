@@ -15,7 +15,7 @@ from amp_fx.dtypes import is_spread
 from amp_fx.policies.calls import bind, is_eligible, qualified_name
 from amp_fx.policies.rounding import round_to, rounded
 from amp_fx.tables.float8 import PRODUCTS
-from amp_fx.torch_private.autograd import skip_in_dynamo
+from amp_fx.torch_private.autograd import skip_frames_of
 
 if TYPE_CHECKING:
     from amp_fx.policies.calls import Call
@@ -107,7 +107,7 @@ def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
 
     What is added, a bias, is taken as it is: it is no input of the product.
     """
-    skip_in_dynamo(_Float32Product, *_KERNELS)
+    skip_frames_of(_Float32Product, *_KERNELS)
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     a, b, added = bound[operands.input], bound[operands.weight], bound.get(operands.bias)
     b = b.mT if operands.has_rows_of_outputs and b.dim() > 1 else b

@@ -14,7 +14,7 @@ from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
 from amp_fx.dtypes import dtype_name, is_spread
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES
-from amp_fx.torch_private.autograd import skip_in_dynamo
+from amp_fx.torch_private.autograd import skip_frames_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.kernels import scaled_grouped_mm, scaled_mm
 from amp_fx.torch_private.modes import current_dispatch_mode
@@ -431,7 +431,7 @@ def _float8_product(
 ) -> torch.Tensor:
     weights = data, factors, data_back, factors_back, has_rows_of_outputs
     function, how = (_Float8Product, recipe) if data.dim() == 2 else (_Float8Experts, offsets)
-    skip_in_dynamo(function, _float8_product)
+    skip_frames_of(function, _float8_product)
     result: torch.Tensor = function.apply(x, weight, how, *weights)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,4 +1,4 @@
-"""All that amp_fx uses of torch without a public name, by area.
+"""Private names of torch that amp_fx uses, by area.
 
 Other folders import torch's private names from here alone, so a new version of torch breaks this
 folder first. ``tests/torch_private`` has a test for each name that says what is relied on.

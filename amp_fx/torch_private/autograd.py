@@ -26,25 +26,24 @@ preserve_version_counters = torch.autograd.grad_mode._unsafe_preserve_version_co
 set_grad_enabled = torch._C._set_grad_enabled
 
 
-def skip_in_dynamo(function: type[torch.autograd.Function], *helpers: Callable[..., Any]) -> None:
+def skip_frames_of(function: type[torch.autograd.Function], *helpers: Callable[..., Any]) -> None:
     """Keeps Dynamo, if it is imported, from compiling an op's functions by themselves.
 
     Where compiled code calls ``backward()``, Dynamo would compile the function's backward. Its
     guards then unpack saved tensors again, which checkpoints allow once.
     """
     if "torch._dynamo" in sys.modules:
-        _skip_in_dynamo(function, helpers)
+        _skip_frames_of(function, helpers)
 
 
 @functools.cache
-def _skip_in_dynamo(
+def _skip_frames_of(
     function: type[torch.autograd.Function], helpers: tuple[Callable[..., Any], ...]
 ) -> None:
-    from amp_fx.torch_private.dynamo import skip_code
+    from amp_fx.torch_private.dynamo import skip_frames
 
     methods = [each for each in vars(function).values() if isinstance(each, staticmethod)]
-    for each in (*helpers, *(method.__func__ for method in methods)):
-        skip_code(each.__code__)
+    skip_frames((*helpers, *(method.__func__ for method in methods)))
 
 
 def latest_sequence_number() -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._dynamo
@@ -26,6 +27,9 @@ from torch._dynamo.source import GlobalStateSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 __all__ = (
     "BackendCompilerFailed",
@@ -52,11 +56,8 @@ __all__ = (
 
 NullDecorator = _NullDecorator
 compile_session = torch.compiler._compile_session_context
-disable = torch._dynamo.disable
-graph_break = torch._dynamo.graph_break
 mark_static_address = torch._dynamo.mark_static_address
 optimize = torch._dynamo.optimize
-reset = torch._dynamo.reset
 
 
 def current_translator() -> InstructionTranslator | None:
@@ -67,6 +68,12 @@ def current_translator() -> InstructionTranslator | None:
 def captured_function_modes() -> list[Any]:
     """Returns the function modes around the frame that Dynamo is compiling in this thread."""
     return torch_function_mode_stack_state_mgr.stack
+
+
+def skip_frames(functions: Iterable[Callable[..., Any]]) -> None:
+    """Keeps Dynamo from compiling functions as frames of their own; they may still be inlined."""
+    for function in functions:
+        skip_code(inspect.unwrap(function).__code__)
 
 
 def skip_this_call(error: Any) -> None:

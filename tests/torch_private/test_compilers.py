@@ -199,7 +199,7 @@ def test_skipped_code_is_not_compiled() -> None:
 def test_functions_marked_by_disable_run_as_they_are() -> None:
     seen: list[bool] = []
 
-    @dynamo.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def ask(x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.compiler.is_dynamo_compiling())
         return x

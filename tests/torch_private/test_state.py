@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from amp_fx.torch_private import autocast, autograd, modes, modules, pytree, tensors
+from amp_fx.weights.spread import part_of
 
 
 def test_graphs_enter_and_leave_regions_by_functions() -> None:
@@ -160,9 +161,9 @@ def test_suggest_memory_format_reads_strides() -> None:
     assert tensors.suggest_memory_format(last) == torch.channels_last
 
 
-def test_local_part_of_a_plain_tensor_is_itself() -> None:
+def test_the_part_of_a_plain_tensor_is_itself() -> None:
     x = torch.ones(2)
-    assert tensors.local_part(x) is x
+    assert part_of(x) is x
 
 
 def test_nodes_of_autograd_have_numbers_and_can_be_found() -> None:
