@@ -22,7 +22,7 @@ _STEPS: list[str] = []
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Says on the last line of a terminal what the calling thread does, if it takes two seconds.
+    """Shows what the calling thread does on a terminal's last line, if it takes two seconds.
 
     Inside of another ``working``, it adds to what that says. Nothing is written where stderr is not
     a terminal, under pytest, next to the messages of ``TORCH_LOGS``, by other threads than the

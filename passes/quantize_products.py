@@ -90,7 +90,7 @@ class QuantizeProducts:
         return PassResult(found.counts)
 
     def _inside(self, node: fx.Node, body: fx.GraphModule) -> QuantizeProducts:
-        """The same for a body, where weights have the names of its own placeholders."""
+        """Returns the pass for a body, where weights have the names of its own placeholders."""
         pairs = zip(body.graph.find_nodes(op="placeholder"), operands_passed(node), strict=False)
         names = {getattr(operand, "name", ""): inner.name for inner, operand in pairs}
         weights, ends = (

@@ -68,6 +68,6 @@ _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent
 
 
 def place_of(node: fx.Node) -> str:
-    """Says where the program has the node, for a person to read; empty if that is not known."""
+    """Describes the node's place in the program, for a person to read; empty if unknown."""
     lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
     return f"; it stands at {lines[-1].file}:{lines[-1].number}" if lines else ""

@@ -55,13 +55,13 @@ def _restore_outputs(graph: fx.Graph) -> None:
 
 
 def warn_fallback(error: Exception, graph: fx.Graph) -> None:
-    """Says once per cause that a graph was not rewritten, where, and how to see more."""
+    """Warns once per cause that a graph was not rewritten, with the place and how to see more."""
     head = "a graph runs under native autocast because it could not be rewritten"
     _warn_once(head, str(error), error, graph)
 
 
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
-    """Says once per cause that a rewritten graph was not compiled, where, and how to see more."""
+    """Warns once per cause that a rewritten graph was not compiled, with the place."""
     reason = f"{type(error).__name__}: {_first_lines(error)}"
     _warn_once(
         f"a {what} runs op by op, with its casts, because {compiler!r} failed", reason, error, graph
@@ -91,7 +91,7 @@ _seen: set[tuple[str, str]] = set()
 
 
 def describe_place(error: BaseException, graph: fx.Graph) -> str:
-    """Says where in the user's program an error arose: op, module path, source line.
+    """Describes the place of an error in the user's program: op, module path, source line.
 
     That is the node that was worked on when it did, or one that the message names; failing
     that, the first op of the graph.

@@ -166,7 +166,7 @@ def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
 
 
 def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
-    """The same for a program whose tensors are on some devices."""
+    """Returns ``start_state`` for a program whose tensors are on some devices."""
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:

@@ -132,7 +132,7 @@ def _parse_count(option: str, text: str) -> int:
 
 
 def _check_folder(option: str, path: Path) -> None:
-    """Says before a long run, not after it, that its result has nowhere to go."""
+    """Raises before a long run, not after it, if its result cannot be written."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise OptionError(f"{option} {path}: not a file in a folder that exists")
 

@@ -93,7 +93,7 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """The versions and settings that the figures depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

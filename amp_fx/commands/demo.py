@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gain(comparison: Comparison, texts: Texts) -> str:
-    """Says in one sentence what amp_fx gains in this run."""
+    """Describes in one sentence what amp_fx gains in this run."""
     by_autocast, by_float32 = (
         other.step / texts.amp_fx.step for other in (texts.autocast, texts.float32)
     )

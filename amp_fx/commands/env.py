@@ -56,7 +56,7 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def _build() -> str:
-    """Says what torch was built for."""
+    """Describes what torch was built for."""
     for name in ("cuda", "hip", "xpu"):
         version = getattr(torch.version, name, None)
         if version is not None:
@@ -96,7 +96,7 @@ def _dot_version() -> str:
 
 
 def compiled_parts() -> Iterator[tuple[str, str]]:
-    """Says where the compiled parts are, or what it means that there are none."""
+    """Yields the places of the compiled parts, or the consequences of missing ones."""
     for name, source in csrc.parts().items():
         path = find(name, source)
         if csrc.why_off():

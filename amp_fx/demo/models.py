@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 class Decoder(GPT):
-    """The same model, for one more token after a context whose keys and values are known."""
+    """Computes one more token after a context whose keys and values are known."""
 
     def forward(self, token: torch.Tensor, past: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Logits of the next token."""

@@ -57,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text: str) -> Vocabulary:
-        """All that a text is made of."""
+        """Returns the vocabulary of a text."""
         return cls(tuple(sorted(set(_WORDS.findall(text)))))
 
     def encode(self, text: str) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _has_bfloat16(device_type: str, index: int) -> bool:
 
 @functools.cache
 def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
-    """Says once that nobody chose float16, and what it needs in training."""
+    """Warns once that float16 is a default here, and what it needs in training."""
     why = "that is autocast's default"
     if lacking:
         why = f"{device_names(device_type, lacking)} has no bfloat16 units"
@@ -98,7 +98,7 @@ def warn_of_default(device_type: str, lacking: tuple[int, ...]) -> None:
 
 @functools.cache
 def warn_of_emulation(device_type: str, lacking: tuple[int, ...]) -> None:
-    """Says once that a bfloat16 region is on devices without the units.
+    """Warns once that a bfloat16 region is on devices without the units.
 
     Of a graph with bfloat16 inputs or outputs inductor makes no kernels for them: Dynamo runs it
     uncompiled (``torch._inductor.compile_fx._check_triton_bf16_support``).

@@ -83,7 +83,7 @@ class Drawing:
         self._dot, self.boxes = _picture(self.explanation, self.records, self.view, self.report)
 
     def with_view(self, view: View) -> Drawing:
-        """The same drawn in another way."""
+        """Returns a drawing of the same graph with other settings."""
         return dataclasses.replace(self, view=view)
 
     @property

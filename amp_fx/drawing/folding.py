@@ -249,7 +249,7 @@ def has_module(graph: BoxGraph, focus: str) -> bool:
 
 
 def unknown_focus(graphs: Iterable[BoxGraph], focus: str) -> str:
-    """Says that no box is in a module, and which modules there are that are called alike."""
+    """Describes that no box is in a module, and lists modules with similar names."""
     boxes = [box for graph in graphs for _, box in graph.nodes(data="box")]
     modules = {box.module for box in boxes if box.module}
     paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}

@@ -172,7 +172,7 @@ class Region:
     is_bare: bool
 
     def turned_off(self) -> Region:
-        """The same with no device on, where only the program's own regions are."""
+        """Returns the state with no device on, where only the program's own regions are."""
         return dataclasses.replace(self, state=self.state.turned_off(), is_bare=False)
 
 

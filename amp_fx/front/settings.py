@@ -56,7 +56,7 @@ class RegionSettings:
         return autocast(device_type, dtype, is_on, policy=self.policy)
 
     def _low_dtype(self, device_type: str, devices: set[tuple[str, int]]) -> torch.dtype | None:
-        """That of a region that names none; None leaves it to the region around."""
+        """Returns the policy of a region that names none; None leaves it to the region around."""
         if torch.is_autocast_enabled(device_type):
             return None
         if self.policy is not None and self.policy.low_dtype(device_type) is not None:

@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Says what to do instead of calling a removed method."""
+            """Raises an error that says what to do instead of calling a removed method."""
             instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
             raise AttributeError(f"GradScaler has no attribute {name!r}{instead}")
 

@@ -125,11 +125,11 @@ class Site:
     is_branch: bool = False
 
     def without_cast_cache(self) -> Site:
-        """The same place where eager autocast shares no casts."""
+        """Returns this place where eager autocast shares no casts."""
         return dataclasses.replace(self, state=dataclasses.replace(self.state, cache_enabled=False))
 
     def without_autocast(self) -> Site:
-        """The same place with no region on, as the program has it."""
+        """Returns this place with no region on, as the program has it."""
         return dataclasses.replace(self, state=self.state.turned_off())
 
 

@@ -27,7 +27,7 @@ class Key(Generic[T]):
         return found
 
     def get(self, node: fx.Node) -> T | None:
-        """The same; None if it has nothing."""
+        """Returns what a node has; None if it has nothing."""
         return node.meta.get(self.name)
 
     def is_on(self, node: fx.Node) -> bool:

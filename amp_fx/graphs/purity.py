@@ -137,7 +137,7 @@ def _has_shape_of_data(node: fx.Node, overloads: list[OpOverload]) -> bool:
 
 
 def register_pure_op(op: Any) -> None:
-    """Says that an op of a library computes its results from its arguments alone.
+    """Registers an op of a library as one that computes its results from its arguments alone.
 
     amp_fx then computes what the op makes of weights once per update and caches it, as it does
     with PyTorch's own ops. Every other custom op runs in every call, because its kernel may read

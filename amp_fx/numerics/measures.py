@@ -144,7 +144,7 @@ def _is_sound(found: Measures) -> bool:
 def _measure_again(
     found: Measures, result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor
 ) -> None:
-    """The same in float64, over the elements that are finite; counts the others."""
+    """Compares in float64, over the elements that are finite; counts the others."""
     wide = [None if t is None else t.to(torch.float64) for t in (result, repeated, shadow)]
     y, r, s = wide
     assert y is not None

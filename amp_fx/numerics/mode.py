@@ -496,7 +496,7 @@ class ShadowMode(PausableMode):
         return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _site_in_backward(self, node: Any, kernel: str) -> Site:
-        """That of its forward; in the backward of a custom function the line that is running."""
+        """Returns the line of an op's forward; in a custom backward the line that is running."""
         found = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
         if not is_custom(node):
             return found

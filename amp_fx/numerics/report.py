@@ -53,7 +53,7 @@ class Row:
 
     @property
     def effect_rms(self) -> float:
-        """The same with signs by chance."""
+        """The effect on the loss with signs by chance."""
         return math.hypot(*(n.effect_rms for n in self.nodes))
 
     @property

@@ -60,7 +60,7 @@ def backward(
 
 
 def listen(mode: ShadowMode) -> None:
-    """Multiplies gradients and errors in a backward that the step runs itself."""
+    """Prepares the shadows of gradients where the step runs its backward itself."""
 
     def begins(root: torch.Tensor) -> None:
         if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_tracked(root):

@@ -165,7 +165,7 @@ class Shadows:
         return self._entries.get(address_of(tensor))
 
     def note(self, tensor: torch.Tensor) -> Entry:
-        """The same, from now on known."""
+        """Returns the facts about a tensor's storage, and remembers them."""
         address = address_of(tensor)
         found = self._entries.get(address)
         if found is None:

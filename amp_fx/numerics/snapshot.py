@@ -182,7 +182,7 @@ def table(rows: list[Change]) -> str:
 
 
 def where_made(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Says which torch made the snapshot."""
+    """Describes the torch that made the snapshot."""
     if old.get("torch") == new["torch"]:
         return f"Both are of torch {new['torch']}."
     return f"The snapshot is of torch {old.get('torch')}, this run of {new['torch']}."

@@ -21,7 +21,7 @@ _MOST = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport(Report):
-    """Says whether a compiled program is equal to eager autocast in every bit.
+    """The result of a comparison of a compiled program with eager autocast, bit by bit.
 
     Attributes:
         model: The model's class, or the function's name.

@@ -63,7 +63,7 @@ def path_of(stack: ModuleStack) -> str:
 
 
 def name_of(stack: ModuleStack) -> str:
-    """The same as it is printed."""
+    """Returns the entry as it is printed."""
     return stack[-1][2] if stack else ""
 
 

@@ -308,7 +308,7 @@ def _groups_of(entries: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _op_groups(overrides: Iterable[OpOverride]) -> list[dict[str, Any]]:
-    """The same, where each table must also be one that ``with_ops`` takes as it is meant."""
+    """Groups changes of ops; each group is the argument of one ``with_ops``."""
     groups: list[list[OpOverride]] = []
     for override in overrides:
         if not groups or not _may_join(override, groups[-1]):

@@ -73,7 +73,7 @@ def _check(name: str, entry: RegisteredOp) -> None:
 
 
 def report_mixture(call: Call, device_type: str) -> None:
-    """Says once that an op which nobody has listed gets floating-point dtypes that differ."""
+    """Reports once that an unlisted op gets floating-point dtypes that differ."""
     name = qualified_name(call[0])
     if name.startswith(_OWN_NAMESPACES) or name in _reported:
         return

@@ -256,7 +256,7 @@ def _real(call: Call) -> StandIn:
 
 
 def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
-    """The same by runs of stand-ins, and of others with their weights stored low."""
+    """Returns reasons by runs of stand-ins, and of others with their weights stored low."""
     reasons = _own_reasons(call.model)
     compiled, from_graphs = _compiled_run(call, make(call))
     reasons = _first_of(reasons, from_graphs)

@@ -140,7 +140,7 @@ def _store(
 
 
 def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """That of the tensors; those on ``meta`` are meant for a device that is here."""
+    """Returns the tensors' device type; those on ``meta`` are meant for a device that is here."""
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     found = target_device({tensor.device.type for tensor in tensors})
     return found if found == "cpu" or is_usable(found) else "cpu"

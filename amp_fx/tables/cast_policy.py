@@ -10,7 +10,7 @@ from amp_fx.errors import PolicyError
 
 
 class CastPolicy(enum.Enum):
-    """Says what autocast does to a call of an op; the names are ATen's.
+    """The effects of autocast on a call of an op; the names are ATen's.
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,

@@ -54,7 +54,7 @@ PRODUCTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Says how one operand is quantized.
+    """The quantization of one operand.
 
     Attributes:
         dtype: The float8 dtype.
@@ -71,7 +71,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Says how the three products of a layer are quantized.
+    """The quantization of the three products of a layer.
 
     Attributes:
         forward: Input and weight of the product itself, and the input of the weight gradient.
@@ -117,7 +117,7 @@ LIMITS = {E4M3: 448, E5M2: 57344}
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """Says how the products of a policy run in float8.
+    """The settings of a policy's products in float8.
 
     Attributes:
         recipe: A name of ``RECIPES``.

@@ -41,7 +41,7 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def add(self, constant: torch.Tensor, node: fx.Node) -> None:
-        """Says which node of ``prepare`` computes a constant."""
+        """Records the node of ``prepare`` that computes a constant."""
         self._nodes[constant] = node
 
     def node_of(self, constant: torch.Tensor) -> fx.Node | None:
