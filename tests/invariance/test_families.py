@@ -153,3 +153,37 @@ def test_generation_has_the_bits_of_training(name: str) -> None:
 def test_eager_kernels_give_other_bits() -> None:
     """The control: what the mode is for."""
     assert bits_that_differ(build("llama", "eager"), 3) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_padded_batch_under_inductor_and_native_strict_as_control(name: str) -> None:
+    model, config, sizes = FAMILIES[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, 64, (n,), generator=generator) for n in (37, 53, 64)]
+    batch, length = padded(rows, left=True), 64
+
+    def forward(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        found: torch.Tensor = made(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            use_cache=False,
+        ).logits
+        return found
+
+    def count(backend: str, options: dict[str, Any]) -> int:
+        torch.compiler.reset()
+        call = torch.compile(forward, backend=backend, options=options, dynamic=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = call(**batch)
+            assert whole.requires_grad
+            with torch.no_grad():
+                alone = [call(row[None], torch.ones_like(row)[None])[0] for row in rows]
+        pairs = zip(alone, whole, strict=True)
+        return sum(int((one != all_[length - len(one) :]).sum()) for one, all_ in pairs)
+
+    assert count("amp_fx", {"numerics": "invariant"}) == 0
+    assert count("inductor", {"emulate_precision_casts": True}) > 0
