@@ -14,7 +14,7 @@ from amp_fx.dtypes import is_spread
 from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.spread import is_distributed, is_managed, is_of_plain_module, part_of
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
@@ -72,7 +72,8 @@ def cacheable_weights(
         part = part_of(example)
         if own.isdisjoint(written) and not is_dynamic(value_of(values[i])) and _is_seen(part):
             found[i] = Weight(input_path(node), part, own)
-            if part is not example and part.device.type not in ("cpu", "meta"):
+            is_sharded = part is not example and part.device.type not in ("cpu", "meta")
+            if is_sharded and is_available():
                 # Ops that write lists ask no storage there: they are seen by the DTensor itself.
                 engine().share_record(example, part)
     return found
