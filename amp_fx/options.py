@@ -257,7 +257,7 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 _EAGER = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
-_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "freezing": False, "fallback": False}}
+_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "fallback": False}}
 """Values of other options without which numbers are not those that ``numerics`` promises."""
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from amp_fx.weights.split import CachedValueSpec
 
     Run = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
+    Check = Callable[[fx.Graph], None]
 
 
 class CannotPackError(AmpFxError):
@@ -145,6 +146,7 @@ def compile_packed(
     compile_graph: Callable[..., Any],
     *,
     folds_batch_norm: bool = False,
+    check: Check | None = None,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
     """Packs the weights of a graph and compiles it.
@@ -156,6 +158,7 @@ def compile_packed(
         names: Their names in the user's program.
         compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
         folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
+        check: Raises ``CannotPackError`` for a packed graph that must not be compiled.
         **kwargs: Other arguments of the inner compiler.
 
     Returns:
@@ -166,7 +169,7 @@ def compile_packed(
     """
     with _compiling_constants():
         constants, taken, layout_opt = pack(
-            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm
+            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm, check=check
         )
         inputs = [example_inputs[i] for i in taken]
         new = {old: i for i, old in enumerate(taken)}
@@ -227,6 +230,7 @@ def pack(
     names: Mapping[int, str],
     *,
     folds_batch_norm: bool,
+    check: Check | None = None,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
     """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``; edits the graph.
@@ -265,6 +269,8 @@ def pack(
         ):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)
+        if check is not None:
+            check(gm.graph)
         record_has_frozen_params(gm)
     return constants, taken, layout_opt
 
