@@ -1,1 +1,1 @@
-"""Reports what the devices of this machine can do."""
+"""Capabilities of this machine's devices."""

@@ -1,4 +1,4 @@
-"""Tests devices for units for float8, and explains what is missing."""
+"""Checks devices for hardware support of float8."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from amp_fx.errors import DtypeWarning
 from amp_fx.torch_private.ops import has_kernel_for
 
 LEAST_CAPABILITY = (8, 9)
-"""The first compute capability with float8 units."""
+"""Lowest compute capability with float8 support."""
 
 EXPERTS_CAPABILITY = (9, 0)
-"""The compute capability of ``torch._scaled_grouped_mm``."""
+"""Compute capability that ``torch._scaled_grouped_mm`` requires."""
 
 
 def why_no_float8(device: torch.device) -> str:
-    """Returns why products on a device do not run in float8; an empty string if they do.
+    """Returns the reason why a device cannot compute float8 products; empty if it can.
 
-    A CUDA device that is not here is taken for one that has the units.
+    Assumes that CUDA devices that this machine lacks can.
     """
     if device.type in ("cpu", "meta"):
         return ""
     if device.type != "cuda":
-        return f"float8 products are for CUDA, not for {device.type}"
+        return f"float8 products are not supported on {device.type}"
     if torch.version.hip is not None:
-        return "float8 products were not tried on ROCm"
+        return "float8 products were not tested on ROCm"
     if not torch.cuda.is_available():
         return ""
     return _why_not_on_cuda(device.index or 0)
 
 
 def why_no_float8_experts(device: torch.device) -> str:
-    """Returns why products with a weight per expert do not; for devices that ``why_no_float8`` has.
+    """Returns the reason why a device cannot compute grouped float8 products; empty if it can.
 
-    Source: torch's ``_scaled_grouped_mm_cuda``, whose kernel for scales by row is Hopper's.
+    Expects a device that passed ``why_no_float8``. Source: torch's ``_scaled_grouped_mm_cuda``,
+    whose kernel for rowwise scales requires Hopper.
     """
     if device.type == "meta":
         return ""
@@ -49,22 +50,23 @@ def why_no_float8_experts(device: torch.device) -> str:
     index = device.index or 0
     if torch.cuda.get_device_capability(index) == EXPERTS_CAPABILITY:
         return ""
-    return f"torch._scaled_grouped_mm is for 9.0, and here is {device_names('cuda', [index])}"
+    name = device_names("cuda", [index])
+    return f"torch._scaled_grouped_mm requires compute capability 9.0, got {name}"
 
 
 @functools.cache
 def _why_not_on_cuda(index: int) -> str:
     if torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY:
         return ""
-    return f"{device_names('cuda', [index])} has no float8 units, which begin with 8.9"
+    return f"{device_names('cuda', [index])} has no float8 support, which requires 8.9 or higher"
 
 
 @functools.cache
 def warn_of_slowness() -> None:
-    """Warns once that processors have no units for float8."""
+    """Warns once that CPUs have no hardware support for float8."""
     warnings.warn(
-        "float8 products on the CPU give the numbers of a GPU's recipe, but are slower than "
-        "bfloat16: processors have no float8 units",
+        "float8 products on the CPU return the same numbers as on a GPU, but are slower than "
+        "bfloat16 because CPUs have no float8 hardware: use them for tests only",
         DtypeWarning,
         stacklevel=2,
     )

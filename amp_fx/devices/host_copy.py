@@ -1,12 +1,11 @@
-"""Copies small tensors from an accelerator to the host; neither waits for the other.
+"""Asynchronous copies of small tensors from an accelerator to the host.
 
-The host fills its memory with ones, every bit, before each copy. No element that arrives looks so:
-the memory itself says which elements have arrived, in whatever order they do.
+The host sets all bits of its memory before each copy. No valid element has all bits set, so the
+host can see which elements have arrived.
 
-The host asks no event. While another thread captures a CUDA graph in the mode ``"global"``, the
-default, ``cudaEventQuery`` fails and ends that capture; ``is_current_stream_capturing`` knows only
-of the current stream. Allocating pinned memory is such a call, too, so memory is used
-again.
+Events are not used: while another thread captures a CUDA graph in the default mode ``"global"``,
+``cudaEventQuery`` fails and invalidates that capture, and ``is_current_stream_capturing`` only
+checks the current stream. The same holds for allocations of pinned memory, so memory is reused.
 """
 
 from __future__ import annotations
@@ -17,46 +16,48 @@ _WORDS = {1: torch.int8, 4: torch.int32}
 
 
 class HostCopy:
-    """Memory of the host, and the copy that is on its way there, if any."""
+    """Host memory, and the pending copy to it, if any."""
 
     def __init__(self) -> None:
-        self._room: torch.Tensor | None = None
-        self._under_way: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """True if a copy was started of which nobody has taken the result."""
-        return self._under_way is not None
+        """True if a copy was started and its result was not returned yet."""
+        return self._pending is not None
 
     def start(self, source: torch.Tensor, *, room: int = 0) -> None:
-        """Queues a copy on the current stream, which must not be capturing; none may be under way.
+        """Queues a copy on the current stream, which must not be capturing a CUDA graph.
+
+        No other copy may be pending.
 
         Args:
-            source: A dense tensor of truth values, or of float32 without the NaN of all ones.
-            room: How many elements a later one may have.
+            source: A dense tensor of booleans, or of float32 without the NaN that has all bits set.
+            room: Maximum number of elements of later copies.
         """
         words, count = _WORDS[source.element_size()], source.numel()
-        if self._room is None or self._room.numel() < count:
+        if self._buffer is None or self._buffer.numel() < count:
             with torch.inference_mode(mode=False):
-                self._room = torch.empty(
+                self._buffer = torch.empty(
                     max(room, count), dtype=words, device="cpu", pin_memory=not source.is_cpu
                 )
-        target = self._room[:count].fill_(-1).view(source.dtype)
+        target = self._buffer[:count].fill_(-1).view(source.dtype)
         queue(target, source.reshape(-1))
-        self._under_way = target
+        self._pending = target
 
     def take(self) -> torch.Tensor | None:
-        """Returns the elements, in one dimension, once all have arrived; None before."""
-        if self._under_way is None:
+        """Returns a one-dimensional tensor once all elements have arrived; None before."""
+        if self._pending is None:
             return None
-        words = self._under_way.view(_WORDS[self._under_way.element_size()])
+        words = self._pending.view(_WORDS[self._pending.element_size()])
         if (words == -1).any():
             return None
-        found = self._under_way.clone()  # the next copy may start as soon as this one is taken
-        self._under_way = None
-        return found
+        result = self._pending.clone()  # the next copy overwrites the buffer
+        self._pending = None
+        return result
 
 
 def queue(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies behind what is queued, without waiting."""
+    """Queues a copy on the current stream without waiting."""
     target.copy_(source, non_blocking=True)

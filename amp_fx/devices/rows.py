@@ -1,8 +1,8 @@
-"""Measures which of ATen's kernels give a row the same bits in every batch, on this machine.
+"""Tests which kernels of ATen are batch-invariant on this machine.
 
-The kernel of a product may be another one for few rows, or for another number of threads. So it
-is measured for the sizes of each weight, and the results are written to a file: every process on
-the same kind of machine decides alike.
+A product may use different kernels depending on the number of rows and threads. Each size of a
+weight is therefore tested, and results are written to a file, so that all processes on machines of
+the same kind make the same decisions.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROWS = (*range(1, 10), 16, 17, 33, 64, 100, 256, 512)
-"""Numbers of rows that are compared."""
+"""Numbers of rows to test."""
 
 BATCH = 5
-"""How many elements of a batch are compared with each alone, for other ops."""
+"""Batch size in tests of ops other than products."""
 
 SHOWN = ((64, 256), (768, 3072), (3072, 768))
-"""Sizes of products that ``python -m amp_fx env`` shows."""
+"""Sizes of products that ``python -m amp_fx env`` lists."""
 
 
 @functools.cache
 def differing_rows(dtype: torch.dtype, depth: int, columns: int) -> tuple[int, ...]:
-    """Returns the numbers of rows whose products with a matrix have other bits.
+    """Returns the numbers of rows whose products with a matrix differ from those in a larger batch.
 
-    Rows are compared with the same rows of a larger batch, in every position, with and without a
-    bias, for both layouts of the matrix, for packed ones, and for several numbers of threads.
+    Compares the first and last rows of a batch with and without a bias, for both layouts of the
+    matrix and several numbers of threads.
 
     Args:
         dtype: The dtype of the product.
-        depth: The number of elements that are added up.
+        depth: The size of the summed dimension.
         columns: The number of columns of the matrix.
     """
     path = _file()
-    known = json.loads(path.read_text()) if path.exists() else {}
+    results = json.loads(path.read_text()) if path.exists() else {}
     key = f"{dtype_name(dtype)} {depth}x{columns}, also packed"
-    if key not in known:
-        known[key] = _measured(dtype, depth, columns)
+    if key not in results:
+        results[key] = _measured(dtype, depth, columns)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = path.with_suffix(f".{os.getpid()}")
-            new.write_text(json.dumps(known, indent=1, sort_keys=True))
+            new.write_text(json.dumps(results, indent=1, sort_keys=True))
             new.replace(path)
-    return tuple(known[key])
+    return tuple(results[key])
 
 
 def _file() -> Path:
@@ -71,23 +71,23 @@ def _measured(dtype: torch.dtype, depth: int, columns: int) -> list[int]:
         x = torch.randn(ROWS[-1], depth, generator=generator).to(dtype)
         weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(dtype)
         bias = torch.randn(columns, generator=generator).to(dtype)
-        laid_out = weight.t().contiguous()
-        ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        contiguous = weight.t().contiguous()
+        products: list[Callable[[torch.Tensor], torch.Tensor]] = [
             lambda rows: torch.mm(rows, weight.t()),
-            lambda rows: torch.mm(rows, laid_out),
+            lambda rows: torch.mm(rows, contiguous),
             lambda rows: torch.addmm(bias, rows, weight.t()),
-            lambda rows: torch.addmm(bias, rows, laid_out),
+            lambda rows: torch.addmm(bias, rows, contiguous),
         ]
-        plain, biased = ways[0](x), ways[2](x)
+        plain, biased = products[0](x), products[2](x)
         expected = [plain, plain, biased, biased]
         for packed in _packed(weight):
-            ways += [functools.partial(_packed_product, packed, b) for b in (None, bias)]
+            products += [functools.partial(_packed_product, packed, b) for b in (None, bias)]
             expected += [plain, biased]
 
         def is_equal(size: int) -> bool:
             return all(
-                torch.equal(way(x[rows].contiguous()), whole[rows])
-                for way, whole in zip(ways, expected, strict=True)
+                torch.equal(product(x[rows].contiguous()), whole[rows])
+                for product, whole in zip(products, expected, strict=True)
                 for rows in (slice(size), slice(-size, None))
             )
 
@@ -109,12 +109,12 @@ def _packed_product(
 
 
 def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True if an op gives the same bits for each element of a batch and for it alone.
+    """Returns True if an op returns the same bits for an element alone and in a batch.
 
     Args:
-        op: An op whose first argument has the batch in dimension 0, and so has its (first) result.
-        args: Its arguments, with fake tensors.
-        kwargs: More of them.
+        op: An op whose first argument and first result have the batch in dimension 0.
+        args: Positional arguments of the op, with fake tensors.
+        kwargs: Keyword arguments of the op.
     """
     with _real_tensors(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
@@ -123,8 +123,8 @@ def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if not isinstance(value, torch.Tensor):
                 return value
             sizes = [size if isinstance(size, int) else size.node.hint or 5 for size in value.shape]
-            found = torch.rand(sizes, generator=generator).to(value.dtype)
-            return found.contiguous(memory_format=suggest_memory_format(value))
+            tensor = torch.rand(sizes, generator=generator).to(value.dtype)
+            return tensor.contiguous(memory_format=suggest_memory_format(value))
 
         first = torch.cat([real(args[0])] * BATCH)[:BATCH]
         first = first * torch.rand(first.shape, generator=generator).to(first.dtype)
@@ -145,7 +145,7 @@ def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _with_threads(function: Callable[[int], bool], argument: int) -> bool:
-    """Returns True if a function returns True with each of several numbers of threads."""
+    """Returns True if a function returns True for several numbers of threads."""
     before = torch.get_num_threads()
     try:
         for count in {1, 2, os.cpu_count() or 1}:
@@ -159,6 +159,6 @@ def _with_threads(function: Callable[[int], bool], argument: int) -> bool:
 
 @contextlib.contextmanager
 def _real_tensors() -> Iterator[None]:
-    """Runs ops on real tensors inside a compiler, and without autocast."""
+    """Context in which ops run on real tensors during compilation, without autocast."""
     with no_dispatch_modes(), torch.autocast("cpu", enabled=False):
         yield

@@ -1,6 +1,6 @@
 """``amp_fx.draw``: pictures of explained graphs.
 
-In the order that data takes: ``boxes`` makes a graph of boxes from an explanation, ``zoom``,
-``folding`` and ``collapse`` make it small, ``dot`` writes it as Graphviz does, ``draw`` puts
-these together and ``page`` makes an HTML page of the result.
+In the order of the data flow: ``boxes`` converts an explanation to a graph of boxes, ``folding``
+reduces it, ``dot`` converts it to Graphviz, ``draw`` combines these steps, and ``page`` creates an
+HTML page.
 """

@@ -1,4 +1,4 @@
-"""The boxes of a picture, and the graph of boxes that an explained graph is."""
+"""Boxes of pictures, and the conversion of explained graphs to graphs of boxes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,34 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord, TensorRecord
 
 MOVES = frozenset(
-    (
-        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous"),
-        *("transpose", "permute", "t", "mT", "T", "movedim", "swapaxes"),
-        *("unsqueeze", "squeeze", "expand", "expand_as"),
-        *("getitem", "select", "narrow", "split", "chunk", "unbind"),
-    )
+    {
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "contiguous",
+        "transpose",
+        "permute",
+        "t",
+        "mT",
+        "T",
+        "movedim",
+        "swapaxes",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "getitem",
+        "select",
+        "narrow",
+        "split",
+        "chunk",
+        "unbind",
+    }
 )
-"""Ops that only move or rename elements."""
+"""Ops that only move elements or change shapes."""
 
 BoxGraph: TypeAlias = Any
 """A ``networkx.DiGraph``: nodes have ``box=Box``, edges ``labels=tuple`` and ``is_ghost``."""
@@ -35,15 +55,15 @@ class Box:
 
     Attributes:
         kind: ``"op"``, ``"cast"``, ``"kept"``, ``"ghost"``, ``"island"``, ``"input"``,
-            ``"output"``, ``"module"`` (a collapsed one) or ``"outside"``.
+            ``"output"``, ``"module"`` (a closed module) or ``"outside"``.
         title: The text in bold.
-        lines: The text below.
-        shares: The dtypes that its ops run in, each with the number of ops.
-        module: Path of the module that it is drawn in.
-        tooltip: What is shown when the mouse is over it.
-        members: Names of the nodes that it stands for.
-        signature: Equal for boxes that differ only in where they stand.
-        is_move: Whether it only moves or renames elements, which says nothing about dtypes.
+        lines: The text below the title.
+        shares: The compute dtypes of its ops, each with the number of ops.
+        module: Path of the module in whose frame the box is drawn.
+        tooltip: The text that is shown when the pointer is over the box.
+        members: Names of the nodes that the box represents.
+        signature: Key that is equal for boxes that differ only in their modules.
+        is_move: Whether its op only moves elements or changes shapes.
     """
 
     kind: str
@@ -58,19 +78,21 @@ class Box:
 
 
 def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False) -> BoxGraph:
-    """The graph of boxes: weights are left out, kept casts are one box with their copies.
+    """Converts an explained graph to a graph of boxes.
+
+    Weights have no boxes. Cached casts that feed the same op share a box.
 
     Args:
         record: The graph.
-        ghosts: Whether casts that were removed get a box too.
-        before: Whether it is the graph as captured, without casts.
+        ghosts: Whether removed casts have boxes.
+        before: Whether to convert the captured graph, without casts.
     """
     by_name = {node.name: node for node in (record.before if before else record.nodes)}
     casts = () if before else record.casts
     weights = {cast.name: cast.weight for cast in casts if cast.weight}
     graph: BoxGraph = nx.DiGraph()
     homes = _homes(by_name)
-    aliases: dict[str, str] = {}  # of what is left out as an item of a tuple, whose item it is
+    aliases: dict[str, str] = {}  # items of tuples, which have no boxes, with their tuples
     items: dict[str, list[NodeRecord]] = {}
     for node in by_name.values():
         if _is_item_of_tuple(node, by_name):
@@ -78,8 +100,8 @@ def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False)
             aliases[node.name] = aliases.get(node.inputs[0], node.inputs[0])
     for node in by_name.values():
         if node.name in homes:
-            found = items.get(node.name, [])
-            graph.add_node(node.name, box=_box(node, homes[node.name], weights, found))
+            box = _box(node, homes[node.name], weights, items.get(node.name, []))
+            graph.add_node(node.name, box=box)
     for node in by_name.values():
         for name in node.inputs if node.name in homes else ():
             source = aliases.get(name, name)
@@ -93,7 +115,7 @@ def boxes_of(record: GraphRecord, *, ghosts: bool = False, before: bool = False)
 
 
 def _merge_kept(graph: BoxGraph) -> None:
-    """Makes one box of the kept casts that feed one op: its weight and its bias."""
+    """Merges the boxes of cached casts that feed the same op, such as its weight and bias."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, box in graph.nodes(data="box"):
         if box.kind == "kept":
@@ -115,7 +137,7 @@ def _merge_kept(graph: BoxGraph) -> None:
 
 
 def _homes(by_name: dict[str, NodeRecord]) -> dict[str, str]:
-    """The module that each node is drawn in; casts stand by what they are made for."""
+    """Returns the module in whose frame each node is drawn; casts are next to their users."""
     consumers: dict[str, list[NodeRecord]] = {}
     for node in by_name.values():
         for name in node.inputs:
@@ -135,7 +157,7 @@ def _homes(by_name: dict[str, NodeRecord]) -> dict[str, str]:
 
 
 def _is_item_of_tuple(node: NodeRecord, by_name: dict[str, NodeRecord]) -> bool:
-    """Returns True if a node only takes one result of several."""
+    """Returns True if a node selects one of several results."""
     if bare_op(node.op) != "getitem" or len(node.inputs) != 1:
         return False
     source = by_name.get(node.inputs[0])
@@ -145,14 +167,14 @@ def _is_item_of_tuple(node: NodeRecord, by_name: dict[str, NodeRecord]) -> bool:
 def connect(
     graph: BoxGraph, source: str, target: str, labels: tuple[str, ...], *, is_ghost: bool = False
 ) -> None:
-    """Adds an edge, or labels to the one that is there."""
-    known = graph.get_edge_data(source, target, {"labels": ()})["labels"]
-    labels = tuple(dict.fromkeys((*known, *labels)))
+    """Adds an edge, or adds labels to an existing edge."""
+    existing = graph.get_edge_data(source, target, {"labels": ()})["labels"]
+    labels = tuple(dict.fromkeys((*existing, *labels)))
     graph.add_edge(source, target, labels=labels, is_ghost=is_ghost)
 
 
 def _tensor_label(outputs: tuple[TensorRecord, ...]) -> str:
-    """Returns the label of an edge: ``bf16 [2, 64]``."""
+    """Returns the label of an edge, such as ``bf16 [2, 64]``."""
     if not outputs:
         return ""
     first = outputs[0]
@@ -195,10 +217,10 @@ def _result(node: NodeRecord) -> str:
 
 
 def _tooltip(node: NodeRecord) -> str:
-    """Everything about a node in a few lines."""
-    where = f"{node.module} ({node.module_type})" if node.module_type else node.module
+    """Returns a description of a node in a few lines."""
+    module = f"{node.module} ({node.module_type})" if node.module_type else node.module
     source = f"{short_path(node.file)}:{node.line}  {node.code}" if node.file else ""
-    lines = (node.name, node.op, where, source, node.reason)
+    lines = (node.name, node.op, module, source, node.reason)
     return "\n".join(line for line in dict.fromkeys(lines) if line)
 
 
@@ -207,8 +229,8 @@ def _add_ghost(graph: BoxGraph, cast: CastRecord, by_name: dict[str, NodeRecord]
     home = by_name[consumers[0]].module if consumers else ""
     name = f"ghost.{cast.name}"
     title = f"to {SHORT.get(cast.to_dtype, cast.to_dtype)}"
-    tip = f"{cast.name}: removed, {cast.removed_by}"
-    box = Box("ghost", title, ("removed",), (), home, tip, (cast.name,), ("ghost", title))
+    tooltip = f"{cast.name}: removed, {cast.removed_by}"
+    box = Box("ghost", title, ("removed",), (), home, tooltip, (cast.name,), ("ghost", title))
     graph.add_node(name, box=box)
     if cast.source in graph:
         connect(graph, cast.source, name, (), is_ghost=True)

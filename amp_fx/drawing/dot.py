@@ -1,4 +1,4 @@
-"""Writes boxes in the language of Graphviz: their colours, the frames around them, the arrows."""
+"""Converts graphs of boxes to the DOT language of Graphviz."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "float64": "#f4a6a0"}
-"""Fill by the dtype that a box runs in."""
+"""Fill colors by compute dtype."""
 
 OTHER = "#e4e4e4"
-"""Fill of what runs in integers, booleans or other dtypes."""
+"""Fill color of integers, booleans and other dtypes."""
 
 HEAT = ("#f4f4f4", "#fff3c4", "#ffdf80", "#ffb84d", "#ff8534", "#e5412d")
-"""Fill by a strength from 0 to 5, of a report of accuracy."""
+"""Fill colors by level, from 0 to 5, in pictures of accuracy reports."""
 
 ALARM = "#b00020"
-"""The line around what overflows."""
+"""Line color of ops that overflow."""
 
 INK = "#333333"
 CAST = "#c0392b"
@@ -37,13 +37,13 @@ FAINT = "#999999"
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The outputs of a box, and the boxes that take them.
+    """Outputs of a box, and the boxes that read them.
 
     Attributes:
-        source: Name of the box that gives.
-        targets: Names of those that take.
-        labels: Dtype and shape of each tensor that goes along.
-        is_ghost: Whether it leads to or from a cast that was removed.
+        source: Name of the box.
+        targets: Names of the boxes that read the outputs.
+        labels: Dtype and shape of each tensor.
+        is_ghost: Whether the source or a target is a removed cast.
     """
 
     source: str
@@ -53,64 +53,66 @@ class Stream:
 
 
 def streams_of(graph: BoxGraph) -> list[Stream]:
-    """The streams of a graph of boxes: arrows out of a box that say the same are one.
+    """Returns the streams of a graph. Edges from one box with the same labels are one stream.
 
-    So the label of a tensor that a layer and the residual connection around it take is there
-    once, in front of both.
+    For example, a tensor that a layer and a residual connection read has one label.
     """
     targets: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
     for source, target, data in graph.edges(data=True):
         labels = tuple(label for label in data["labels"] if label)
         targets.setdefault((source, labels, data["is_ghost"]), []).append(target)
-    return [Stream(a, tuple(found), labels, g) for (a, labels, g), found in targets.items()]
+    return [
+        Stream(source, tuple(names), labels, is_ghost)
+        for (source, labels, is_ghost), names in targets.items()
+    ]
 
 
 def split(streams: Iterable[Stream], names: Container[str]) -> tuple[list[Stream], list[Stream]]:
-    """The streams among some boxes, and what is left.
+    """Returns the streams between the named boxes, and the remaining streams.
 
-    What leaves those boxes loses its label if it is there among them already.
+    A stream with targets in both parts is split; only the first part has its labels.
     """
     inside, outside = [], []
     for stream in streams:
-        near = tuple(target for target in stream.targets if target in names)
-        if stream.source not in names or not near:
+        inner = tuple(target for target in stream.targets if target in names)
+        if stream.source not in names or not inner:
             outside.append(stream)
             continue
-        inside.append(dataclasses.replace(stream, targets=near))
-        if far := tuple(target for target in stream.targets if target not in names):
-            outside.append(dataclasses.replace(stream, targets=far, labels=()))
+        inside.append(dataclasses.replace(stream, targets=inner))
+        if outer := tuple(target for target in stream.targets if target not in names):
+            outside.append(dataclasses.replace(stream, targets=outer, labels=()))
     return inside, outside
 
 
 Frames = dict[str, dict[str, "Box"]]
-"""By the path of a module right inside of another, the boxes in it by name."""
+"""Boxes by name, for each module that has a frame."""
 
 
 def frames_in(boxes: dict[str, Box], streams: list[Stream], path: str) -> Frames:
-    """The frames right inside of the frame of a module (``path``); a box of one alone needs none.
+    """Returns the frames directly inside the frame of module ``path``.
 
-    A list of modules whose members take turns with those of another list is left and entered
-    again: its frame would hold together what is computed far apart, and arrows would go up. Such
-    modules get a frame each instead. The module's own boxes are in none of those inside.
+    If the modules of two lists alternate, a frame around each list would contain distant boxes and
+    cause upward arrows. Each module of such a list has a separate frame instead. Boxes that belong
+    to ``path`` itself are not in any of the frames.
     """
     frames: Frames = {}
     for name, box in boxes.items():
         if box.module != path:
             frames.setdefault(_child(path, box.module), {})[name] = box
-    while torn := _first_torn(frames, streams):
-        members = frames.pop(torn)
+    while reentered := _first_reentered(frames, streams):
+        members = frames.pop(reentered)
         for name, box in members.items():
-            inner = name if box.module == torn else _child(torn, box.module)
+            inner = name if box.module == reentered else _child(reentered, box.module)
             frames.setdefault(inner, {})[name] = box
     return {
-        child if len(found) == 1 else _only_inside(child, found): found
-        for child, found in frames.items()
+        child if len(members) == 1 else _innermost_common(child, members): members
+        for child, members in frames.items()
     }
 
 
-def _first_torn(frames: Frames, streams: list[Stream]) -> str:
-    """A frame of several modules that arrows leave and come back to."""
-    owner = {name: path for path, found in frames.items() for name in found}
+def _first_reentered(frames: Frames, streams: list[Stream]) -> str:
+    """Returns the first frame of several modules that arrows leave and enter again, or ``""``."""
+    owner = {name: path for path, members in frames.items() for name in members}
     between = nx.DiGraph()
     for stream in streams:
         a = owner.get(stream.source, f"box {stream.source}")
@@ -118,31 +120,37 @@ def _first_torn(frames: Frames, streams: list[Stream]) -> str:
             b = owner.get(target, f"box {target}")
             if a != b:
                 between.add_edge(a, b)
-    torn = {n for part in nx.strongly_connected_components(between) if len(part) > 1 for n in part}
-    for path, found in frames.items():
-        is_list = all(box.module != path or box.kind == "module" for box in found.values())
-        if len(found) > 1 and is_list and path in torn:
+    in_cycles: set[str] = set()
+    for component in nx.strongly_connected_components(between):
+        if len(component) > 1:
+            in_cycles |= component
+    for path, members in frames.items():
+        is_list = all(box.module != path or box.kind == "module" for box in members.values())
+        if len(members) > 1 and is_list and path in in_cycles:
             return path
     return ""
 
 
 def _child(path: str, module: str) -> str:
-    """The module right inside of one that leads to another."""
+    """Returns the module directly inside ``path`` that contains ``module``."""
     start = len(path) + 1 if path else 0
     return module[:start] + module[start:].partition(".")[0]
 
 
-def _only_inside(path: str, boxes: dict[str, Box]) -> str:
-    """A module, or the one in it that has all of its boxes: one frame does for both."""
-    inside = {box.module for box in boxes.values()}
-    while path not in inside and len(inner := {_child(path, m) for m in inside}) == 1:
-        [path] = inner
+def _innermost_common(path: str, boxes: dict[str, Box]) -> str:
+    """Returns the innermost module inside ``path`` that contains all boxes."""
+    modules = {box.module for box in boxes.values()}
+    while path not in modules:
+        children = {_child(path, module) for module in modules}
+        if len(children) != 1:
+            break
+        [path] = children
     return path
 
 
 FONT = "Helvetica,Arial,sans-serif"
 
-# Shape, line and style by kind; the fill is the dtype's where ``style`` has "filled".
+# Shape, line and style by kind of box. Styles with "filled" are filled with the dtype's color.
 STYLES: dict[str, dict[str, str]] = {
     "op": {"shape": "box", "style": "filled,rounded"},
     "module": {"shape": "box", "style": "filled", "penwidth": "1.4"},
@@ -158,16 +166,16 @@ STYLES: dict[str, dict[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """The title and settings of a picture.
+    """Title and settings of a picture.
 
     Attributes:
-        title: Written above it.
-        counts: How many modules a folded path stands for.
-        types: Classes of modules by their paths.
-        has_legend: Whether colours and shapes are explained below.
-        levels: How strongly nodes are coloured, by name; None colours by dtype.
-        outlined: Names of nodes whose boxes get a dashed line.
-        measure: What the strength stands for.
+        title: Text above the picture.
+        counts: Number of modules in each folded path.
+        types: Classes of modules by path.
+        has_legend: Whether the picture has a legend.
+        levels: Color levels of nodes by name; None for colors by dtype.
+        outlined: Names of nodes whose boxes have a dashed line.
+        measure: The measure of the levels.
     """
 
     title: str
@@ -180,11 +188,11 @@ class Page:
 
 
 def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
-    """A picture of some graphs.
+    """Returns a picture of graphs.
 
     Args:
-        graphs: By title, the graphs; one alone gets no frame.
-        page: What the picture is of.
+        graphs: The graphs by title. A single graph has no frame.
+        page: Title and settings.
     """
     dot = graphviz.Digraph("amp_fx")
     dot.attr("graph", rankdir="TB", nodesep="0.3", ranksep="0.16", fontname=FONT, fontsize="13")
@@ -220,32 +228,31 @@ def _draw_module(
     page: Page,
     prefix: str,
 ) -> None:
-    """Draws the boxes of a module, the modules in it as frames, and what goes between them.
+    """Draws the boxes of a module, frames of the modules inside it, and the streams between them.
 
-    A stream is drawn in the innermost frame that has all of its boxes, its label too.
+    A stream and its label are drawn in the innermost frame that contains all of its boxes.
     """
     frames = frames_in(boxes, streams, path)
     for name, box in boxes.items():
         if box.module == path:
             _draw_box(dot, names[name], box, page)
-    for child, found in frames.items():
-        if len(found) == 1:
-            [(name, box)] = found.items()
+    for child, members in frames.items():
+        if len(members) == 1:
+            [(name, box)] = members.items()
             _draw_box(dot, names[name], _named_after(box, path, page), page)
             continue
-        inside, streams = split(streams, found)
+        inside, streams = split(streams, members)
         with dot.subgraph(name=f"cluster_{prefix}{child}") as frame:
             _draw_title(frame, child, path, page, prefix)
-            _draw_module(frame, found, inside, child, names, page, prefix)
+            _draw_module(frame, members, inside, child, names, page, prefix)
     for stream in streams:
         _draw_stream(dot, stream, names)
 
 
 def _draw_stream(dot: graphviz.Digraph, stream: Stream, names: dict[str, str]) -> None:
-    """Arrows, with the label as a box without lines on their way.
+    """Draws arrows, with their label as a node without lines.
 
-    Graphviz keeps boxes inside of their frame and out of all others; labels of edges it lets
-    lie across.
+    Graphviz places nodes inside their frame, but may place edge labels across frames.
     """
     style = {"style": "dashed", "color": FAINT} if stream.is_ghost else {}
     source, targets = names[stream.source], [names[target] for target in stream.targets]
@@ -266,7 +273,7 @@ def _lines(labels: tuple[str, ...]) -> str:
 
 
 def _named_after(box: Box, path: str, page: Page) -> Box:
-    """A box that is alone in its module: it says so itself, without a frame."""
+    """Adds the module's name to a box that is alone in its module, which has no frame."""
     name = box.module[len(path) + 1 if path else 0 :]
     if box.kind == "module":
         return dataclasses.replace(box, title=f"{name}.{box.title}", module=path)
@@ -275,19 +282,19 @@ def _named_after(box: Box, path: str, page: Page) -> Box:
 
 
 def _draw_title(frame: graphviz.Digraph, child: str, path: str, page: Page, prefix: str) -> None:
-    """The frame of a module, and its name as a box without lines in the first row.
+    """Styles the frame of a module, and draws its title as a node without lines in the first row.
 
-    The label of a frame would lie under the arrows that come in.
+    Incoming arrows would cover the label of a frame.
     """
     name = child[len(path) + 1 if path else 0 :]
     kind = page.types.get(child, "")
     times = f"<B>  x{page.counts[child]}</B>" if child in page.counts else ""
     text = f"{html.escape(name)}{times}{f'  <I>{html.escape(kind)}</I>' if kind else ''}"
-    tip = graphviz.escape(child)
-    style = {"shape": "plain", "fontcolor": "#444444", "tooltip": tip}
+    tooltip = graphviz.escape(child)
+    style = {"shape": "plain", "fontcolor": "#444444", "tooltip": tooltip}
     frame.node(f"title-{prefix}{child}", label=f"<{text}>", **style)
     folded = child in page.counts
-    frame.attr(label="", tooltip=tip, style="rounded,filled" if folded else "rounded")
+    frame.attr(label="", tooltip=tooltip, style="rounded,filled" if folded else "rounded")
     frame.attr(color="#aaaaaa", fillcolor="#f7f7f2", penwidth="2" if folded else "1", margin="10")
 
 
@@ -302,46 +309,46 @@ def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
     if page.outlined.intersection(box.members):
         style |= {"style": f"{style['style']},dashed", "color": ALARM, "penwidth": "3"}
     lines = [f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in box.lines]
-    above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # the lid
+    above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # top of the cylinder
     label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}{_times(box, page)}</B>", *lines])
     tooltip = graphviz.escape(box.tooltip).replace("\n", r"\n")
     dot.node(name, label=f"<{label}>", id=f"box-{name}", tooltip=tooltip, **style)
 
 
 def _times(box: Box, page: Page) -> str:
-    """Returns ``x12`` for a closed module that stands for twelve; an empty string for one."""
+    """Returns text such as ``x12`` for a closed box of twelve modules; ``""`` for one module."""
     path = f"{box.module}.{box.title}" if box.module else box.title
     return f"  x{page.counts[path]}" if box.kind == "module" and path in page.counts else ""
 
 
 def _fill(box: Box) -> str:
-    """The dtype's colour; stripes as wide as the dtypes' parts for a module of several."""
+    """Returns the color of the dtype; for modules, stripes in proportion to the dtypes."""
     if not box.shares:
         return "#ffffff"
     if box.kind != "module" or len(box.shares) == 1:
         return COLORS.get(box.shares[0][0], OTHER)
     total = sum(count for _, count in box.shares)
     parts = [f"{COLORS.get(d, OTHER)};{count / total:.3f}" for d, count in box.shares]
-    parts[-1] = parts[-1].partition(";")[0]  # Graphviz gives the last what is left
+    parts[-1] = parts[-1].partition(";")[0]  # the last stripe fills the rest
     return ":".join(parts)
 
 
 def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
-    """The title and the legend, as a table above the picture."""
+    """Returns the title and the legend as a table."""
     title = f'<TR><TD COLSPAN="2" ALIGN="LEFT"><B>{html.escape(page.title)}</B></TD></TR>'
     if not page.has_legend:
         return f'<<TABLE BORDER="0">{title}</TABLE>>'
     boxes = [box for graph in graphs.values() for _, box in graph.nodes(data="box")]
     dtypes = [dtype for box in boxes for dtype, _ in box.shares]
     kinds = {box.kind for box in boxes}
-    counted = any(" kept" in line for box in boxes if box.kind == "module" for line in box.lines)
-    if not counted or "kept" in kinds:
+    closed_lines = [line for box in boxes if box.kind == "module" for line in box.lines]
+    if "kept" in kinds or not any(" kept" in line for line in closed_lines):
         kinds.discard("module")
     fills = _heat_legend(page) if page.levels is not None else _dtype_legend(dtypes)
     signs = [_sign(line, "ROUNDED", text) for k, (line, text) in LEGEND.items() if k in kinds]
     row = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
-    cells = [row.format(each) for each in (fills, "".join(signs)) if each]
-    rows = "".join(f'<TR><TD ALIGN="LEFT">{each}</TD></TR>' for each in cells)
+    tables = [row.format(content) for content in (fills, "".join(signs)) if content]
+    rows = "".join(f'<TR><TD ALIGN="LEFT">{table}</TD></TR>' for table in tables)
     return f'<<TABLE BORDER="0" CELLSPACING="2">{title}{rows}</TABLE>>'
 
 
@@ -376,4 +383,4 @@ LEGEND = {
     "ghost": (FAINT, "dashed: cast removed"),
     "island": (INK, "octagon: island under native autocast"),
 }
-"""Kinds of boxes whose shape says something: the colour of the line, the meaning."""
+"""Line color and meaning of kinds of boxes with special shapes."""

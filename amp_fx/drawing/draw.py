@@ -28,7 +28,7 @@ from amp_fx.drawing.heat import levels_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.network import _chosen
+from amp_fx.explanation.network import _graphs_of
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, origins_of
@@ -52,10 +52,10 @@ INSTALL_DOT = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The part of a graph that ``draw`` shows, and in which detail.
+    """Settings of ``draw``.
 
     Attributes:
-        most: How many boxes a picture of modules may have before no more are opened.
+        most: Maximum number of boxes in a picture of modules before no more modules are opened.
     """
 
     level: str | None = None
@@ -71,7 +71,7 @@ class View:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Drawing:
-    """A picture; in a notebook it shows itself."""
+    """A picture, which notebooks display."""
 
     explanation: Explanation
     records: tuple[GraphRecord, ...]
@@ -79,7 +79,7 @@ class Drawing:
     report: AccuracyReport | None = None
 
     def __post_init__(self) -> None:
-        """Makes the picture."""
+        """Creates the picture."""
         self._dot, self.boxes = _picture(self.explanation, self.records, self.view, self.report)
 
     def with_view(self, view: View) -> Drawing:
@@ -88,7 +88,7 @@ class Drawing:
 
     @property
     def source(self) -> str:
-        """The picture in the language of Graphviz."""
+        """The picture in the DOT language of Graphviz."""
         return str(self._dot.source)
 
     @functools.cached_property
@@ -101,34 +101,34 @@ class Drawing:
         return self._render("svg").decode("utf-8")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the picture; the ending says in which format.
+        """Writes the picture to a file, in the format of its suffix.
 
-        If the ``dot`` program is missing, the browser lays out an ``.html`` page. For the other
-        formats, the ``.dot`` file is written beside.
+        If the ``dot`` program is not installed, the browser lays out an ``.html`` page. For other
+        formats, a ``.dot`` file is written instead.
 
         Raises:
-            OptionError: There is no such format or folder, the folder cannot be written to, or
-                the ``dot`` program is missing.
+            OptionError: The format or folder does not exist, the folder is not writable, or the
+                ``dot`` program is not installed.
         """
         target = Path(path)
-        ending = check_path(target)
-        if ending == "dot":
+        suffix = check_path(target)
+        if suffix == "dot":
             return _write(target, self.source.encode("utf-8"))
-        if ending == "html":
+        if suffix == "html":
             from amp_fx.drawing.page import page_of
 
             return _write(target, page_of(self).encode("utf-8"))
         if not shutil.which("dot"):
-            beside = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
-            raise OptionError(f"{INSTALL_DOT}; wrote {beside} instead")
-        return _write(target, self._render(ending))
+            dot_file = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
+            raise OptionError(f"{INSTALL_DOT}; wrote {dot_file} instead")
+        return _write(target, self._render(suffix))
 
-    def _render(self, form: str) -> bytes:
+    def _render(self, file_format: str) -> bytes:
         try:
             dot = self._dot.copy()
-            if form == "png":
+            if file_format == "png":
                 dot.attr("graph", dpi=str(self.view.dpi))
-            return bytes(dot.pipe(format=form))
+            return bytes(dot.pipe(format=file_format))
         except graphviz.ExecutableNotFound as error:
             raise OptionError(INSTALL_DOT) from error
 
@@ -141,7 +141,7 @@ class Drawing:
         return self.svg if shutil.which("dot") else None
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns a summary in one line."""
         num_boxes = sum(len(graph) for graph in self.boxes.values())
         return f"<Drawing of {self.explanation.model}: {num_boxes} boxes>"
 
@@ -165,43 +165,42 @@ def draw(
     color: str | None = None,
     dpi: int = 192,
 ) -> Drawing:
-    """Draws explained graphs with the casts that were inserted, through Graphviz.
+    """Draws explained graphs with their casts, using Graphviz.
 
-    Boxes are filled with the colour of the dtype that they run in; casts are hexagons, casts
-    of weights that are kept are cylinders; edges tell dtype and shape; frames are modules.
+    The fill color of a box is the compute dtype. Casts are hexagons, cached casts of weights are
+    cylinders, frames are modules, and edges are labeled with dtypes and shapes.
 
     Args:
-        explanation_or_graph: What ``amp_fx.explain`` gave, one of its graphs, what
-            ``amp_fx.accuracy`` gave, an exported program (``amp_fx.export``), or an FX graph.
-        path: Where to write it: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a
-            page that needs neither a network nor the ``dot`` program, to open modules, pan, zoom
-            and search in. None writes nothing.
-        level: ``"op"`` draws every op, ``"module"`` closes modules so that the picture
-            stays small. None takes ``"op"`` where that is small too.
-        focus: Path of the module to show, with what it takes and gives: ``"layers.3.attn"``.
-        graph: Only the graphs of this number; None takes all forward graphs.
-        ghosts: Whether casts that were removed again are shown.
+        explanation_or_graph: Result of ``amp_fx.explain`` or one of its graphs, result of
+            ``amp_fx.accuracy``, an exported program (``amp_fx.export``), or an FX graph.
+        path: File to write: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for an interactive
+            page that needs neither a network nor the ``dot`` program. None writes no file.
+        level: ``"op"`` draws every op; ``"module"`` closes modules to reduce the number of boxes.
+            Defaults to ``"op"`` if the picture is small.
+        focus: Path of the module to show with its inputs and outputs, such as ``"layers.3.attn"``.
+        graph: Number of the graph to show; None shows all forward graphs.
+        ghosts: Whether removed casts are shown.
         fold: Whether repeated modules of a list are folded into one with a count.
-        before: Whether the graph is shown as captured, without casts.
-        legend: Whether colours and shapes are explained above the picture.
-        color: What boxes are coloured by. A report of ``amp_fx.accuracy`` has ``"effect"`` (what
-            errors do to the loss; the default there), ``"error"`` (that since the start) and
-            ``"headroom"`` (how near values come to the dtype's limit) besides ``"dtype"``; ops in
-            which something overflows get a dashed line. The page has a switch for it.
+        before: Whether to show the captured graph, without casts.
+        legend: Whether to explain colors and shapes above the picture.
+        color: Property that determines colors. Besides ``"dtype"``, reports of ``amp_fx.accuracy``
+            support ``"effect"`` (effect of the error on the loss; the default for reports),
+            ``"error"`` (the accumulated error) and ``"headroom"`` (distance of values to the limit
+            of the dtype). Ops that overflow have dashed lines. HTML pages can switch the property.
         dpi: Dots per inch of a ``.png``.
 
     Returns:
         The picture.
 
     Raises:
-        OptionError: The level, the ending or the focus is unknown (with similar names), ``dpi`` is
-            no whole number from 10 to 2400, the folder is missing or cannot be written to, or
-            ``dot`` is not installed.
+        OptionError: The level, suffix or focus is unknown (the message suggests similar names),
+            ``dpi`` is not an integer from 10 to 2400, the folder does not exist or is not writable,
+            or ``dot`` is not installed.
     """
     if level is not None and level not in LEVELS:
         raise OptionError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
     if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
-        raise OptionError(f"dpi={dpi!r} is not a whole number from 10 to 2400")
+        raise OptionError(f"dpi={dpi!r} is not an integer from 10 to 2400")
     if path is not None:
         check_path(path)
     report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
@@ -209,7 +208,7 @@ def draw(
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
-        records = tuple(_chosen(explanation, graph))
+        records = tuple(_graphs_of(explanation, graph))
     view = View(level, focus, ghosts, fold, before, legend, color, dpi)
     drawing = Drawing(explanation, tuple(records), view, report)
     if path is not None:
@@ -222,28 +221,28 @@ def _checked_color(color: str | None, report: AccuracyReport | None) -> str:
         return "dtype" if report is None else MEASURES[0]
     allowed = ("dtype",) if report is None else ("dtype", *MEASURES)
     if color not in allowed:
-        of = "" if report is not None else " (others are for what amp_fx.accuracy gives)"
-        raise OptionError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{of}")
+        hint = "" if report is not None else " (others require a result of amp_fx.accuracy)"
+        raise OptionError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{hint}")
     return color
 
 
-def _as_explanation(given: Any) -> Explanation:
-    if isinstance(given, AccuracyReport):
-        return as_explanation(given)
-    if isinstance(given, Explanation):
-        return given
-    if isinstance(given, ExportedProgram):
-        return explain_program(given)
-    if isinstance(given, fx.GraphModule):
-        return _of_record(as_record(given), type(given).__name__)
-    if isinstance(given, fx.Graph):
-        owner = given.owning_module
-        return _of_record(as_record(fx.GraphModule(owner or {}, given)), "graph")
-    if isinstance(given, GraphRecord):
-        return _of_record(given, f"graph {given.index}")
+def _as_explanation(source: Any) -> Explanation:
+    if isinstance(source, AccuracyReport):
+        return as_explanation(source)
+    if isinstance(source, Explanation):
+        return source
+    if isinstance(source, ExportedProgram):
+        return explain_program(source)
+    if isinstance(source, fx.GraphModule):
+        return _of_record(as_record(source), type(source).__name__)
+    if isinstance(source, fx.Graph):
+        owner = source.owning_module
+        return _of_record(as_record(fx.GraphModule(owner or {}, source)), "graph")
+    if isinstance(source, GraphRecord):
+        return _of_record(source, f"graph {source.index}")
     raise OptionError(
-        f"amp_fx.draw takes the result of amp_fx.explain, one of its graphs, an exported program "
-        f"or an FX graph, not {type(given).__name__}; for a model: "
+        f"amp_fx.draw expects a result of amp_fx.explain, one of its graphs, an exported program "
+        f"or an FX graph, got {type(source).__name__}. For a model, write "
         "amp_fx.draw(amp_fx.explain(model)(*inputs))"
     )
 
@@ -254,21 +253,19 @@ def _of_record(record: GraphRecord, name: str) -> Explanation:
 
 
 def check_path(path: str | os.PathLike[str]) -> str:
-    """The format that a path's ending names.
+    """Returns the format of a path's suffix.
 
     Raises:
-        OptionError: There is no such format, or no such folder.
+        OptionError: The format or the folder does not exist.
     """
     path = Path(path)
-    ending = path.suffix.removeprefix(".").lower()
-    if ending not in FORMATS:
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in FORMATS:
         allowed = ", ".join(f".{name}" for name in FORMATS)
-        raise OptionError(
-            f"path={str(path)!r}: no format has the ending {path.suffix!r}; {allowed}"
-        )
+        raise OptionError(f"path={str(path)!r}: the suffix {path.suffix!r} is not one of {allowed}")
     if not path.parent.is_dir():
-        raise OptionError(f"path={str(path)!r}: there is no folder {str(path.parent)!r}")
-    return ending
+        raise OptionError(f"path={str(path)!r}: the folder {str(path.parent)!r} does not exist")
+    return suffix
 
 
 def _write(path: Path, content: bytes) -> Path:
@@ -288,21 +285,20 @@ def _picture(
     counts: dict[str, int] = {}
     types: dict[str, str] = {}
     graphs: dict[str, BoxGraph] = {}
-    wanted = [title_of(record) for record in records]
-    made = [boxes_of(r, ghosts=view.ghosts, before=view.before) for r in records]
+    titles = [title_of(record) for record in records]
+    box_graphs = [boxes_of(r, ghosts=view.ghosts, before=view.before) for r in records]
     if view.focus is not None:
-        made, wanted = _zoomed(made, wanted, view.focus)
+        box_graphs, titles = _zoomed(box_graphs, titles, view.focus)
     for record in records:
         types |= dict(record.modules)
-    for title, graph in zip(wanted, made, strict=True):
-        folded, found = fold_repeats(graph) if view.fold else (graph, {})
-        counts |= found
-        types |= _types_of_folded(found, types)
+    for title, graph in zip(titles, box_graphs, strict=True):
+        folded, repeats = fold_repeats(graph) if view.fold else (graph, {})
+        counts |= repeats
+        types |= _types_of_folded(repeats, types)
         level = view.level or ("op" if len(folded) <= MOST_BOXES else "module")
-        root = view.focus or ""
-        graphs[title] = (
-            collapse_modules(folded, types, root, view.most, found) if level == "module" else folded
-        )
+        if level == "module":
+            folded = collapse_modules(folded, types, view.focus or "", view.most, repeats)
+        graphs[title] = folded
     stage = ", as captured" if view.before else ""
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"
     title += f": {view.focus}" if view.focus else ""
@@ -317,26 +313,26 @@ def _picture(
 def _zoomed(
     graphs: list[BoxGraph], titles: list[str], focus: str
 ) -> tuple[list[BoxGraph], list[str]]:
-    """The graphs in which the module is."""
-    found = [pair for pair in zip(graphs, titles, strict=True) if has_module(pair[0], focus)]
-    if not found:
+    """Returns the graphs that contain a module, zoomed to the module, and their titles."""
+    pairs = [pair for pair in zip(graphs, titles, strict=True) if has_module(pair[0], focus)]
+    if not pairs:
         raise OptionError(unknown_focus(graphs, focus))
-    return [zoom(graph, focus) for graph, _ in found], [title for _, title in found]
+    return [zoom(graph, focus) for graph, _ in pairs], [title for _, title in pairs]
 
 
 def title_of(record: GraphRecord) -> str:
-    """Returns the title of a graph, in ``Drawing.boxes`` too."""
+    """Returns the title of a graph, which is also its key in ``Drawing.boxes``."""
     after = f", then a graph break: {record.break_reason}" if record.break_reason else ""
     title = f"graph {record.index}{' backward' if record.stage == 'backward' else ''}{after}"
     return title if len(title) < 90 else f"{title[:87]}..."
 
 
 def _types_of_folded(counts: dict[str, int], types: dict[str, str]) -> dict[str, str]:
-    """Classes of modules by their paths with folded numbers in them."""
-    found = {}
+    """Returns the classes of modules inside folded paths."""
+    folded_types = {}
     for folded in counts:
         original = first_of_folded(folded)
         for path, kind in types.items():
             if is_inside(path, original):
-                found[folded + path[len(original) :]] = kind
-    return found
+                folded_types[folded + path[len(original) :]] = kind
+    return folded_types

@@ -1,8 +1,8 @@
-"""Shows less of a graph, so that a picture of a large model stays readable.
+"""Reduces graphs of boxes, so that pictures of large models are readable.
 
-Repeated modules are folded into one (``layers.0`` to ``layers.11`` become ``layers.0-11 x12``),
-modules are closed until the picture is small and even, and closed ones are drawn as single boxes.
-Or one module is shown alone, with what it takes and gives.
+``fold_repeats`` folds repeated modules into one (``layers.0`` to ``layers.11`` become
+``layers.0-11 x12``), ``collapse_modules`` draws closed modules as single boxes, and ``zoom``
+restricts a graph to one module with its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 def fold_repeats(graph: BoxGraph) -> tuple[BoxGraph, dict[str, int]]:
-    """Leaves one of each run of neighbouring modules of a list that do the same.
+    """Folds each run of consecutive equal modules of a list into one module.
 
-    They are the same if their boxes are: ops, dtypes, shapes and the modules inside, in
-    order. What leaves the last of them leaves the one that stays.
+    Modules are equal if their boxes are: ops, dtypes, shapes and inner modules, in order. Edges out
+    of the last module start at the remaining one.
 
     Args:
-        graph: The boxes; it is not changed.
+        graph: The graph, which is not changed.
 
     Returns:
-        The smaller graph, and by the new paths of folded modules how many each stands for.
+        The reduced graph, and the number of modules in each folded path.
     """
     graph = graph.copy()
     counts: dict[str, int] = {}
@@ -48,7 +48,7 @@ def fold_repeats(graph: BoxGraph) -> tuple[BoxGraph, dict[str, int]]:
 
 
 def _first_run(graph: BoxGraph) -> list[str]:
-    """The outermost modules of a list that do the same, numbers following each other."""
+    """Returns the outermost run of equal modules with consecutive numbers; empty if none exists."""
     lists = _numbered(graph)
     for parent in sorted(lists, key=lambda path: (path.count("."), path)):
         runs: list[list[str]] = []
@@ -57,32 +57,35 @@ def _first_run(graph: BoxGraph) -> list[str]:
             path = join_path(parent, str(number))
             signature = _signature(graph, path)
             is_next = last is not None and last == (number - 1, signature)
-            runs = [*runs[:-1], [*runs[-1], path]] if is_next else [*runs, [path]]
+            if is_next:
+                runs[-1].append(path)
+            else:
+                runs.append([path])
             last = number, signature
-        found = next((run for run in runs if len(run) > 1), [])
-        if found:
-            return found
+        for run in runs:
+            if len(run) > 1:
+                return run
     return []
 
 
 def _numbered(graph: BoxGraph) -> dict[str, set[int]]:
-    """By the path of a list of modules, the numbers in it."""
-    found: dict[str, set[int]] = {}
+    """Returns the numbers of the modules in each list, by path of the list."""
+    numbers: dict[str, set[int]] = {}
     for _, box in graph.nodes(data="box"):
         parts = box.module.split(".")
         for depth, part in enumerate(parts):
             if part.isdecimal():
-                found.setdefault(".".join(parts[:depth]), set()).add(int(part))
-    return found
+                numbers.setdefault(".".join(parts[:depth]), set()).add(int(part))
+    return numbers
 
 
 def first_of_folded(path: str) -> str:
-    """Returns the path of the first of the modules that folded paths stand for."""
+    """Returns the path of the first module in a folded path."""
     return re.sub(r"(?<![^.])(\d+)[-,][\d,-]+", r"\1", path)
 
 
 def is_inside(module: str, path: str) -> bool:
-    """Returns True if a module is another one, or inside of it."""
+    """Returns True if ``module`` is the module ``path`` or inside it."""
     return not path or module == path or module.startswith(f"{path}.")
 
 
@@ -100,22 +103,21 @@ def _fold(graph: BoxGraph, run: list[str]) -> str:
     parent = run[0].rpartition(".")[0]
     numbers = number_ranges(int(path.rpartition(".")[2]) for path in run)
     new_path = join_path(parent, numbers)
-    kept = _members(graph, run[0])
-    inside = set(kept)
+    remaining = _members(graph, run[0])
+    inside = set(remaining)
     for path in run[1:]:
         others = _members(graph, path)
         inside.update(others)
-        counterpart = dict(zip(others, kept, strict=True))
-        for name in others:
-            _rewire(graph, name, counterpart[name], inside)
-            box = graph.nodes[counterpart[name]]["box"]
+        for name, counterpart in zip(others, remaining, strict=True):
+            _rewire(graph, name, counterpart, inside)
+            box = graph.nodes[counterpart]["box"]
             other = graph.nodes[name]["box"]
             shares = Counter(dict(box.shares)) + Counter(dict(other.shares))
-            graph.nodes[counterpart[name]]["box"] = dataclasses.replace(
+            graph.nodes[counterpart]["box"] = dataclasses.replace(
                 box, members=(*box.members, *other.members), shares=tuple(shares.items())
             )
-    graph.remove_nodes_from(inside - set(kept))
-    for name in kept:
+    graph.remove_nodes_from(inside - set(remaining))
+    for name in remaining:
         box = graph.nodes[name]["box"]
         module = new_path + box.module[len(run[0]) :]
         graph.nodes[name]["box"] = dataclasses.replace(box, module=module)
@@ -123,7 +125,7 @@ def _fold(graph: BoxGraph, run: list[str]) -> str:
 
 
 def _rewire(graph: BoxGraph, name: str, counterpart: str, inside: set[str]) -> None:
-    """Gives the edges between a box and what is outside of the run to its counterpart."""
+    """Moves the edges between a box and boxes outside of the run to its counterpart."""
     for source, _, data in list(graph.in_edges(name, data=True)):
         if source not in inside and not graph.has_edge(source, counterpart):
             graph.add_edge(source, counterpart, **data)
@@ -133,88 +135,90 @@ def _rewire(graph: BoxGraph, name: str, counterpart: str, inside: set[str]) -> N
 
 
 MOST_BOXES = 28
-"""How many boxes a picture may have before no more modules are opened."""
+"""Maximum number of boxes in a picture before no more modules are opened."""
 
 LISTS = frozenset(("", "Sequential", "ModuleList", "ModuleDict"))
-"""Classes of modules that say nothing about what is inside."""
+"""Container classes, which say nothing about their content."""
 
 
 def choose_closed(
     modules: list[str], types: dict[str, str], root: str = "", most: int = MOST_BOXES
 ) -> list[str]:
-    """The modules that stay closed.
+    """Returns the modules to draw as closed boxes.
 
-    Modules are opened from the outside in, all of a depth together, as long as the picture
-    stays small; where that is too much, those that stand for several. Those without modules
-    inside stay closed. A class that is open in one place and closed in another is closed in
-    both: the blocks of a ResNet's first stage differ from those of the others in nothing that
-    a reader looks for.
+    Opens modules from the outside in, one depth at a time, while the number of boxes permits. If a
+    whole depth has too many boxes, only opens folded modules. Modules without inner modules are
+    never opened. A class that is open in one place and closed in another is closed everywhere: the
+    blocks in the first stage of a ResNet, for example, should look like those of other stages.
 
     Args:
         modules: The module of each op, in order.
-        types: Classes of modules by their paths.
-        root: The module that the picture is of.
-        most: How many boxes there may be before no more modules are opened.
+        types: Classes of modules by path.
+        root: The module that is drawn.
+        most: Maximum number of boxes before no more modules are opened.
 
     Returns:
-        Paths of modules right inside of open ones.
+        Paths of modules directly inside open modules.
     """
-    shut: set[str] = set()
+    closed_types: set[str] = set()
     while True:
-        closed = _close(modules, types, root, most, shut)
+        closed = _close(modules, types, root, most, closed_types)
         uneven = _uneven(modules, types, closed)
         if not uneven:
             return closed
-        shut |= uneven
+        closed_types |= uneven
 
 
 def _close(
-    modules: list[str], types: dict[str, str], root: str, most: int, shut: set[str]
+    modules: list[str], types: dict[str, str], root: str, most: int, closed_types: set[str]
 ) -> list[str]:
-    """The modules that stay closed, those of some classes at any rate."""
+    """Returns the modules to close, including all modules of ``closed_types``."""
     closed = _children(modules, root)
     num_boxes = _direct(modules, root) + len(closed)
     while True:
         inside = {path: _children(modules, path) for path in closed}
-        openable = [path for path in closed if inside[path] and types.get(path) not in shut]
-        folded = [path for path in openable if "-" in path]
-        fitting = next(
-            (paths for paths in (openable, folded) if num_boxes + _more(modules, paths) <= most), []
-        )
-        if not fitting:
+        openable = [path for path in closed if inside[path] and types.get(path) not in closed_types]
+        opened = openable
+        if num_boxes + _num_added(modules, opened) > most:
+            opened = [path for path in openable if "-" in path]  # folded modules
+        if not opened or num_boxes + _num_added(modules, opened) > most:
             return closed
-        num_boxes += _more(modules, fitting)
-        closed = [path for path in closed if path not in fitting]
-        closed += [child for path in fitting for child in inside[path]]
+        num_boxes += _num_added(modules, opened)
+        closed = [path for path in closed if path not in opened]
+        closed += [child for path in opened for child in inside[path]]
 
 
 def _uneven(modules: list[str], types: dict[str, str], closed: list[str]) -> set[str]:
-    """Classes of which some module is open, while all of those in another place are closed.
+    """Returns the classes with open modules in one parent and only closed ones in another.
 
-    What is inside of a closed module is not seen, and a module inside of one of its own class
-    is of no account.
+    Ignores modules inside closed modules, and modules nested in modules of the same class.
     """
-    paths = {".".join(m.split(".")[: i + 1]) for m in modules if m for i in range(m.count(".") + 1)}
+    paths = {prefix for module in modules if module for prefix in _prefixes(module)}
     is_open: dict[str, dict[str, bool]] = {}
     for path in sorted(paths):
         kind, parent = types.get(path, ""), path.rpartition(".")[0]
-        around = [".".join(path.split(".")[: i + 1]) for i in range(path.count("."))]
-        is_hidden = any(is_inside(parent, shut) for shut in closed) if parent else False
-        is_nested = any(types.get(outer, "") == kind for outer in around)
+        is_hidden = any(is_inside(parent, module) for module in closed) if parent else False
+        is_nested = any(types.get(outer, "") == kind for outer in _prefixes(path)[:-1])
         if kind in LISTS or is_hidden or is_nested or not _children(modules, path):
             continue
-        places = is_open.setdefault(kind, {})
-        places[parent] = places.get(parent, False) or path not in closed
-    return {kind for kind, places in is_open.items() if len(set(places.values())) > 1}
+        parents = is_open.setdefault(kind, {})
+        parents[parent] = parents.get(parent, False) or path not in closed
+    return {kind for kind, parents in is_open.items() if len(set(parents.values())) > 1}
 
 
-def _more(modules: list[str], paths: list[str]) -> int:
-    """Counts the boxes that are added if some modules are opened."""
+def _prefixes(path: str) -> list[str]:
+    """Returns the paths of a module and the modules around it, outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _num_added(modules: list[str], paths: list[str]) -> int:
+    """Returns the number of boxes that opening modules adds."""
     return sum(_direct(modules, path) + len(_children(modules, path)) - 1 for path in paths)
 
 
 def _children(modules: list[str], path: str) -> list[str]:
-    """The modules right inside of one, in order."""
+    """Returns the modules directly inside a module, in order."""
     prefix = f"{path}." if path else ""
     inside = [m[len(prefix) :] for m in modules if m.startswith(prefix) and m != path and m]
     return [prefix + name for name in dict.fromkeys(m.partition(".")[0] for m in inside)]
@@ -225,13 +229,16 @@ def _direct(modules: list[str], path: str) -> int:
 
 
 def zoom(graph: BoxGraph, focus: str) -> BoxGraph:
-    """A graph of the boxes of one module; those outside that feed it or are fed by it shrink."""
+    """Returns the boxes of one module, with its inputs and outputs as small boxes."""
     inside = {name for name, box in graph.nodes(data="box") if is_inside(box.module, focus)}
-    near = {a for a, b in graph.edges if b in inside} | {b for a, b in graph.edges if a in inside}
+    neighbors = {a for a, b in graph.edges if b in inside}
+    neighbors |= {b for a, b in graph.edges if a in inside}
     result: BoxGraph = nx.DiGraph()
     for name, box in graph.nodes(data="box"):
-        if name in inside or name in near:
-            result.add_node(name, box=box if name in inside else _outside(box))
+        if name in inside:
+            result.add_node(name, box=box)
+        elif name in neighbors:
+            result.add_node(name, box=_outside(box))
     result.add_edges_from(
         (a, b, data) for a, b, data in graph.edges(data=True) if a in inside or b in inside
     )
@@ -244,19 +251,19 @@ def _outside(box: Box) -> Box:
 
 
 def has_module(graph: BoxGraph, focus: str) -> bool:
-    """Returns True if any box is in a module."""
+    """Returns True if a graph contains a box of a module."""
     return bool(focus) and any(is_inside(box.module, focus) for _, box in graph.nodes(data="box"))
 
 
 def unknown_focus(graphs: Iterable[BoxGraph], focus: str) -> str:
-    """Describes that no box is in a module, and lists modules with similar names."""
+    """Returns the error message for a module without boxes, with suggestions."""
     boxes = [box for graph in graphs for _, box in graph.nodes(data="box")]
     modules = {box.module for box in boxes if box.module}
-    paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}
-    near = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
-    known = near or sorted(paths, key=lambda path: (path.count("."), path))[:8]
-    what = "similar names" if near else "modules"
-    hint = f"{what}: {', '.join(known)}" if known else "no modules"
+    paths = {prefix for module in modules for prefix in _prefixes(module)}
+    similar = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
+    suggestions = similar or sorted(paths, key=lambda path: (path.count("."), path))[:8]
+    label = "similar names" if similar else "modules"
+    hint = f"{label}: {', '.join(suggestions)}" if suggestions else "no modules"
     return f"focus={focus!r} is not a module with ops in the graph; {hint}"
 
 
@@ -267,11 +274,16 @@ def collapse_modules(
     most: int = MOST_BOXES,
     repeats: dict[str, int] | None = None,
 ) -> BoxGraph:
-    """Merges the boxes of modules into one each; a module that is called twice gets two.
+    """Merges the boxes of each call of a closed module into one box.
 
-    Which stay closed is ``choose_closed``'s choice, which takes ``types``, ``root`` and ``most``.
-    Ops that only move elements count, and are left out where they stand alone. ``repeats`` says, by
-    the paths of folded modules, how many each stands for. The graph that is given does not change.
+    Ops that only move elements are part of their module, and are removed elsewhere.
+
+    Args:
+        graph: The graph, which is not changed.
+        types: As for ``choose_closed``.
+        root: As for ``choose_closed``.
+        most: As for ``choose_closed``.
+        repeats: Number of modules in each folded path.
     """
     shown = without_moves(graph).nodes(data="box")
     modules = [box.module for _, box in shown if box.kind not in FEEDERS]
@@ -295,7 +307,7 @@ def collapse_modules(
 
 
 def without_moves(graph: BoxGraph) -> BoxGraph:
-    """Leaves out ops that only move elements, where they stand between others."""
+    """Removes ops that only move elements between two other ops."""
     graph = graph.copy()
     for name, box in list(graph.nodes(data="box")):
         if not box.is_move:
@@ -311,59 +323,64 @@ def without_moves(graph: BoxGraph) -> BoxGraph:
 
 
 def _calls(graph: BoxGraph, closed: list[str]) -> dict[str, tuple[str, int]]:
-    """By box, the closed module that it is in and the number of that module's call, from 1.
+    """Returns, for each box, its closed module and the number of that module's call, from 1.
 
-    A call ends where something else is computed in between. A box that is in none stands
-    for itself, with the number 0.
+    A call ends when an op outside of the module follows. A box outside of closed modules is mapped
+    to itself and the number 0.
     """
-    found: dict[str, tuple[str, int]] = {}
-    number: dict[str, int] = {}
+    calls: dict[str, tuple[str, int]] = {}
+    num_calls: dict[str, int] = {}
     current = ""
     for name, box in graph.nodes(data="box"):
         if box.kind in FEEDERS:
             continue
         path = next((path for path in closed if is_inside(box.module, path)), "")
-        if box.is_move:  # says nothing about calls
-            found[name] = (path, number.get(path, 1)) if path else (name, 0)
+        if box.is_move:  # does not separate calls
+            calls[name] = (path, num_calls.get(path, 1)) if path else (name, 0)
             continue
         if path and path != current:
-            number[path] = number.get(path, 0) + 1
+            num_calls[path] = num_calls.get(path, 0) + 1
         current = path
-        found[name] = (path, number[path]) if path else (name, 0)
-    for name, box in graph.nodes(data="box"):  # a cast belongs to the call it is made for
+        calls[name] = (path, num_calls[path]) if path else (name, 0)
+    for name, box in graph.nodes(data="box"):  # a cast belongs to the call that reads it
         if box.kind in FEEDERS:
-            users = [found[user] for user in graph.successors(name) if user in found]
+            users = [calls[user] for user in graph.successors(name) if user in calls]
             inside = [user for user in users if user[1] and is_inside(box.module, user[0])]
-            found[name] = inside[0] if inside else (name, 0)
-    return {name: found[name] for name in graph}
+            calls[name] = inside[0] if inside else (name, 0)
+    return {name: calls[name] for name in graph}
 
 
 FEEDERS = ("cast", "kept", "ghost")
-"""Kinds of boxes that only serve those they feed."""
+"""Kinds of boxes that belong to the boxes that read them."""
 
 
 def _module_box(path: str, boxes: list[Box], module_type: str, times: int) -> Box:
-    """The box of a closed module; its numbers are those of one of the modules it stands for."""
+    """Returns the box of a closed module. Its counts refer to one of the ``times`` modules."""
     ops = [box for box in boxes if box.kind in ("op", "island")]
     counts: Counter[str] = Counter()
     for box in ops:
         counts.update(dict(box.shares))
     counts = Counter({dtype: count // times for dtype, count in counts.items()})
     floats = {dtype: count for dtype, count in counts.items() if dtype in COLORS}
-    num_ops, num_casts, num_kept = (
-        sum(len(box.members) for box in boxes if box.kind in kinds) // times
-        for kinds in (("op", "island"), ("cast",), ("kept",))
-    )
+    num_members: Counter[str] = Counter()
+    for box in boxes:
+        num_members[box.kind] += len(box.members)
+    num_ops = (num_members["op"] + num_members["island"]) // times
+    num_casts, num_kept = num_members["cast"] // times, num_members["kept"] // times
     lines = [module_type] if module_type else []
     if num_ops == 1:
         dtype = "".join(f" {SHORT.get(d, d)}" for d in counts)
         lines.append(f"{ops[0].title}{dtype}")
     elif ops:
         dtypes = ", ".join(f"{count} {SHORT.get(d, d)}" for d, count in counts.most_common())
-        lines.append(f"{num_ops} ops" + f": {dtypes}" * bool(dtypes))
-    casts = [f"{num_casts} cast" + "s" * (num_casts > 1)] if num_casts else []
-    casts += [f"{num_kept} kept"] if num_kept else []
-    lines += [" + ".join(casts)] if casts else []
+        lines.append(f"{num_ops} ops: {dtypes}" if dtypes else f"{num_ops} ops")
+    casts = []
+    if num_casts:
+        casts.append("1 cast" if num_casts == 1 else f"{num_casts} casts")
+    if num_kept:
+        casts.append(f"{num_kept} kept")
+    if casts:
+        lines.append(" + ".join(casts))
     names = Counter(box.title for box in ops)
     listed = ", ".join(f"{name} x{n}" if n > 1 else name for name, n in names.items())
     return Box(

@@ -1,4 +1,4 @@
-"""A picture as one HTML file that needs nothing else: pan, zoom, search, reasons, table."""
+"""Self-contained HTML pages of drawings, with pan, zoom, search, reasons and a table."""
 
 from __future__ import annotations
 
@@ -27,31 +27,36 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
 
 MOST_MODULES = 24
-"""How many modules of a page can be opened: each adds pictures."""
+"""Maximum number of modules that a page can open; each adds pictures."""
 
 MOST_OUTER = 10
-"""How many boxes the picture of a whole model may have before its modules stay closed."""
+"""Maximum number of boxes in the picture of a whole model before its modules are opened."""
 
 MEASURED = "Arial"
-"""The font whose words Graphviz in the browser knows the widths of."""
+"""The only font whose text widths Graphviz knows in the browser."""
 
 MOST_OPS = 250
-"""How many boxes a picture of all ops may have to go into the page: larger ones take long."""
+"""Maximum number of boxes in an additional picture of all ops; layout of larger ones is slow."""
 
 
 def page_of(drawing: Drawing) -> str:
-    """The page.
+    """Returns the HTML page of a drawing.
 
-    It holds the picture as it was asked for, its modules and its ops, after and before the
-    rewrite; the user chooses. Where there are too many ops, only modules are shown.
+    The page contains the requested picture, and pictures of modules and ops, after and before the
+    rewrite, among which the user switches. Pictures with too many ops are omitted.
     """
     views = _views(drawing)
     has_dot = shutil.which("dot") is not None
-    templates = "\n".join(
-        f'<template data-view="{html.escape("|".join(name))}">'
-        f"{view.svg[view.svg.index('<svg') :] if has_dot else _to_lay_out(view.source)}</template>"
-        for name, view in views.items()
-    )
+    templates = []
+    for name, view in views.items():
+        # Without dot, Graphviz in the browser lays the pictures out.
+        content = (
+            view.svg[view.svg.index("<svg") :]
+            if has_dot
+            else html.escape(view.source.replace(FONT, MEASURED))
+        )
+        key = html.escape("|".join(name))
+        templates.append(f'<template data-view="{key}">{content}</template>')
     data = {
         "boxes": {"|".join(name[:3]): _members(view) for name, view in views.items()},
         "opens": {"|".join(name[:3]): _opens(view) for name, view in views.items()},
@@ -66,85 +71,87 @@ def page_of(drawing: Drawing) -> str:
     folder = files("amp_fx.drawing")
     template = folder.joinpath("page.html").read_text(encoding="utf-8")
     viz = "" if has_dot else f"<script>{folder.joinpath('viz.js').read_text('utf-8')}</script>"
-    told = drawing.explanation
+    explanation = drawing.explanation
+    title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
     contents = {
-        "@TITLE@": html.escape(f"{told.model} on {told.device_type} {told.dtype}"),
+        "@TITLE@": html.escape(title),
         "@SUMMARY@": _summary(drawing),
         "@NOTES@": _notes(drawing),
         "@COLUMNS@": _COLUMNS[drawing.report is not None],
-        "@VIEWS@": templates,
+        "@VIEWS@": "\n".join(templates),
         "@VIZ@": viz,
         "@DATA@": json.dumps(data).replace("<", "\\u003c"),
     }
-    # All at once: a module may have the name of a mark.
+    # Replaced in one pass, because the name of a module may look like a placeholder.
     return re.sub("|".join(contents), lambda mark: contents[mark[0]], template)
 
 
 def _paints(drawing: Drawing) -> list[str]:
-    """Returns what boxes can be coloured by, the requested one first."""
+    """Returns the properties that can determine colors, the requested one first."""
     names = ("dtype",) if drawing.report is None else (*MEASURES, "dtype")
     return sorted(names, key=lambda name: name != drawing.view.color)
 
 
 def _views(drawing: Drawing) -> dict[tuple[str, str, str, str], Drawing]:
-    """Returns the pictures that the page switches between; the one that was asked for is first.
+    """Returns the pictures of the page, the requested one first.
 
-    Keys are the module that is open, before or after, the level, and what colours the boxes. Each
-    module that a picture shows closed has a picture of its own.
+    Keys contain the open module, before or after, the level, and the color property. Each module
+    that a picture shows closed has a separate picture.
     """
-    found: dict[tuple[str, str, str, str], Drawing] = {}
-    asked = drawing.view.level or _guess_level(drawing)
+    views: dict[tuple[str, str, str, str], Drawing] = {}
+    requested = drawing.view.level or _guess_level(drawing)
     start = drawing.view.focus or ""
-    for level in (asked, "op" if asked == "module" else "module", "model"):
-        _add(found, drawing, drawing.view.focus, level, None if level == asked else MOST_OPS)
-    waiting = _opened_by(found)
-    while waiting and len({name[0] for name in found}) <= MOST_MODULES:
-        path = waiting.pop(0)
-        if path != start and path not in {name[0] for name in found}:
+    for level in (requested, "op" if requested == "module" else "module", "model"):
+        _add(views, drawing, drawing.view.focus, level, None if level == requested else MOST_OPS)
+    pending = _closed_modules(views)
+    while pending and len({name[0] for name in views}) <= MOST_MODULES:
+        path = pending.pop(0)
+        if path != start and path not in {name[0] for name in views}:
             focused = drawing.with_view(
                 dataclasses.replace(drawing.view, focus=path, level=None, before=False)
             )
             level = "model" if _guess_level(focused) == "module" else "op"
-            _add(found, drawing, path, level, None)
-            waiting = _opened_by(found)
-    return found
+            _add(views, drawing, path, level, None)
+            pending = _closed_modules(views)
+    return views
 
 
 def _add(
-    found: dict[tuple[str, str, str, str], Drawing],
+    views: dict[tuple[str, str, str, str], Drawing],
     drawing: Drawing,
     focus: str | None,
     level: str,
     most: int | None,
 ) -> None:
-    """Adds the pictures of a module at a level, unless they have too many boxes."""
+    """Adds the pictures of a module at a level, unless they have more than ``most`` boxes."""
     for before in (False, True) if any(record.before for record in drawing.records) else (False,):
         view = dataclasses.replace(drawing.view, focus=focus, level=level, before=before)
         if level == "model":
             view = dataclasses.replace(view, level="module", most=MOST_OUTER)
         try:
-            made = drawing.with_view(view)
-        except OptionError:  # nothing of the module is there
+            picture = drawing.with_view(view)
+        except OptionError:  # the graph contains no op of the module
             continue
-        if most is not None and sum(len(graph) for graph in made.boxes.values()) > most:
+        if most is not None and sum(len(graph) for graph in picture.boxes.values()) > most:
             continue
+        side = "before" if before else "after"
         for paint in _paints(drawing):
+            is_same = paint == view.color
             painted = dataclasses.replace(view, color=paint)
-            side = "before" if before else "after"
-            found[focus or "", side, level, paint] = (
-                made if paint == view.color else made.with_view(painted)
+            views[focus or "", side, level, paint] = (
+                picture if is_same else picture.with_view(painted)
             )
 
 
-def _opened_by(found: dict[tuple[str, str, str, str], Drawing]) -> list[str]:
-    """Returns the modules that pictures show closed and that have none yet, outer ones first."""
-    has = {name[0] for name in found}
-    paths = {path for made in found.values() for path in _opens(made).values()}
-    return sorted(paths - has, key=lambda path: (path.count("."), path))
+def _closed_modules(views: dict[tuple[str, str, str, str], Drawing]) -> list[str]:
+    """Returns the modules that pictures show closed and that have no picture, outermost first."""
+    open_modules = {name[0] for name in views}
+    paths = {path for picture in views.values() for path in _opens(picture).values()}
+    return sorted(paths - open_modules, key=lambda path: (path.count("."), path))
 
 
 def _opens(drawing: Drawing) -> dict[str, str]:
-    """Returns the module that each closed box opens, by the box's id."""
+    """Returns the modules that closed boxes open, by id of the box."""
     return {
         f"box-g{index}.{number}": first_of_folded(f"{box.module}.{box.title}".lstrip("."))
         for index, graph in enumerate(drawing.boxes.values())
@@ -158,12 +165,8 @@ def _guess_level(drawing: Drawing) -> str:
     return "module" if any(box.kind == "module" for box in boxes) else "op"
 
 
-def _to_lay_out(source: str) -> str:
-    return html.escape(source.replace(FONT, MEASURED))
-
-
 def _members(drawing: Drawing) -> dict[str, list[str]]:
-    """By the id of a box in the picture, the nodes that it stands for."""
+    """Returns the keys of the nodes in each box, by id of the box."""
     records = {title_of(record): record for record in drawing.records}
     return {
         f"box-g{index}.{number}": [_key(records[title], name) for name in box.members]
@@ -187,7 +190,7 @@ def _nodes(drawing: Drawing, *, before: bool) -> list[dict[str, Any]]:
 
 
 _LABELS = {"cast": "cast", "kept_cast": "kept cast"}
-"""What casts are called in the table, whatever op makes them."""
+"""Labels of casts in the table, for any cast op."""
 
 
 def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> dict[str, Any]:
@@ -215,8 +218,10 @@ def _node(record: GraphRecord, node: NodeRecord, measured: dict[str, str]) -> di
 
 def _words(node: OpRecord) -> str:
     parts = [f"error {number(node.accumulated)}"]
-    parts += [f"effect {number(node.effect)}"] if node.effect else []
-    parts += [f"{node.overflows + node.singular} overflow"] if node.is_overflow else []
+    if node.effect:
+        parts.append(f"effect {number(node.effect)}")
+    if node.is_overflow:
+        parts.append(f"{node.overflows + node.singular} overflow")
     return ", ".join(parts)
 
 
@@ -243,11 +248,11 @@ _COLUMNS = {
     "reference; <i>effect</i> is what its own error adds to the loss, to first order; "
     "<i>overflow</i> counts elements that become infinite or NaN in it.",
 }
-"""Meanings of the table's columns: of an explanation (False) and of a report (True)."""
+"""Descriptions of the table's columns, for an explanation (False) and a report (True)."""
 
 
 def _notes(drawing: Drawing) -> str:
-    """The suspects of a report."""
+    """Returns the suspects of a report."""
     if drawing.report is None:
         return ""
     lines = [f"{i}. {suspect}" for i, suspect in enumerate(drawing.report.suspects[:MOST], 1)]

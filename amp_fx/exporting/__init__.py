@@ -1,1 +1,1 @@
-"""Programs that carry their precision with them: ``torch.export``, AOTInductor, ONNX."""
+"""Exported programs with casts: ``torch.export``, AOTInductor, ONNX."""

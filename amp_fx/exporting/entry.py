@@ -1,4 +1,4 @@
-"""``amp_fx.export``; ``amp_fx.package`` and ``amp_fx.for_onnx``, for AOTInductor and ONNX."""
+"""``amp_fx.export``, ``amp_fx.package`` (AOTInductor) and ``amp_fx.for_onnx``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from amp_fx.backend.rewrite import graph_devices, start_state_on
 from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
 from amp_fx.exporting.program import clean, copied_graph, with_graph, written_inputs
 from amp_fx.exporting.rewriting import (
-    Region,
+    ExportRegion,
     capture,
     devices_of,
     plain_output_dtypes,
@@ -52,43 +52,44 @@ def export(
     strict: bool = False,
     weights: str = "low",
 ) -> ExportedProgram:
-    """Exports a model for inference in mixed precision: ``torch.export`` with the casts in it.
+    """Exports a model for inference in mixed precision, with casts as ops of the program.
 
-    The program computes what the model does under ``torch.autocast``, bit for bit if it is run as
-    it is, without any region around it and without amp_fx: casts are ops of it. Regions of
-    ``torch.autocast`` inside of the model hold, with their dtypes; so does one around the call of
-    ``export``, and one that is off (``enabled=False``) switches the casts off.
+    The program returns the results of the model under ``torch.autocast``, bit for bit if it is run
+    eagerly. It needs neither a region nor amp_fx. Regions of ``torch.autocast`` inside the model
+    apply with their dtypes. A region around the call of ``export`` applies as well; a disabled one
+    (``enabled=False``) disables the casts.
 
     Args:
-        model: A module, which stays as it was, or a program that ``torch.export`` has made of
-            one; the latter was captured outside of any region, and Python code that looked at
-            dtypes was baked in with what it saw then. Of a module that was compiled, what was
-            compiled, with the dtype and policy of ``amp_fx.compile``.
-        args: Example inputs, a tuple, as for ``torch.export.export``; none for a program.
-        kwargs: Likewise.
-        dtype: What low-precision ops run in, or its name. By default that of a region around the
-            call, else what the policy says, else ``amp_fx.options.default_dtype``.
-        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a policy
-            file; one of a region around the call comes first.
-        output_dtype: ``"original"``: outputs have the dtypes that the model gives without
-            autocast; ``"autocast"``: those that autocast leaves. Under a region around the call
-            they are autocast's.
+        model: A module, which is not changed, or a program of ``torch.export``. Such a program was
+            captured outside of any region, so branches on dtypes were resolved for the original
+            dtypes. For a compiled module, its original is exported, with the dtype and policy of
+            ``amp_fx.compile``.
+        args: Tuple of example inputs, as for ``torch.export.export``; None for a program.
+        kwargs: Example keyword inputs.
+        dtype: The dtype of low-precision ops, or its name. Defaults to the dtype of a region around
+            the call, else the policy's, else ``amp_fx.options.default_dtype``.
+        policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
+            policy file. The policy of a region around the call takes precedence.
+        output_dtype: ``"original"`` returns outputs in the dtypes of the model without autocast;
+            ``"autocast"`` returns the dtypes under autocast. A region around the call implies
+            ``"autocast"``.
         dynamic_shapes: As for ``torch.export.export``.
-        strict: Likewise. Strict capture sees all of the model in float32, as a program given does.
-        weights: ``"low"``: parameters, buffers and constants that are read in one low dtype only
-            are stored in it, at half the bytes, those that share memory once; ``"float32"``:
-            all stay as they are, with their casts in the program.
+        strict: As for ``torch.export.export``. Strict capture resolves branches on dtypes for the
+            original dtypes.
+        weights: ``"low"`` stores parameters, buffers and constants in a low dtype if they are only
+            read in that dtype; tensors that share memory are stored once. ``"float32"`` does not
+            convert weights; the program contains their casts.
 
     Returns:
-        A program of its own. Weights that stay as they are share their memory with the model's.
+        A new program. Weights that are not converted share memory with the model.
 
     Raises:
         ArgumentTypeError: The model is neither a module nor an exported program.
-        OptionError: An argument has a value that is not allowed.
-        PolicyError: The policy is none of these.
-        BannedOpError: The model makes an op that autocast bans on its device.
-        UnsupportedError: Part of the model can only run under ``torch.autocast`` itself; names the
-            node, and why.
+        OptionError: An argument has an invalid value.
+        PolicyError: The policy is invalid.
+        BannedOpError: The model calls an op that autocast bans on its device.
+        UnsupportedError: Part of the model can only run under ``torch.autocast``. The message names
+            the node and the reason.
         PassError: A pass failed.
     """
     model, dtype, policy = _unwrapped(model, dtype, policy)
@@ -96,17 +97,17 @@ def export(
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None or dynamic_shapes is not None:
             raise OptionError(
-                "args, kwargs and dynamic_shapes are for a module; an exported program has its own"
+                "args, kwargs and dynamic_shapes do not apply to an exported program: omit them"
             )
         return _export_program(model, options, stores_low=weights == "low")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
-            f"amp_fx.export takes a torch.nn.Module or an exported program, not {model!r}"
+            f"amp_fx.export expects a torch.nn.Module or an exported program, got {model!r}"
         )
     if not isinstance(args, (tuple, list)):
         raise OptionError(
-            "the example inputs are not a tuple (or list), but "
-            f"{type(args).__name__}: write amp_fx.export(model, (x,))"
+            f"the example inputs must be a tuple or list, got {type(args).__name__}: write "
+            "amp_fx.export(model, (x,))"
         )
     return _export_module(
         model,
@@ -120,7 +121,10 @@ def export(
 
 
 def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
-    """Returns what was compiled; takes the settings of ``amp_fx.compile`` if none are given."""
+    """Returns the original of a compiled model, and dtype and policy of ``amp_fx.compile``.
+
+    A dtype or policy that was passed takes precedence.
+    """
     settings = getattr(model, "_amp_fx_settings", None)
     model = getattr(model, "_orig_mod", model)
     if isinstance(settings, RegionSettings):
@@ -132,8 +136,8 @@ def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
 def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Options:
     if weights not in WEIGHTS:
         raise OptionError(f"weights={weights!r} is not one of {', '.join(map(repr, WEIGHTS))}")
-    given = {"policy": policy, "output_dtype": output_dtype, "compiler": "eager"}
-    return Options.parse(given if dtype is None else {**given, "dtype": dtype})
+    options = {"policy": policy, "output_dtype": output_dtype, "compiler": "eager"}
+    return Options.parse(options if dtype is None else {**options, "dtype": dtype})
 
 
 @working("exporting a program")
@@ -167,15 +171,17 @@ def _export_module(
         if len(output_dtypes) != len(program.graph_signature.output_specs):
             raise UnsupportedError(
                 f"the model returns {len(program.graph_signature.output_specs)} outputs under "
-                f"autocast and {len(output_dtypes)} without it: ask for output_dtype='autocast'"
+                f"autocast and {len(output_dtypes)} without it: pass output_dtype='autocast'"
             )
     return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
 
 
-def _region(devices: set[torch.device], options: Options, *, is_captured_inside: bool) -> Region:
+def _region(
+    devices: set[torch.device], options: Options, *, is_captured_inside: bool
+) -> ExportRegion:
     state = start_state_on(devices, options)
     is_bare = not is_captured_inside and not AutocastState.ambient().enabled
-    return Region(state, state.policy or options.policy, is_bare)
+    return ExportRegion(state, state.policy or options.policy, is_bare)
 
 
 def _restores_outputs(options: Options) -> bool:
@@ -185,35 +191,35 @@ def _restores_outputs(options: Options) -> bool:
 def for_onnx(
     exported: ExportedProgram, *, without_kernels: Iterable[torch.dtype] = (torch.bfloat16,)
 ) -> ExportedProgram:
-    """A program whose ops ONNX can name and its runtime can run, for ``torch.onnx.export``.
+    """Converts a program for ``torch.onnx.export``.
 
-    ``torch.onnx.export(amp_fx.for_onnx(exported), dynamo=True)``. PyTorch's norms take a low input
-    with float32 weights, which ONNX does not; onnxruntime has no kernels for bfloat16 on the CPU.
-    Such ops compute in float32, and their results are rounded: the numbers are the same up to the
-    order of sums. Weights stay stored low, and the file small.
+    Use it as ``torch.onnx.export(amp_fx.for_onnx(exported), dynamo=True)``. PyTorch's norms accept
+    low inputs with float32 weights, which ONNX does not support, and onnxruntime has no bfloat16
+    kernels on the CPU. Such ops compute in float32 and round their results, so results are equal up
+    to the order of sums. Weights remain stored low, so the file does not grow.
 
     Args:
-        exported: A program, such as ``amp_fx.export`` gives; it stays as it is.
-        without_kernels: The low dtypes that the runtime cannot compute in. Give none where it has
-            kernels for bfloat16 (onnxruntime on CUDA).
+        exported: A program, such as that of ``amp_fx.export``; it is not changed.
+        without_kernels: The low dtypes for which the runtime has no kernels. Pass ``()`` if it has
+            bfloat16 kernels (onnxruntime on CUDA).
 
     Raises:
-        ArgumentTypeError: It is no exported program.
+        ArgumentTypeError: ``exported`` is not an exported program.
     """
     _check_program("for_onnx", exported)
     with no_autocast():
-        exported = exported.run_decompositions({})  # opens ops that write, and no others
+        exported = exported.run_decompositions({})  # only decomposes ops that write
         gm = copied_graph(exported)
         run_passes(gm, [WidenOps(tuple(without_kernels))], check=False)
     clean(gm)
     return with_graph(exported, gm, written_inputs(exported.graph_signature))
 
 
-def _check_program(function: str, given: object) -> None:
-    if not isinstance(given, ExportedProgram):
+def _check_program(function: str, program: object) -> None:
+    if not isinstance(program, ExportedProgram):
         raise ArgumentTypeError(
-            f"amp_fx.{function} takes an exported program, not a {type(given).__name__}: "
-            "amp_fx.export(model, args) makes one"
+            f"amp_fx.{function} expects an exported program, got {type(program).__name__}: "
+            "create one with amp_fx.export(model, args)"
         )
 
 
@@ -228,35 +234,35 @@ def package(
     fold_batch_norm: bool = False,
     inductor_configs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Compiles an exported program into a file that runs without amp_fx, and without Python.
+    """Compiles an exported program into a file that runs without amp_fx and without Python.
 
-    ``torch._inductor.aoti_load_package(path)`` loads it, in C++
-    ``torch::inductor::AOTIModelPackageLoader``. It is what
-    ``torch._inductor.aoti_compile_and_package`` makes, with weights packed on the CPU: the file is
-    for machines with the instructions of this one.
+    Load the file with ``torch._inductor.aoti_load_package(path)``, or in C++ with
+    ``torch::inductor::AOTIModelPackageLoader``. Calls
+    ``torch._inductor.aoti_compile_and_package`` and packs weights on the CPU. The file requires the
+    CPU instructions of this machine.
 
     Args:
-        exported: A program, such as ``amp_fx.export`` gives.
-        path: Where it goes; the name ends in ``.pt2``. A file that is there is replaced.
-        freezing: Whether casts, packed and laid out weights are computed now, once; None: if all
-            of the program is on the CPU. On small models it takes a third off the time of a call.
+        exported: A program, such as that of ``amp_fx.export``.
+        path: Path of the file, with the suffix ``.pt2``. An existing file is replaced.
+        freezing: Whether casts and packed weights are computed at compile time. Defaults to True if
+            the whole program is on the CPU. For small models, a call takes a third less time.
         fold_batch_norm: Whether freezing folds batch norms into convolutions, which changes
             roundings.
-        inductor_configs: More settings for inductor, as for ``aoti_compile_and_package``.
+        inductor_configs: Settings of inductor, as for ``aoti_compile_and_package``.
 
     Returns:
         The path of the file.
 
     Raises:
-        ArgumentTypeError: It is no exported program.
-        OptionError: The name does not end in ``.pt2``, or there is no such folder.
-        UnsupportedError: AOTInductor cannot compile it; says why.
+        ArgumentTypeError: ``exported`` is not an exported program.
+        OptionError: The path does not end in ``.pt2``, or its folder does not exist.
+        UnsupportedError: AOTInductor cannot compile the program. The message contains the reason.
     """
     _check_program("package", exported)
     target = Path(path)
     if target.suffix != SUFFIX or not target.parent.is_dir():
         raise OptionError(
-            f"{target}: the name of a package must end in {SUFFIX}, in an existing folder"
+            f"path={str(target)!r}: the path must end in {SUFFIX} and be in an existing folder"
         )
     from amp_fx.torch_private.inductor import aoti_compile_and_package
 
@@ -270,6 +276,6 @@ def package(
             aoti_compile_and_package(exported, package_path=str(target), inductor_configs=configs)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UnsupportedError(f"AOTInductor cannot compile this program: {what}") from error
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise UnsupportedError(f"AOTInductor cannot compile this program: {reason}") from error
     return target

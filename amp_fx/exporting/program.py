@@ -1,9 +1,7 @@
-"""Exported programs: their weights, copies of their graphs, and new programs out of old ones.
+"""Weights, graphs and notes of exported programs.
 
-Notes in a program hold the reason for each op's dtype, saved with the program.
-
-``torch.export.save`` writes of the metadata of nodes and graphs what it knows, and the key
-``custom``, as JSON.
+Notes contain the reason for each op's dtype. They are stored in the metadata of nodes under the key
+``custom``, which ``torch.export.save`` writes as JSON.
 """
 
 from __future__ import annotations
@@ -47,56 +45,65 @@ if TYPE_CHECKING:
 CUSTOM = "custom"
 KEY = "amp_fx"
 
-_OURS = (
-    *(CAPTURED, CAST, DECISIONS, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, RANGE_NOTE),
-    *(SITE, STORED_LOW, VERSION),
+_PASS_KEYS = (
+    CAPTURED,
+    CAST,
+    DECISIONS,
+    EXAMPLE_VALUE,
+    HAS_REWRITTEN_BODIES,
+    ISLAND,
+    RANGE_NOTE,
+    SITE,
+    STORED_LOW,
+    VERSION,
 )
 
 
 def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> None:
-    """Writes down what was done to a graph, for ``restored_notes``."""
+    """Writes notes on a rewritten graph, which ``restore_notes`` reads."""
     stored = {n.name: STORED_LOW.of(n) for n in gm.graph.nodes if STORED_LOW.is_on(n)}
-    about = {"policy": policy.name, "region": _region(state), "stored_low": stored}
-    gm.meta[CUSTOM] = {**(gm.meta.get(CUSTOM) or {}), KEY: about}
+    notes = {"policy": policy.name, "region": _region(state), "stored_low": stored}
+    gm.meta[CUSTOM] = {**(gm.meta.get(CUSTOM) or {}), KEY: notes}
     for node in _nodes(gm):
-        found = _note(node, state)
-        if found:
-            node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), KEY: found}
+        note = _note(node, state)
+        if note:
+            node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), KEY: note}
 
 
 def clean(gm: fx.GraphModule) -> None:
-    """Takes off what passes wrote onto nodes, and what is no longer true of them."""
+    """Removes the metadata of passes, and metadata of torch that is no longer valid."""
     for node in _nodes(gm):
-        for key in (*(key.name for key in _OURS), "tensor_meta"):  # the last is torch's own
-            node.meta.pop(key, None)
+        for key in _PASS_KEYS:
+            node.meta.pop(key.name, None)
+        node.meta.pop("tensor_meta", None)
 
 
 def notes_of(program: ExportedProgram) -> dict[str, Any] | None:
     """Returns the notes of ``note_rewrite``; None if amp_fx has not rewritten the program."""
-    found: dict[str, Any] | None = (program.graph_module.meta.get(CUSTOM) or {}).get(KEY)
-    return found
+    notes: dict[str, Any] | None = (program.graph_module.meta.get(CUSTOM) or {}).get(KEY)
+    return notes
 
 
 def restore_notes(gm: fx.GraphModule) -> AutocastState:
-    """Puts back what passes wrote onto nodes, as far as it was written down.
+    """Restores the metadata of passes from the notes of a program.
 
     Returns:
-        The region around it.
+        The autocast state at the start of the program.
     """
-    about = gm.meta[CUSTOM][KEY]
+    notes = gm.meta[CUSTOM][KEY]
     for node in _nodes(gm):
-        found = (node.meta.get(CUSTOM) or {}).get(KEY) or {}
-        state = _state(found.get("region", about["region"]))
+        note = (node.meta.get(CUSTOM) or {}).get(KEY) or {}
+        state = _state(note.get("region", notes["region"]))
         SITE.put(node, Site(state, is_grad_enabled=False))
-        if "cast" in found:
-            old, new, reason = found["cast"]
+        if "cast" in note:
+            old, new, reason = note["cast"]
             CAST.put(node, Cast(getattr(torch, old), getattr(torch, new), None, reason))
-        if "decisions" in found:
-            decisions = (OpDecision(o, d, CastPolicy(p), w) for o, d, p, w in found["decisions"])
+        if "decisions" in note:
+            decisions = (OpDecision(o, d, CastPolicy(p), w) for o, d, p, w in note["decisions"])
             DECISIONS.put(node, tuple(decisions))
-        if "range_guard" in found:
-            RANGE_NOTE.put(node, found["range_guard"])
-    return _state(about["region"])
+        if "range_guard" in note:
+            RANGE_NOTE.put(node, note["range_guard"])
+    return _state(notes["region"])
 
 
 def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
@@ -104,19 +111,19 @@ def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _note(node: fx.Node, start: AutocastState) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    note: dict[str, Any] = {}
     cast = inserted_cast(node)
     if cast is not None:
-        found["cast"] = [dtype_name(cast.source_dtype), dtype_name(cast.dtype), cast.reason]
+        note["cast"] = [dtype_name(cast.source_dtype), dtype_name(cast.dtype), cast.reason]
     decisions = DECISIONS.get(node) or ()
     if decisions:
-        found["decisions"] = [[d.op, d.device_type, d.policy.value, d.origin] for d in decisions]
+        note["decisions"] = [[d.op, d.device_type, d.policy.value, d.origin] for d in decisions]
     if RANGE_NOTE.is_on(node):
-        found["range_guard"] = RANGE_NOTE.of(node)
+        note["range_guard"] = RANGE_NOTE.of(node)
     site = SITE.get(node)
     if site is not None and site.state != start:
-        found["region"] = _region(site.state)
-    return found
+        note["region"] = _region(site.state)
+    return note
 
 
 def _region(state: AutocastState) -> dict[str, str]:
@@ -131,14 +138,14 @@ def _state(region: dict[str, str]) -> AutocastState:
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-"""The inputs of a graph that the program brings along."""
+"""Kinds of inputs whose tensors are part of the program."""
 
 WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
-"""The outputs of a graph that are written back into its inputs."""
+"""Kinds of outputs that are written back to inputs."""
 
 
 def copied_graph(program: ExportedProgram) -> fx.GraphModule:
-    """A copy of a program's graph; the signature refers to its nodes by name."""
+    """Copies a program's graph with its node names, to which the signature refers."""
     gm = copy_graph_module(program.graph_module)
     for old, new in zip(program.graph.nodes, gm.graph.nodes, strict=True):
         new.name = old.name
@@ -147,27 +154,27 @@ def copied_graph(program: ExportedProgram) -> fx.GraphModule:
 
 
 def tensors_by_input(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """The weights of a program by the names of their placeholders."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns the weights of a program by the names of their placeholders."""
+    tensors: dict[str, torch.Tensor] = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind in WEIGHTS:
             assert spec.target is not None
             tensor = program.state_dict.get(spec.target)
             if tensor is None:
                 tensor = program.constants[spec.target]
-            found[spec.arg.name] = tensor
-    return found
+            tensors[spec.arg.name] = tensor
+    return tensors
 
 
 def weight_bytes(program: ExportedProgram) -> int:
-    """The memory of a program's weights, in bytes; that of tied ones once."""
-    held = (*program.state_dict.values(), *program.constants.values())
-    sizes = {_identity(t): num_bytes(t) for t in held if isinstance(t, torch.Tensor)}
+    """Returns the memory of a program's weights in bytes; tied weights count once."""
+    values = (*program.state_dict.values(), *program.constants.values())
+    sizes = {_identity(t): num_bytes(t) for t in values if isinstance(t, torch.Tensor)}
     return sum(sizes.values())
 
 
 def groups_by_storage(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
-    """Names of tensors, those that share a storage together."""
+    """Returns the names of tensors, grouped by storage."""
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(storage_id(tensor), []).append(name)
@@ -175,7 +182,7 @@ def groups_by_storage(tensors: dict[str, torch.Tensor]) -> tuple[tuple[str, ...]
 
 
 def written_inputs(signature: ExportGraphSignature) -> set[str]:
-    """Names of the placeholders that a functional program writes through its outputs."""
+    """Returns the names of the placeholders that a functional program writes through outputs."""
     written = {spec.target for spec in signature.output_specs if spec.kind in WRITES}
     return {
         spec.arg.name
@@ -187,28 +194,28 @@ def written_inputs(signature: ExportGraphSignature) -> set[str]:
 def with_graph(
     program: ExportedProgram, gm: fx.GraphModule, written: Collection[str]
 ) -> ExportedProgram:
-    """A program with another graph, and its weights in the dtypes that this one takes.
+    """Returns a program with another graph, and weights in the dtypes of its placeholders.
 
-    Weights that stay as they are share their memory with those of the first program, but for
-    those that the graph writes to.
+    Weights whose dtype does not change share memory with the original program, unless the graph
+    writes them.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    own: dict[Any, torch.Tensor] = {}  # one that has several names is made once
+    copies: dict[Any, torch.Tensor] = {}  # tensors with several names are copied once
     state_dict, constants = dict(program.state_dict), dict(program.constants)
     for spec in program.graph_signature.input_specs:
         if spec.kind not in WEIGHTS:
             continue
         dtype = value_of(placeholders[spec.arg.name]).dtype
-        for holder in (state_dict, constants):
-            if spec.target in holder:
-                tensor = holder[spec.target]
+        for values in (state_dict, constants):
+            if spec.target in values:
+                tensor = values[spec.target]
                 key = _identity(tensor)
-                if key not in own and (tensor.dtype != dtype or spec.arg.name in written):
-                    own[key] = _own(tensor, dtype)
-    for holder in (state_dict, constants):
-        for name, tensor in holder.items():
+                if key not in copies and (tensor.dtype != dtype or spec.arg.name in written):
+                    copies[key] = _copy(tensor, dtype)
+    for values in (state_dict, constants):
+        for name, tensor in values.items():
             if isinstance(tensor, torch.Tensor):
-                holder[name] = own.get(_identity(tensor), tensor)
+                values[name] = copies.get(_identity(tensor), tensor)
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -222,8 +229,8 @@ def with_graph(
     )
 
 
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in a dtype; a parameter, if it is one of a parameter."""
+def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Copies a tensor or parameter to a dtype."""
     with torch.no_grad():
         new = tensor.detach().to(dtype, copy=True)
     needs_grad = tensor.requires_grad and tensor.dtype == dtype
@@ -231,15 +238,15 @@ def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are one in memory."""
+    """Returns a key that is equal for tensors with the same memory, dtype and layout."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    place = (tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride()))
-    return storage_id(tensor), tensor.dtype, *place
+    layout = (tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride()))
+    return storage_id(tensor), tensor.dtype, *layout
 
 
 def _renamed_outputs(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """A signature whose outputs have the names that their nodes now have."""
+    """Returns a signature whose outputs have the current names of their nodes."""
     renamed = copy.deepcopy(signature)
     for spec, output in zip(renamed.output_specs, outputs_of(graph), strict=True):
         if isinstance(output, torch.fx.Node):

@@ -1,4 +1,4 @@
-"""Captures a model by ``torch.export``, and rewrites the graph by the passes of the backend."""
+"""Captures models with ``torch.export``, and rewrites the graphs with the backend's passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def refuse_transforms(program: ExportedProgram) -> None:
-    """Refuses what ``torch.vmap``, ``torch.func.grad`` and the like left in a program."""
+    """Raises an error if a program contains nodes of ``torch.vmap`` or other transforms."""
     for graph in graphs_in(program.graph_module):
         if node := next(filter(_is_transform, graph.nodes), None):
             raise UnsupportedError(
@@ -60,7 +60,7 @@ def refuse_transforms(program: ExportedProgram) -> None:
 
 
 def _is_transform(node: fx.Node) -> bool:
-    """Returns True if ``torch.export`` recorded a node of a transform, by its function's module."""
+    """Returns True if a node calls a function of ``torch._functorch``."""
     module = getattr(node.target, "__module__", None) or ""
     name = getattr(node.target, "__name__", "")
     return module.startswith("torch._functorch") and name != "lazy_load_decompositions"
@@ -69,9 +69,9 @@ def _is_transform(node: fx.Node) -> bool:
 def _advice(program: ExportedProgram) -> str:
     constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
     if any(map(is_functorch_wrapped_tensor, constants)):
-        return "torch.export itself bakes such tensors in as constants: it cannot export it"
+        return "torch.export stored wrapped tensors as constants, so it cannot export the program"
     return (
-        "Have torch.export resolve it, and give what comes out: "
+        "Decompose the transform first: "
         "amp_fx.export(torch.export.export(model, args).run_decompositions({}))"
     )
 
@@ -87,11 +87,17 @@ def capture(
 ) -> ExportedProgram:
     """Exports a model with ``torch.export``, outside of the calling thread's region.
 
-    Python code of the model that reads dtypes or ``torch.is_autocast_enabled()`` sees the region
-    ``state``, which the program then has around all of it.
+    Args:
+        model: The module.
+        args: Example inputs.
+        kwargs: Example keyword inputs.
+        state: The region around the whole model, which Python code of the model observes; None for
+            no region.
+        dynamic_shapes: As for ``torch.export.export``.
+        strict: As for ``torch.export.export``.
     """
-    without = AutocastState.ambient().turned_off()
-    with without.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):
+    disabled = AutocastState.ambient().turned_off()
+    with disabled.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):
         return torch.export.export(
             model,
             args,
@@ -104,7 +110,7 @@ def capture(
 def devices_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> set[torch.device]:
-    """The devices of a model's parameters and buffers, and of its arguments."""
+    """Returns the devices of a model's parameters and buffers, and of its arguments."""
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     tensors = [*model.parameters(), *model.buffers(), *leaves]
     return {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
@@ -112,9 +118,10 @@ def devices_of(
 
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Keeps ``nn.TransformerEncoder`` from one op whose kernel alone knows of autocast.
+    """Context that disables the fast path of ``nn.TransformerEncoder``.
 
-    ``torch.export`` does so by itself where it is not strict.
+    The fast path is one op whose kernel handles autocast internally. Non-strict ``torch.export``
+    disables it as well.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -126,10 +133,10 @@ def _without_fast_path() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _called_in(model: nn.Module, state: AutocastState | None) -> Iterator[None]:
-    """Runs every call of a model in a region, hooks included, while the context is open.
+    """Context in which every call of a model, including hooks, runs in a region.
 
-    The model gets a class of its own for that time: ``torch.export`` takes paths of modules from
-    the module that it is given, which a module around it would change.
+    Replaces the class of the model. A wrapper module would change the paths of modules in the
+    program.
     """
     if state is None:
         yield
@@ -137,7 +144,7 @@ def _called_in(model: nn.Module, state: AutocastState | None) -> Iterator[None]:
     kind = type(model)
 
     def call_itself(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return kind.__call__(self, *args, **kwargs)  # which torch.export replaces meanwhile
+        return kind.__call__(self, *args, **kwargs)  # looked up late: torch.export replaces it
 
     call: Callable[..., Any] = call_itself
     for device_type in reversed(state.enabled):
@@ -164,37 +171,43 @@ Dtypes = tuple["torch.dtype | None", ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
-    """The region that a program is rewritten for."""
+class ExportRegion:
+    """The region around an exported program.
+
+    Attributes:
+        state: The autocast state.
+        policy: The policy.
+        is_bare: Whether the program was captured outside of the region.
+    """
 
     state: AutocastState
     policy: Policy
     is_bare: bool
 
-    def turned_off(self) -> Region:
-        """Returns the state with no device on, where only the program's own regions are."""
+    def turned_off(self) -> ExportRegion:
+        """Returns the region with autocast disabled, so that only inner regions apply."""
         return dataclasses.replace(self, state=self.state.turned_off(), is_bare=False)
 
 
 def rewrite_program(
     program: ExportedProgram,
-    region: Region,
+    region: ExportRegion,
     output_dtypes: Dtypes,
     *,
     stores_low: bool,
     observer: Observer | None = None,
 ) -> ExportedProgram:
-    """A program with its casts as ops of it.
+    """Returns a program with casts as ops.
 
     Args:
-        program: What was exported; it stays as it is.
-        region: The region around it.
-        output_dtypes: For each output the dtype that it is brought to; None leaves it.
-        stores_low: Whether weights that are only read low are stored low.
-        observer: Told of each pass.
+        program: An exported program, which is not changed.
+        region: The region around the program.
+        output_dtypes: For each output, the dtype to cast it to, or None.
+        stores_low: Whether weights that are only read in a low dtype are stored in it.
+        observer: Observes each pass.
 
     Raises:
-        UnsupportedError: Part of it cannot be rewritten.
+        UnsupportedError: Part of the program cannot be rewritten.
         PassError: A pass failed.
     """
     gm = graph_to_rewrite(program)
@@ -213,7 +226,7 @@ def rewrite_program(
     )
     with no_autocast():
         reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
-    _refuse_float8(gm)
+    _reject_float8(gm)
     if observer is not None:
         observer.rewritten(reports)
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
@@ -222,17 +235,17 @@ def rewrite_program(
     return with_graph(program, gm, written)
 
 
-def _refuse_float8(gm: torch.fx.GraphModule) -> None:
+def _reject_float8(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if any(d.policy is CastPolicy.FLOAT8 for d in DECISIONS.get(node) or ()):
             raise UnsupportedError(
-                f"{node.name} is to run in float8, which exported programs cannot hold: a program "
-                "would quantize its weights in every call; export with another policy"
+                f"{node.name} would run in float8, which is not supported in exported programs, "
+                "because they would quantize weights in every call: export with another policy"
             )
 
 
-def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
-    """The dtypes of a program's outputs where no region is around it."""
+def plain_output_dtypes(program: ExportedProgram, region: ExportRegion) -> Dtypes:
+    """Returns the dtypes of a program's outputs without a region around the program."""
     gm = graph_to_rewrite(program)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
@@ -240,7 +253,7 @@ def plain_output_dtypes(program: ExportedProgram, region: Region) -> Dtypes:
 
 
 def written_dtypes(program: ExportedProgram) -> Dtypes:
-    """Returns the dtypes of inputs that outputs are written back into; None for other outputs."""
+    """Returns the dtypes of inputs to which outputs are written back; None for other outputs."""
     placeholders = program.graph.find_nodes(op="placeholder")
     by_target = {
         spec.target or spec.arg.name: recorded_value(node)
@@ -253,9 +266,9 @@ def written_dtypes(program: ExportedProgram) -> Dtypes:
 
 
 def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
-    """A copy of a program's graph without what it asserts of dtypes that may change.
+    """Copies a program's graph without assertions on dtypes that may change.
 
-    ``torch.export`` puts ``_assert_tensor_metadata`` before each ``to``: what was captured.
+    ``torch.export`` inserts ``_assert_tensor_metadata``, with captured dtypes, before each ``to``.
     """
     refuse_transforms(program)
     gm = copied_graph(program)
@@ -268,7 +281,7 @@ def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
     return gm
 
 
-def _passes_to_casts(region: Region) -> tuple[Pass, ...]:
+def _passes_to_casts(region: ExportRegion) -> tuple[Pass, ...]:
     site = Site(region.state, is_grad_enabled=False, is_bare=region.is_bare)
     return InlineRegions(), MarkRegions(site), InsertCasts(region.policy)
 

@@ -1,1 +1,1 @@
-"""Weights stored low in place: what reads them, what may be stored, what was done."""
+"""``amp_fx.store_low``: converts weights to a low dtype in place."""

@@ -1,10 +1,9 @@
-"""Finds weights of a model that may be stored low, and why the others stay as they are.
+"""Determines which weights of a model may be stored low, and reasons against the others.
 
-How eager code reads weights: seen below autocast, whatever Python wrote the reading.
-
-A graph shows what Dynamo captured. Uncompiled, a program may do something else: kernels that
-take a whole layer, branches for ``torch.compiler.is_compiling()``, code that Dynamo never sees.
-So the program is run on a stand-in too, and every op that takes a weight is looked at.
+A graph contains what Dynamo captured. The uncompiled program may read weights differently: in
+kernels for whole layers, in branches on ``torch.compiler.is_compiling()``, or in code that Dynamo
+skips. A stand-in of the program is therefore also run eagerly, under a dispatch mode that inspects
+every op below autocast.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SeenCall:
-    """One call of an op; equal to another that does the same.
+    """One call of an op. Calls compare equal by ``text``.
 
     Attributes:
-        text: The op and its arguments, weights by name and other tensors by dtype.
-        weights: The weights that it takes, through casts too.
+        text: The op and its arguments; weights are represented by name, other tensors by dtype.
+        weights: The weights that it reads, directly or through casts.
     """
 
     text: str
@@ -54,15 +53,15 @@ class SeenCall:
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what takes weights, and every other call.
+    """Dispatch mode that records reads of weights and all other calls.
 
-    Weights that share memory go under one of their names.
+    Weights that share memory are recorded under one of their names.
 
     Attributes:
-        dtypes: What a weight is cast to by those that read it through a cast.
-        others: An op that reads a weight otherwise, or writes it, for each that has one.
-        calls: All calls but casts of float32 weights, and casts there and back that change no
-            bit: equal for a program that does the same with weights of another dtype.
+        dtypes: For each weight, the dtypes of its casts.
+        others: For each weight that is written or read without a cast, one op that does so.
+        calls: All calls except casts of float32 weights and lossless casts back and forth. These
+            lists are equal if a program performs the same computation on weights of another dtype.
     """
 
     supports_higher_order_operators = True
@@ -75,50 +74,53 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = {storage_id(tensor): name for name, tensor in weights.items()}
         self._casts: dict[int, str] = {}
         self._widened: dict[int, torch.dtype] = {}
-        self._held: list[torch.Tensor] = []  # a freed storage's number comes again
+        self._results: list[torch.Tensor] = []  # referenced so that storage ids are not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
         is_cast = bool(read) and _is_plain_cast(func, kwargs)
         is_cast = is_cast and read[0].dtype == torch.float32 and kwargs["dtype"] in LOW_DTYPES
-        if not (is_cast or _asks_form(func) or self._keeps_bits(func, args, kwargs)):
-            self.calls.append(self._seen(func, args, kwargs))
+        if not (is_cast or _reads_metadata(func) or self._is_lossless(func, args, kwargs)):
+            self.calls.append(self._as_call(func, args, kwargs))
         result = func(*args, **kwargs)
         if is_cast:
             name = self._names[storage_id(read[0])]
             self.dtypes.setdefault(name, set()).add(result.dtype)
             self._casts[storage_id(result)] = name
-            self._held.append(result)
+            self._results.append(result)
         elif _is_plain_cast(func, kwargs) and is_widening(args[0].dtype, result.dtype):
             self._widened[storage_id(result)] = args[0].dtype
-            self._held.append(result)
-        elif not (_is_view(func, read, result) or _asks_form(func)):
+            self._results.append(result)
+        elif not (_is_view(func, read, result) or _reads_metadata(func)):
             for tensor in read:
                 self.others.setdefault(self._names[storage_id(tensor)], str(func))
         return result
 
     def reasons(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, str]:
-        """Why weights may not be stored in a dtype, as far as this run tells; or ``""``."""
+        """Returns the reasons of this run against storing weights in a dtype, or ``""``."""
         return {name: self._reason(name, dtype) for name in names}
 
     def _reason(self, name: str, dtype: torch.dtype) -> str:
         if name in self.others:
-            return f"read as it is: {self.others[name].removesuffix('.default')}"
-        found = self.dtypes.get(name, set())
-        others = ", ".join(sorted(dtype_name(d) for d in found - {dtype}))
+            return f"read without a cast: {self.others[name].removesuffix('.default')}"
+        dtypes = self.dtypes.get(name, set())
+        others = ", ".join(sorted(dtype_name(d) for d in dtypes - {dtype}))
         if others:
             return f"read in {others}"
-        return "" if found else "nothing reads it in this call"
+        return "" if dtypes else _UNREAD
 
-    def hand_out(self, outputs: Any) -> None:
-        """Notes the weights among what the program gives."""
+    def record_outputs(self, outputs: Any) -> None:
+        """Records the weights among the outputs of the program."""
         for tensor in _plain_tensors(pytree.tree_leaves(outputs)):
             if storage_id(tensor) in self._names:
                 self.others[self._names[storage_id(tensor)]] = "the model's output"
 
-    def _keeps_bits(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Returns True if a call widens a tensor, or takes a widened one back; writes end that."""
+    def _is_lossless(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Returns True if a call widens a tensor, or casts a widened tensor back.
+
+        A widened tensor that was written cannot be cast back without loss.
+        """
         tensors = _plain_tensors(args, kwargs)
         if not _is_plain_cast(func, kwargs) or not tensors:
             if getattr(getattr(func, "_schema", None), "is_mutable", True):
@@ -128,7 +130,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source, dtype = tensors[0], kwargs["dtype"]
         return is_widening(source.dtype, dtype) or self._widened.get(storage_id(source)) == dtype
 
-    def _seen(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
+    def _as_call(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
         texts, weights = [str(func)], set()
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
@@ -140,33 +142,40 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return SeenCall(" ".join(texts), frozenset(weights - {""}))
 
     def _weight(self, leaf: torch.Tensor) -> str:
-        """The weight that a tensor is, or a view or a cast of; ``""`` for none."""
+        """Returns the weight that a tensor is a view or cast of; ``""`` if there is none."""
         if not _has_storage(leaf):
             return ""
-        number = storage_id(leaf)
-        return self._names.get(number) or self._casts.get(number, "")
+        storage = storage_id(leaf)
+        return self._names.get(storage) or self._casts.get(storage, "")
 
 
-class Questions(TorchFunctionMode):
-    """Notes the weights whose dtype the program's Python looks at."""
+class DtypeQueries(TorchFunctionMode):
+    """Function mode that records the weights whose dtype Python code reads.
+
+    Attributes:
+        names: Names of these weights.
+    """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.asked: set[str] = set()
-        self._names = {id(tensor): name for name, tensor in weights.items()}
+        self.names: set[str] = set()
+        self._names_by_id = {id(tensor): name for name, tensor in weights.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _QUESTIONS:
-            self.asked.update(self._names[id(a)] for a in args if id(a) in self._names)
+        if func in _DTYPE_QUERIES:
+            self.names.update(self._names_by_id[id(a)] for a in args if id(a) in self._names_by_id)
         return func(*args, **(kwargs or {}))
 
 
-_QUESTIONS = (
+_DTYPE_QUERIES = (
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
     torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    *(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as),
-    *(torch.Tensor.element_size, torch.Tensor.float),
+    torch.Tensor.to,
+    torch.Tensor.type,
+    torch.Tensor.type_as,
+    torch.Tensor.element_size,
+    torch.Tensor.float,
 )
 
 
@@ -179,12 +188,12 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    given = {name for name, value in kwargs.items() if value is not None}
-    return func is CAST and given == {"dtype"}
+    passed = {name for name, value in kwargs.items() if value is not None}
+    return func is CAST and passed == {"dtype"}
 
 
 def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:
-    """Returns True if a call only gives views of the weights that it takes."""
+    """Returns True if a call only returns views of the weights that it reads."""
     schema = getattr(func, "_schema", None)
     results = tensors_in(result)
     if schema is None or schema.is_mutable or not results:
@@ -192,21 +201,27 @@ def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:
     return {storage_id(t) for t in results} <= {storage_id(t) for t in read}
 
 
-def _asks_form(func: Any) -> bool:
-    """Returns True if a call reads a tensor's metadata and not its elements."""
+def _reads_metadata(func: Any) -> bool:
+    """Returns True if an op reads the metadata of a tensor but not its elements."""
     name = str(func).partition(".default")[0]
-    return name.startswith(("prim.", "aten.sym_")) or name in _FORMS
+    return name.startswith(("prim.", "aten.sym_")) or name in _METADATA_OPS
 
 
-_FORMS = frozenset(
-    f"aten.{name}"
-    for name in ("dim", "size", "stride", "numel", "is_contiguous", "is_strides_like_format")
+_METADATA_OPS = frozenset(
+    {
+        "aten.dim",
+        "aten.size",
+        "aten.stride",
+        "aten.numel",
+        "aten.is_contiguous",
+        "aten.is_strides_like_format",
+    }
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a model, and the region that it is meant to run in."""
+    """One call of a model, and the region that it will run in."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -218,7 +233,7 @@ class Call:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Returns parameters and buffers by all of their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -226,7 +241,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reasons_to_stay(call: Call) -> dict[str, str]:
-    """Why each weight has to stay as it is; ``""`` for those that may be stored low."""
+    """Returns the reason against storing each weight low; ``""`` if there is none."""
     try:
         try:
             return _reasons(call, _fake)
@@ -236,13 +251,13 @@ def reasons_to_stay(call: Call) -> dict[str, str]:
         return _reasons(call, _real)
     except (*NEEDS_NUMBERS, _EagerError) as error:
         raise UnsupportedError(
-            f"{type(call.model).__name__} does not run in a region of {dtype_name(call.dtype)} "
-            f"with these arguments: {error}"
+            f"{type(call.model).__name__} does not run in a {dtype_name(call.dtype)} region with "
+            f"these arguments: {error}"
         ) from error
 
 
 class _EagerError(Exception):
-    """A stand-in does not run uncompiled; some ops take real tensors and refuse fake ones."""
+    """Raised if a stand-in does not run uncompiled; some ops reject fake tensors."""
 
 
 def _fake(call: Call) -> StandIn:
@@ -250,14 +265,18 @@ def _fake(call: Call) -> StandIn:
 
 
 def _real(call: Call) -> StandIn:
-    found = real_stand_in(call.model, call.args, call.kwargs, _fake(call))
-    assert found is not None  # there was one a moment ago
-    return found
+    stand_in = real_stand_in(call.model, call.args, call.kwargs, _fake(call))
+    assert stand_in is not None, "checked by reasons_to_stay"
+    return stand_in
 
 
 def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
-    """Returns reasons by runs of stand-ins, and of others with their weights stored low."""
-    reasons = _own_reasons(call.model)
+    """Returns the reasons against storing weights low.
+
+    Runs stand-ins with the original weights, then stand-ins with low weights. If the latter perform
+    other calls, excludes the weights in these calls and tries again.
+    """
+    reasons = _module_reasons(call.model)
     compiled, from_graphs = _compiled_run(call, make(call))
     reasons = _first_of(reasons, from_graphs)
     if not _low(reasons):
@@ -266,24 +285,24 @@ def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
     for reads, _ in runs:
         reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
     before = [compiled.calls, *(reads.calls for reads, _ in runs)]
-    asked = {name for _, names in runs for name in names}
-    for _ in range(_MOST_TRIES):
+    queried = {name for _, names in runs for name in names}
+    for _ in range(_MAX_TRIES):
         differing = _differing(call, reasons, before, make)
         if not differing:
             return reasons
         low = {*_low(reasons)}
-        _give_up(reasons, differing & low or asked & low or low)
-    _give_up(reasons, reasons)
+        _exclude(reasons, differing & low or queried & low or low)
+    _exclude(reasons, reasons)
     return reasons
 
 
-_MOST_TRIES = 4
-"""How often the weights that seem to be at fault are left out, before all are."""
+_MAX_TRIES = 4
+"""Maximum number of exclusions before all weights are excluded."""
 
 
-def _give_up(reasons: dict[str, str], names: Iterable[str]) -> None:
+def _exclude(reasons: dict[str, str], names: Iterable[str]) -> None:
     for name in names:
-        reasons[name] = reasons[name] or "the program does something else for another dtype"
+        reasons[name] = reasons[name] or "the program depends on its dtype"
 
 
 def _differing(
@@ -292,18 +311,21 @@ def _differing(
     before: list[list[SeenCall]],
     make: Callable[[Call], StandIn],
 ) -> set[str]:
-    """Weights in calls that are others once weights are stored; ``{""}`` if those have none."""
+    """Returns the weights in calls that change if weights are stored low.
+
+    Contains ``""`` if a call without weights changes.
+    """
     if not _low(reasons):
         return set()
-    found: set[str] = set()
+    differing: set[str] = set()
     for old, new in zip(before, _calls_stored(call, _low(reasons), make), strict=True):
         matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
         for kind, *bounds in matcher.get_opcodes():
             if kind != "equal":
                 first, last, start, stop = bounds
-                changed = (*old[first:last], *new[start:stop])
-                found |= {name for seen in changed for name in seen.weights or ("",)}
-    return found
+                for changed in (*old[first:last], *new[start:stop]):
+                    differing |= changed.weights or {""}
+    return differing
 
 
 def _first_of(reasons: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
@@ -314,13 +336,12 @@ def _low(reasons: Mapping[str, str]) -> list[str]:
     return [name for name, reason in reasons.items() if not reason]
 
 
-# What the model itself tells
-
-
-def _own_reasons(model: nn.Module) -> dict[str, str]:
+def _module_reasons(model: nn.Module) -> dict[str, str]:
+    """Returns the reasons that follow from the modules, without running the model."""
     weights = named_weights(model)
-    others = Counter(storage_id(t) for t in {id(t): t for t in module_tensors(model)}.values())
-    holders = Counter(storage_id(tensor) for tensor in weights.values() if _is_plain(tensor))
+    distinct = {id(t): t for t in module_tensors(model)}
+    num_tensors = Counter(storage_id(tensor) for tensor in distinct.values())
+    num_names = Counter(storage_id(tensor) for tensor in weights.values() if _is_plain(tensor))
     reasons = {}
     for name, tensor in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -333,7 +354,7 @@ def _own_reasons(model: nn.Module) -> dict[str, str]:
             reasons[name] = "belongs to a parametrization"
         elif owner._forward_hooks or owner._forward_pre_hooks:
             reasons[name] = "its module has hooks"
-        elif max(holders[storage_id(tensor)], others[storage_id(tensor)]) > 1:
+        elif max(num_names[storage_id(tensor)], num_tensors[storage_id(tensor)]) > 1:
             reasons[name] = "tied, or shares memory with another tensor"
         else:
             reasons[name] = ""
@@ -341,37 +362,35 @@ def _own_reasons(model: nn.Module) -> dict[str, str]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    is_own = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
+    is_tensor_or_parameter = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
     is_fake = isinstance(tensor, FakeTensor)
-    return (is_own or is_fake) and tensor.layout is torch.strided
-
-
-# What runs of it tell
+    return (is_tensor_or_parameter or is_fake) and tensor.layout is torch.strided
 
 
 def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]:
-    """Finds what the compiled program does without gradients, and which weights must stay."""
+    """Returns the calls of the compiled program without gradients, and reasons from its graphs."""
     weights = named_weights(_module(stand_in))
     reads = Reads(weights)
     request = Request(call.dtype, call.policy, options={"weight_cache": False})
     with torch.no_grad(), call.region():
         capture = capture_call(stand_in, request, lambda: reads)
-    found = dict.fromkeys(weights, _UNREAD)
-    for weight in (weight for seen in capture.graphs for weight in weights_of(seen)):
-        is_low = weight.low_dtype == dtype_name(call.dtype)
-        is_fine = is_low and found[weight.path] in ("", _UNREAD)  # in each graph that reads it
-        found[weight.path] = "" if is_fine else _AS_IT_IS
-    if not capture.is_whole:  # code between the graphs has run, too
-        found = _first_of(found, reads.reasons(found, call.dtype))
-    found |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _HANDED_OUT)
-    has_fallback = any(seen.fallback for seen in capture.graphs)
+    reasons = dict.fromkeys(weights, _UNREAD)
+    for graph in capture.graphs:
+        for weight in weights_of(graph):
+            is_low = weight.low_dtype == dtype_name(call.dtype)
+            is_low_everywhere = is_low and reasons[weight.path] in ("", _UNREAD)
+            reasons[weight.path] = "" if is_low_everywhere else _READ_WITHOUT_CAST
+    if not capture.is_whole:  # Python code between the graphs may have read weights
+        reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
+    reasons |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _RETURNED)
+    has_fallback = any(graph.fallback for graph in capture.graphs)
     capture.release()
-    return reads, dict.fromkeys(weights, _FALLBACK) if has_fallback else found
+    return reads, dict.fromkeys(weights, _FALLBACK) if has_fallback else reasons
 
 
-_UNREAD = "nothing reads it in this call"
-_AS_IT_IS = "read as it is"
-_HANDED_OUT = "the model hands it out"
+_UNREAD = "not read in this call"
+_READ_WITHOUT_CAST = "read without a cast"
+_RETURNED = "returned by the model"
 _FALLBACK = "fallback: other code may read it"
 
 
@@ -381,36 +400,39 @@ def _module(stand_in: StandIn) -> nn.Module:
 
 
 def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[Reads, set[str]]:
-    """Finds what eager code does in the region, and the weights whose dtype it asks for."""
+    """Returns the calls of eager code in the region, and the weights whose dtype it reads."""
     weights = named_weights(_module(stand_in))
-    reads, questions = Reads(weights), Questions(weights)
+    reads, queries = Reads(weights), DtypeQueries(weights)
     fake_mode = stand_in.fake_mode or contextlib.nullcontext()
     gradients = torch.enable_grad() if has_gradients else torch.no_grad()
-    with torch.random.fork_rng(devices=()), fake_mode, call.region(), gradients, reads, questions:
+    with torch.random.fork_rng(devices=()), fake_mode, call.region(), gradients, reads, queries:
         try:
-            reads.hand_out(stand_in.program(*stand_in.args, **stand_in.kwargs))
+            reads.record_outputs(stand_in.program(*stand_in.args, **stand_in.kwargs))
         except NEEDS_NUMBERS:
             raise
         except Exception as error:
             raise _EagerError(f"{type(error).__name__}: {error}") from error
-    return reads, questions.asked
+    return reads, queries.names
 
 
 def _calls_stored(
     call: Call, names: list[str], make: Callable[[Call], StandIn]
 ) -> list[list[SeenCall]]:
-    """The calls of a compiled run and two eager ones of a program with weights stored low."""
-    compiled, *eager = [make(call) for _ in range(3)]
-    for stand_in in (compiled, *eager):
+    """Returns the calls of one compiled and two eager runs with weights stored low."""
+
+    def make_low() -> StandIn:
+        stand_in = make(call)
         weights = named_weights(_module(stand_in))
         for name in names:
             store(weights[name], call.dtype)
-    modes = zip(eager, (False, True), strict=True)
-    runs = [_eager_run(call, each, has_gradients=mode) for each, mode in modes]
-    return [reads.calls for reads, _ in (_compiled_run(call, compiled), *runs)]
+        return stand_in
+
+    compiled, _ = _compiled_run(call, make_low())
+    eager = [_eager_run(call, make_low(), has_gradients=mode) for mode in (False, True)]
+    return [compiled.calls, *(reads.calls for reads, _ in eager)]
 
 
 def store(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Makes a tensor low, in place: whoever holds it holds the low one."""
+    """Converts a tensor in place."""
     with torch.no_grad():
         tensor.data = tensor.data.to(dtype)

@@ -41,73 +41,73 @@ def store_low(
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | os.PathLike[str] = "torch",
 ) -> Callable[..., StorageReport]:
-    """Stores the weights of a model for inference in the low dtype that they are read in.
+    """Stores the weights of a model in low precision for inference, with identical results.
 
-    ``amp_fx.store_low(model)(x)`` makes, in place, each parameter and buffer low that every reader
-    takes through a cast to that dtype, and leaves what is read in float32, such as the weights
-    of norms. Under a region of that dtype and policy the model gives the same bits as before,
-    compiled or not; outside of one it does not run. Nothing is kept besides: in graphs that amp_fx
-    compiles, weights stored so are not packed unless ``options={"freezing": True}`` asks for it.
+    ``amp_fx.store_low(model)(x)`` converts in place each parameter and buffer that is only read
+    through casts to the low dtype. Weights that are read in float32, such as those of norms, are
+    not converted. In a region with the same dtype and policy, the model returns the same bits as
+    before, compiled or not; it does not run outside of such a region. Graphs that amp_fx compiles
+    do not pack these weights, which would take additional memory, unless
+    ``options={"freezing": True}`` requests it.
 
-    Nothing is computed: fake tensors go through Dynamo and through eager code, before and after,
-    and what is done is refused for weights whose dtype would change what the program does.
-    Only a program that looks at numbers is run, on a copy. One call is looked at: give arguments
-    such as the model will get. Weights stay that several names or tensors share, that belong to
-    modules with hooks or to parametrizations, and all of them if a graph fell back.
-    ``model.state_dict()`` has the low ones; ``load_state_dict`` rounds float32 ones that are
-    loaded into them.
+    The analysis runs compiled and eager code on fake tensors, before and after the conversion, and
+    excludes weights whose dtype changes the behavior of the program. A program that depends on
+    values of tensors is run on a copy. Only one call is analyzed, so pass representative arguments.
+    Tied weights, and weights of modules with hooks or parametrizations, are not converted; no
+    weight is if a graph falls back. ``model.state_dict()`` contains the low weights, and
+    ``load_state_dict`` rounds float32 weights.
 
     Args:
-        model: A module in evaluation mode; one that was compiled is looked into.
-        dtype: The low dtype of the region, or its name; by default that of the region around
-            the call of ``store_low``, else what the policy says, else that which
-            ``amp_fx.compile`` takes.
-        policy: That of the region: a ``Policy``, the name of a preset or the path of a file.
-            By default that of ``amp_fx.compile`` or of the region around, else PyTorch's.
+        model: A module in evaluation mode. For a compiled module, its original is converted.
+        dtype: The low dtype of the region, or its name. Defaults to the dtype of the region around
+            the call of ``store_low``, else the policy's, else the default of ``amp_fx.compile``.
+        policy: The policy of the region: a ``Policy``, the name of a preset or the path of a policy
+            file. Defaults to the policy of ``amp_fx.compile`` or of the surrounding region, else
+            PyTorch's.
 
     Returns:
-        A function that takes the model's arguments, stores the weights and gives a
+        A function that receives the arguments of the model, converts the weights and returns a
         ``StorageReport``.
 
     Raises:
-        ArgumentTypeError: The model is no module.
-        UnsupportedError: It is in training mode, or a parameter has a gradient.
-        OptionError: The dtype is none to autocast to.
-        PolicyError: The policy is none of these.
-        UnsupportedError: When called: the model cannot be traced with these arguments. Nothing has
-            been changed then.
+        ArgumentTypeError: The model is not a module.
+        UnsupportedError: The model is in training mode, or a parameter has a gradient. Raised by
+            the call, without any change, if the model cannot be traced with its arguments.
+        OptionError: The dtype is not a low dtype.
+        PolicyError: The policy is invalid.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"amp_fx.store_low takes a torch.nn.Module, not {model!r}")
+        raise ArgumentTypeError(f"amp_fx.store_low expects a torch.nn.Module, got {model!r}")
     target, settings = unwrap(model, "amp_fx.store_low")
     assert isinstance(target, nn.Module)
-    given = settings.dtype if dtype is None else as_dtype(dtype)
-    found = as_policy(policy)
-    if found == preset("torch"):
-        found = settings.policy or ambient_policy() or found
-    _refuse_training(target)
+    low_dtype = settings.dtype if dtype is None else as_dtype(dtype)
+    resolved = as_policy(policy)
+    if resolved == preset("torch"):
+        resolved = settings.policy or ambient_policy() or resolved
+    _reject_training(target)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def store_call(*args: Any, **kwargs: Any) -> StorageReport:
-        _refuse_training(target)
+        _reject_training(target)
         with working(f"storing the weights of {type(target).__name__}"):
-            return _store(target, given, found, args, kwargs)
+            return _store(target, low_dtype, resolved, args, kwargs)
 
     return store_call
 
 
-def _refuse_training(model: nn.Module) -> None:
+def _reject_training(model: nn.Module) -> None:
     names = [name for name, module in model.named_modules() if module.training]
     if names:
-        where = f"its module {names[0]!r}" if names[0] else "it"
+        module_name = f"its module {names[0]!r}" if names[0] else "it"
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be stored in low precision: {where} is in training "
-            "mode, and updates are too small for low-precision weights. Call model.eval() first"
+            f"{type(model).__name__} cannot be stored in low precision: {module_name} is in "
+            "training mode, and updates are too small for low-precision weights. Call model.eval() "
+            "first"
         )
-    graded = [name for name, p in model.named_parameters() if p.grad is not None]
-    if graded:
+    with_gradients = [name for name, p in model.named_parameters() if p.grad is not None]
+    if with_gradients:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be stored in low precision: {graded[0]} has a "
+            f"{type(model).__name__} cannot be stored in low precision: {with_gradients[0]} has a "
             "gradient, as in training. Call model.zero_grad() first"
         )
 
@@ -122,9 +122,9 @@ def _store(
     device_type = _device_type(model, args, kwargs)
     dtype = dtype or _low_dtype(device_type, policy)
     check_device_dtype(device_type, dtype)
-    own = None if policy == preset("torch") else policy
+    custom_policy = None if policy == preset("torch") else policy
     with no_autocast():
-        region = functools.partial(autocast, device_type, dtype, policy=own)
+        region = functools.partial(autocast, device_type, dtype, policy=custom_policy)
         reasons = reasons_to_stay(Call(model, args, kwargs, device_type, dtype, policy, region))
     weights = _replace(model, reasons, dtype)
     report = StorageReport(
@@ -135,15 +135,15 @@ def _store(
         weights=weights,
     )
     if not report.stored:
-        log.warning("no weight of %s was stored low: %s", report.model, _most_told(weights))
+        log.warning("no weight of %s was stored low: %s", report.model, _main_reason(weights))
     return report
 
 
 def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the tensors' device type; those on ``meta`` are meant for a device that is here."""
+    """Returns the device type of the tensors; for ``meta``, that of an available device."""
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
-    found = target_device({tensor.device.type for tensor in tensors})
-    return found if found == "cpu" or is_usable(found) else "cpu"
+    target = target_device({tensor.device.type for tensor in tensors})
+    return target if target == "cpu" or is_usable(target) else "cpu"
 
 
 def _low_dtype(device_type: str, policy: Policy) -> torch.dtype:
@@ -155,7 +155,7 @@ def _low_dtype(device_type: str, policy: Policy) -> torch.dtype:
 def _replace(
     model: nn.Module, reasons: Mapping[str, str], dtype: torch.dtype
 ) -> tuple[StoredWeight, ...]:
-    """Stores what has no reason to stay, one weight after the other; the records of all."""
+    """Stores the weights without a reason one by one; returns the records of all weights."""
     records: dict[int, StoredWeight] = {}
     for name, tensor in named_weights(model).items():
         if id(tensor) in records:
@@ -164,8 +164,8 @@ def _replace(
         if not reasons[name]:
             forget(tensor)
             store(tensor, dtype)
-            owner, _, own_name = name.rpartition(".")
-            mark_stored(model.get_submodule(owner), own_name)
+            owner, _, attribute = name.rpartition(".")
+            mark_stored(model.get_submodule(owner), attribute)
         records[id(tensor)] = StoredWeight(
             path=name,
             shape=tuple(tensor.shape),
@@ -178,8 +178,8 @@ def _replace(
     return tuple(records.values())
 
 
-def _most_told(weights: tuple[StoredWeight, ...]) -> str:
-    """The reason of the most bytes."""
+def _main_reason(weights: tuple[StoredWeight, ...]) -> str:
+    """Returns the reason of the largest weight."""
     if not weights:
-        return "it has none"
+        return "it has no weights"
     return max(weights, key=lambda weight: weight.bytes_before).reason

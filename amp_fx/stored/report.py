@@ -1,4 +1,4 @@
-"""Reports what ``amp_fx.store_low`` did: a record for each weight, and a table."""
+"""Report of ``amp_fx.store_low``: a record for each weight, and a table."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """Records what ``store_low`` did to one parameter or buffer.
+    """Record of one parameter or buffer in ``store_low``.
 
     Attributes:
-        path: Its path in the model; the first one, if it has several.
-        shape: Its sizes.
-        dtype_before: Its dtype before.
-        dtype: Its dtype now.
-        bytes_before: Its elements' memory before.
-        bytes: That now.
-        reason: Why it stayed as it was, else ``""``.
+        path: Path in the model; the first one if there are several.
+        shape: The sizes.
+        dtype_before: The dtype before.
+        dtype: The dtype after.
+        bytes_before: Memory of the elements before.
+        bytes: Memory of the elements after.
+        reason: The reason why the weight was not converted, or ``""``.
     """
 
     path: str
@@ -41,14 +41,14 @@ class StoredWeight:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class StorageReport(Report):
-    """Reports what ``amp_fx.store_low`` did, as a table, also in a notebook.
+    """Report of ``amp_fx.store_low``. Prints as a table, also in notebooks.
 
     Attributes:
-        model: The model's class.
-        policy: The policy's name.
-        dtype: What weights were stored in.
-        device_type: The device type of the region that it was done for.
-        weights: All parameters and buffers, each once.
+        model: Class of the model.
+        policy: Name of the policy.
+        dtype: The dtype of the stored weights.
+        device_type: The device type of the region.
+        weights: All parameters and buffers, without duplicates.
     """
 
     model: str
@@ -73,7 +73,7 @@ class StorageReport(Report):
         return sum(weight.bytes for weight in self.weights)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dictionaries, lists, strings and numbers, with the fields as keys."""
+        """Returns the report as dictionaries, lists, strings and numbers, by field name."""
         return {**as_plain(self), "bytes_before": self.bytes_before, "bytes": self.bytes}
 
     def _render(self) -> RenderableType:
@@ -87,7 +87,7 @@ class StorageReport(Report):
         return Group(head, sums, Text(""), _table(self))
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns a summary in one line."""
         return (
             f"<StorageReport of {self.model}: {len(self.stored)} of {len(self.weights)} weights "
             f"stored in {self.dtype}, {human(self.bytes_before)} -> {human(self.bytes)}>"
@@ -95,7 +95,7 @@ class StorageReport(Report):
 
 
 def _table(report: StorageReport) -> Table:
-    """Weights of like layers share a row."""
+    """Returns one row for all weights that differ only in the numbers of their layers."""
     names = ("weight", "x", "was", "is", "bytes", "why it stays")
     table = new_table(*names, folded=("weight", "why it stays"), right=("x", "bytes"))
     groups: dict[Any, list[StoredWeight]] = {}

@@ -148,7 +148,7 @@ def test_bad_input(decorator: Any) -> None:
 
 @pytest.mark.parametrize("cast_inputs", ["float16", torch.int8, 3])
 def test_cast_inputs_that_is_no_floating_dtype(cast_inputs: Any) -> None:
-    with pytest.raises(OptionError, match="not a floating-point dtype"):
+    with pytest.raises(OptionError, match="must be a floating-point dtype"):
         amp_fx.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
 
 

@@ -131,7 +131,7 @@ def test_left_out_of_order(has_policy: bool, mine: Policy) -> None:
     with pytest.raises(RegionError, match="before the 1 region"):
         outer.__exit__(None, None, None)
     assert AutocastState.ambient() == before
-    with pytest.raises(RegionError, match="not in it"):
+    with pytest.raises(RegionError, match="has not entered it"):
         inner.__exit__(None, None, None)
     assert AutocastState.ambient() == before
     assert torch.autocast_increment_nesting() == 1

@@ -292,9 +292,10 @@ def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(float8, "device_names", lambda *_: "NVIDIA A100 (compute capability 8.0)")
     float8._why_not_on_cuda.cache_clear()
-    said = float8.why_no_float8(torch.device("cuda", 0))
+    reason = float8.why_no_float8(torch.device("cuda", 0))
     float8._why_not_on_cuda.cache_clear()
-    assert said == "NVIDIA A100 (compute capability 8.0) has no float8 units, which begin with 8.9"
+    gpu = "NVIDIA A100 (compute capability 8.0)"
+    assert reason == f"{gpu} has no float8 support, which requires 8.9 or higher"
     for name in ("xpu", "mps"):
         assert name in float8.why_no_float8(torch.device(name))
 

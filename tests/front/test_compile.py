@@ -325,7 +325,7 @@ class NoModule:
 
 @pytest.mark.parametrize("target", [3, "model", NoModule(), [nn.Linear(1, 1)], nn.Linear])
 def test_neither_module_nor_function(target: Any) -> None:
-    with pytest.raises(CompileTargetError, match="Module or a function, not"):
+    with pytest.raises(CompileTargetError, match="Module or a function, got"):
         amp_fx.compile(target)
 
 
@@ -337,9 +337,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
     "an option": ({"freezing": False}, ArgumentTypeError, r"pass options=\{'freezing': ...\}"),
     "policy": ({"policy": 3}, PolicyError, "policy=3 is not an amp_fx.Policy"),
     "preset": ({"policy": "nothing"}, PolicyError, "no preset"),
-    "backend": ({"backend": "inductor"}, OptionError, "torch.compile with backend='amp_fx'"),
+    "backend": ({"backend": "inductor"}, OptionError, "always uses backend='amp_fx'"),
     "option": ({"options": {"dtpye": 1}}, OptionError, "unknown option 'dtpye'"),
-    "option twice": ({"options": {"dtype": "bfloat16"}}, OptionError, "give dtype to"),
+    "option twice": (
+        {"options": {"dtype": "bfloat16"}},
+        OptionError,
+        "pass dtype as an argument of",
+    ),
     "weight_cache": ({"weight_cache": 1}, OptionError, "not one of True, False"),
     "mode": ({"mode": "fastest"}, OptionError, "mode='fastest'"),
 }
@@ -515,7 +519,7 @@ def test_output_dtype_survives_pickling() -> None:
 def test_bad_output_dtype() -> None:
     with pytest.raises(OptionError, match="output_dtype='low' is not one of 'original'"):
         amp_fx.compile(nn.Linear(4, 4), output_dtype="low")
-    with pytest.raises(OptionError, match=r"give output_dtype to amp_fx\.compile itself"):
+    with pytest.raises(OptionError, match=r"pass output_dtype as an argument of amp_fx\.compile"):
         amp_fx.compile(nn.Linear(4, 4), options={"output_dtype": "original"})
 
 

@@ -98,5 +98,5 @@ def test_colors_are_checked() -> None:
     with pytest.raises(DrawError, match="color='size' is not one of 'dtype', 'effect', 'error'"):
         amp_fx.draw(report, color="size")
     explanation = amp_fx.explain(Bare())(*Bare.inputs())
-    with pytest.raises(DrawError, match=r"others are for what amp_fx\.accuracy gives"):
+    with pytest.raises(DrawError, match=r"others require a result of amp_fx\.accuracy"):
         amp_fx.draw(explanation, color="effect")

@@ -94,7 +94,7 @@ def test_mixed_dtypes_are_reported_once_with_the_line_to_paste(
 
     compiled(program)(x)
     [record] = reports.records
-    assert "amp_fx_test::mixed gets bfloat16 and float32" in record.getMessage()
+    assert "amp_fx_test::mixed receives bfloat16 and float32" in record.getMessage()
     assert 'amp_fx.register_op("amp_fx_test::mixed", "fp32")' in record.getMessage()
 
 

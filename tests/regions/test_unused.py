@@ -56,7 +56,7 @@ def test_patterns_that_fit_nothing_in_a_function(pattern: Any) -> None:
     model = net()
     [message] = warned(lambda x: model(x).relu(), pattern)
     assert "'model.0', 'model.1'" in message or "near" not in message
-    assert "begin at a variable of the function" in message
+    assert "start at a variable of the function" in message
 
 
 def test_a_module_that_is_not_called_is_none_the_less_there() -> None:
