@@ -102,6 +102,7 @@ MODULE_POLICIES = (
     CastPolicy.DEMOTE,
     CastPolicy.FLOAT8,
     CastPolicy.LOWER_PRECISION_WIDE,
+    CastPolicy.BFLOAT16X3,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 
@@ -110,7 +111,7 @@ ARGUMENT_POLICIES = (
     CastPolicy.LOWER_PRECISION_FP,
     CastPolicy.FP32,
     CastPolicy.KEEP,
-    CastPolicy.FLOAT8,
+    *PRODUCT_POLICIES,
 )
 _REGEX, CLASS = "re:", "class:"
 
@@ -441,21 +442,26 @@ def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str
     entries = tuple(
         (name, _directive(pattern, name, value, taking)) for name, value in args.items()
     )
-    if any(value == CastPolicy.FLOAT8.value for _, value in entries):
-        _check_float8(pattern, dict(entries), taking)
+    for policy in PRODUCT_POLICIES:
+        given = tuple(name for name, value in entries if value == policy.value)
+        if given:
+            _check_operands(pattern, policy, given, taking)
     return ArgOverride(pattern, entries, taking)
 
 
-def _check_float8(pattern: str, args: Mapping[str, str], overloads: tuple[str, ...]) -> None:
-    """Refuses one argument in float8 alone: no unit multiplies float8 by another dtype."""
+def _check_operands(
+    pattern: str, policy: CastPolicy, given: tuple[str, ...], overloads: tuple[str, ...]
+) -> None:
+    """Refuses a policy for products on one argument alone: it is about both operands."""
+    products = PRODUCT_POLICIES[policy]
     for op in overloads:
-        operands = PRODUCTS.get(op)
+        operands = PRODUCTS[op] if op in products else None
         wanted = () if operands is None else (operands.input, operands.weight)
-        given = tuple(name for name, value in args.items() if value == CastPolicy.FLOAT8.value)
         if not wanted or set(given) != set(wanted):
-            both = " and ".join(wanted) or f"both operands of one of {', '.join(PRODUCTS)}"
+            both = " and ".join(wanted) or f"both operands of one of {', '.join(products)}"
             raise PolicyError(
-                f"op {pattern!r} with {', '.join(given)} in float8: name {both}, and no others"
+                f"op {pattern!r} with {', '.join(given)} as {policy.value}: name {both}, and no "
+                "others"
             )
 
 
