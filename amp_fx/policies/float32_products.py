@@ -6,9 +6,9 @@ and XPU have kernels for it (``out_dtype`` of ``torch.mm``). A factor is one low
 
     x = 2 * (t0 + 2**-8 * t1 + 2**-17 * t2)        # exact for every finite float32 number
 
-The products of the terms ``i`` and ``j`` with ``i + j <= 2`` are computed; the other three are below
-the rounding of float32. The scales make the sum exact for subnormal numbers too, and no product of
-terms is larger than the product of the factors, so that nothing overflows on the way.
+The products of the terms ``i`` and ``j`` with ``i + j <= 2`` are computed; the other three are
+below the rounding of float32. The scales make the sum exact for subnormal numbers too, and no
+product of terms is larger than the product of the factors, so that nothing overflows on the way.
 
 A CPU has no such kernels. There it is one float32 product, of rounded factors or of the factors
 themselves, which are what the terms add up to.
@@ -172,8 +172,8 @@ def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Te
     """Returns a tensor in float32, rounded to a low dtype if there is one."""
     if low_dtype is None:
         return tensor.to(torch.float32)
-    if tensor.dtype == low_dtype or is_spread(tensor):
-        return tensor.to(low_dtype).to(torch.float32)
+    if tensor.dtype == low_dtype:
+        return tensor.to(torch.float32)
     return round_to(tensor.to(torch.float32), low_dtype)
 
 

@@ -47,8 +47,8 @@ class CastPolicy(enum.Enum):
     """Compute a product of inputs in the autocast dtype, sum in float32, and return float32. What
     is no product is left to the tables."""
     BFLOAT16X3 = "bfloat16x3"
-    """Compute a product in float32 of factors that are split into three bfloat16 tensors each, where
-    the device multiplies those faster. What is no product is left to the tables."""
+    """Split the inputs of a product into three bfloat16 tensors each, sum the products of those in
+    float32, and return float32. What is no product is left to the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """Describes what happens to a call, in a few words.

@@ -167,7 +167,7 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    """Returns True for casts, views and the arithmetic that quantizes a weight."""
+    """Returns True for casts, views, and the arithmetic that rounds or quantizes a weight."""
     name = getattr(node.target, "_opname", "")
     return node.op != "call_function" or is_view(node) or name in _EXACT
 
@@ -176,6 +176,7 @@ _EXACT = frozenset(
     {
         *("_to_copy", "abs", "amax", "bitwise_and", "clamp", "clamp_max", "clamp_min", "clone"),
         *("convert_element_type", "div", "max", "maximum", "minimum", "mul", "reciprocal"),
+        "rounded",
     }
 )
 """Ops that IEEE 754 rounds in one way, whatever the order of the elements."""
