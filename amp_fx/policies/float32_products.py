@@ -26,7 +26,14 @@ from amp_fx.policies.calls import bind, is_eligible, qualified_name
 from amp_fx.policies.rounding import round_to, rounded
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
-from amp_fx.torch_private.autograd import apply_in_op, below_transform, skip_frames_of
+from amp_fx.torch_private.autocast import DisableAutocast
+from amp_fx.torch_private.autograd import (
+    apply_in_op,
+    are_transforms_active,
+    below_transform,
+    skip_frames_of,
+)
+from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +84,9 @@ class _Float32Product(torch.autograd.Function):
 
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
-        return below_transform(_product, a, b, low_dtype)
+        if are_transforms_active():  # those around this one differentiate the op, too
+            return below_transform(torch.ops.amp_fx.float32_product, a, b, low_dtype)
+        return _product(a, b, low_dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: torch.Tensor) -> None:
@@ -108,12 +117,13 @@ class _Float32Product(torch.autograd.Function):
 
 def _product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
     product = torch.mm if a.dim() == 2 else torch.bmm
-    if a.device.type not in WITH_OUT_DTYPE or is_spread(a) or is_spread(b):
-        return product(_in_float32(a, low_dtype), _in_float32(b, low_dtype))
-    low_product = functools.partial(product, out_dtype=torch.float32)
-    if low_dtype is None:
-        return product_of_terms(a, b, low_product)
-    return low_product(a.to(low_dtype), b.to(low_dtype))
+    with DisableTorchFunction(), DisableAutocast():  # a backward may be called in a region
+        if a.device.type not in WITH_OUT_DTYPE or is_spread(a) or is_spread(b):
+            return product(_in_float32(a, low_dtype), _in_float32(b, low_dtype))
+        low_product = functools.partial(product, out_dtype=torch.float32)
+        if low_dtype is None:
+            return product_of_terms(a, b, low_product)
+        return low_product(a.to(low_dtype), b.to(low_dtype))
 
 
 def product_of_terms(
