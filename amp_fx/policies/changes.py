@@ -463,9 +463,9 @@ def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str
         (name, _directive(pattern, name, value, taking)) for name, value in args.items()
     )
     for policy in PRODUCT_POLICIES:
-        given = tuple(name for name, value in entries if value == policy.value)
-        if given:
-            _check_operands(pattern, policy, given, taking)
+        named = tuple(name for name, value in entries if value == policy.value)
+        if named:
+            _check_operands(pattern, policy, named, taking)
     return ArgOverride(pattern, entries, taking)
 
 

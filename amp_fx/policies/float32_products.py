@@ -36,7 +36,7 @@ from amp_fx.torch_private.autograd import (
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from amp_fx.policies.calls import Call
 
@@ -85,7 +85,8 @@ class _Float32Product(torch.autograd.Function):
     @staticmethod
     def forward(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
         if are_transforms_active():  # those around this one differentiate the op, too
-            return below_transform(torch.ops.amp_fx.float32_product, a, b, low_dtype)
+            op: Callable[..., torch.Tensor] = torch.ops.amp_fx.float32_product
+            return below_transform(op, a, b, low_dtype)
         return _product(a, b, low_dtype)
 
     @staticmethod
@@ -158,16 +159,21 @@ def product_of_terms(
     return total * 2.0 ** sum(len(each) > 1 for each in (left, right))
 
 
-def terms(x: torch.Tensor) -> Sequence[torch.Tensor]:
+def terms(x: torch.Tensor) -> list[torch.Tensor]:
     """Splits a tensor into bfloat16 tensors.
 
     Returns:
         ``[x]`` if it is bfloat16 itself; else terms, whose sum with the factors ``_SCALES`` is
         exactly half of it.
     """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     num_terms = _MAX_TERMS[x.dtype]
     if num_terms == 1:
         return [x]
+    is_row, is_column = (statically_known_true(x.stride(dim) == 1) for dim in (-1, -2))
+    if is_column and not is_row:  # so that the backward has the terms of the weight itself, too
+        return [term.mT for term in terms(x.mT)]
     x = x.to(torch.float32)
     first = round_to(x * 0.5, torch.bfloat16)
     # Not zero where x is not: infinity times zero is NaN.
