@@ -264,8 +264,9 @@ class Policy:
                 or ``"re:..."`` for the whole path, or a class, which its subclasses belong to.
                 Modules inside belong to a module too. It holds for all ops that make new
                 tensors (``treatment``): one of ``lower_precision_fp``, ``fp32``, ``promote``,
-                ``keep`` and ``same_as_input``. A mapping instead is for single ops in the
-                module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
+                ``keep`` and ``same_as_input``, or for all products: ``float8``,
+                ``lower_precision_wide`` or ``bfloat16x3``. A mapping instead is for single ops in
+                the module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
                 ops are named as in ``with_ops``.
 
         Raises:
@@ -295,7 +296,8 @@ class Policy:
         Args:
             op: As in ``with_ops``.
             args: By argument ``"same_as:<another argument>"`` (its dtype, after its own cast),
-                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``.
+                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``; for both operands of a product
+                also ``"float8"``, ``"lower_precision_wide"`` or ``"bfloat16x3"``.
 
         Raises:
             PolicyError: The op has no such tensor argument, or the value is not allowed.
