@@ -160,7 +160,7 @@ def product_of_terms(
 
 
 def terms(x: torch.Tensor) -> list[torch.Tensor]:
-    """Splits a tensor into bfloat16 tensors.
+    """Splits a matrix, or a batch of them, into bfloat16 tensors.
 
     Returns:
         ``[x]`` if it is bfloat16 itself; else terms, whose sum with the factors ``_SCALES`` is

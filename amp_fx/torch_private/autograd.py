@@ -12,6 +12,7 @@ from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,7 +62,13 @@ def apply_in_op(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not are_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    methods = {k: each for k, each in vars(function).items() if isinstance(each, staticmethod)}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
 
 
 are_transforms_active = torch._C._are_functorch_transforms_active

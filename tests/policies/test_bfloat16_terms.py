@@ -95,7 +95,7 @@ def test_all_pairs_of_numbers_at_the_ends() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
 def test_terms_add_up_exactly(numbers: list[float]) -> None:
-    x = torch.tensor(numbers)
+    x = torch.tensor(numbers)[None]
     first, second, third = (term.double() for term in terms(x))
     assert torch.equal(2 * (first + second * 2**-8 + third * 2**-17), x.double())
 
