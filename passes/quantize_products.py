@@ -51,16 +51,16 @@ from amp_fx.policies.float8 import (
     why_not_float8,
 )
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import RECIPES
+from amp_fx.tables.float8 import RECIPES, SOURCES
 
 if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.conditions import Condition
     from amp_fx.policies.policy import Policy
-    from amp_fx.tables.float8 import Operands
+    from amp_fx.tables.float8 import Float8, Operands
 
-    Weights = dict[tuple[fx.Node, str, bool, bool], tuple[fx.Node, fx.Node]]
+    Weights = dict[tuple[fx.Node, str, bool, bool, str], tuple[fx.Node, fx.Node]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,19 +158,22 @@ class _Quantizer:
         return SITE.of(node).state.policy or self.settings.policy
 
     def _quantize(self, node: fx.Node, operands: Operands, weight: fx.Node, has_rows: bool) -> None:
-        recipe = self._policy_at(node).float8.recipe
+        settings = self._policy_at(node).float8
+        recipe = settings.recipe
         bound = bind(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
         x, bias = bound[operands.input], bound.get(operands.bias)
         has_gradient = SITE.of(node).is_grad_enabled
-        forward = self._quantized(node, weight, recipe, has_rows, is_back=False)
+        forward = self._quantized(node, weight, settings, has_rows, is_back=False)
         back: tuple[Any, Any] = (None, None)
         if has_gradient and value_of(x).requires_grad:
-            back = self._quantized(node, weight, recipe, has_rows, is_back=True)
+            back = self._quantized(node, weight, settings, has_rows, is_back=True)
         own = weight if has_gradient and value_of(weight).requires_grad else None
         offsets = bound.get(operands.offsets)
         args = (x, own, recipe, *forward, *back, has_rows, *(() if offsets is None else (offsets,)))
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
+        if SOURCES[settings.source] is not None:
+            note += f"; the weight is rounded to {settings.source} first"
         FLOAT8_NOTE.put(result, note)
         DECISIONS.put(result, DECISIONS.of(node))
         if bias is not None:
@@ -189,12 +192,12 @@ class _Quantizer:
             warn_of_slowness()
 
     def _quantized(
-        self, node: fx.Node, weight: fx.Node, recipe: str, has_rows: bool, *, is_back: bool
+        self, node: fx.Node, weight: fx.Node, settings: Float8, has_rows: bool, *, is_back: bool
     ) -> tuple[fx.Node, fx.Node]:
-        key = weight, recipe, has_rows, is_back
+        key = weight, settings.recipe, has_rows, is_back, settings.source
         if key in self.quantized and not is_written(weight):
             return self.quantized[key]
-        both = self._add(node, float8_weight, (weight, recipe, has_rows, is_back))
+        both = self._add(node, float8_weight, key)
         data, factors = (self._add(node, operator.getitem, (both, i)) for i in (0, 1))
         self.quantized[key] = data, factors
         return data, factors

@@ -39,6 +39,7 @@ from amp_fx.graphs.places import module_types
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.policies.policy import preset, preset_names
 from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState
@@ -320,8 +321,12 @@ def _products(explanation: Explanation, request: Request) -> str:
 
 
 def label(policy: Policy) -> str:
-    """Returns the name of a policy, followed by ``", changed"`` if it has overrides or rules."""
-    is_changed = policy.ops or policy.modules or policy.args or policy.rules
+    """Returns the name of a policy, followed by ``", changed"`` if it differs from that preset."""
+    base = preset(policy.name) if policy.name in preset_names() else preset("torch")
+    is_changed = any(
+        getattr(policy, changes) != getattr(base, changes)
+        for changes in ("ops", "modules", "args", "rules")
+    )
     return f"{policy.name}, changed" if is_changed else policy.name
 
 

@@ -320,8 +320,9 @@ def run_dtype(node: fx.Node) -> str:
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
     if node.target is torch.ops.amp_fx.float32_product.default:
         a, _, low_dtype = node.args
-        device_type = recorded_value(a).device.type  # type: ignore[arg-type]
-        return dtype_name(low_dtype) if device_type in WITH_OUT_DTYPE else "float32"  # type: ignore[arg-type]
+        if recorded_value(a).device.type not in WITH_OUT_DTYPE:  # type: ignore[arg-type]
+            return "float32"
+        return dtype_name(torch.bfloat16 if low_dtype is None else low_dtype)  # type: ignore[arg-type]
     if node.target is float8_product:
         results = [t.dtype for t in tensors_in(recorded_value(node.args[3]))]  # type: ignore[arg-type]
     for dtypes in (results, inputs):

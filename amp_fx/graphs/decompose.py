@@ -38,6 +38,7 @@ from amp_fx.graphs.values import (
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
 from amp_fx.policies.float32_products import (
+    FLOAT32_POLICIES,
     FLOAT32_PRODUCT,
     can_give_float32,
     run_with_float32_result,
@@ -88,8 +89,7 @@ class OpDecision:
     @property
     def node_op(self) -> str:
         """Qualified name of the op that the graph contains."""
-        has_float32_result = self.policy is CastPolicy.LOWER_PRECISION_WIDE
-        return FLOAT32_PRODUCT if has_float32_result else self.op
+        return FLOAT32_PRODUCT if self.policy in FLOAT32_POLICIES else self.op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,12 +300,10 @@ class _PolicyTable:
                 continue
             has_policy = True
             name, policy, origin = qualified_name(op), decision.policy, decision.origin
-            if decision.is_float8(op):
-                policy, is_float8 = CastPolicy.FLOAT8, True
+            is_float8 |= policy is CastPolicy.FLOAT8
             self.decisions.append(OpDecision(name, device_type, policy, origin))
-            has_float32_result = policy is CastPolicy.LOWER_PRECISION_WIDE
-            if has_float32_result and can_give_float32(call, device_type):
-                return self._with_float32_result(call, low_dtype)
+            if policy in FLOAT32_POLICIES and can_give_float32(call, device_type):
+                return self._with_float32_result(call, policy, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op or is_float8:
@@ -314,11 +312,13 @@ class _PolicyTable:
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
 
-    def _with_float32_result(self, call: Call, low_dtype: torch.dtype) -> torch.Tensor:
+    def _with_float32_result(
+        self, call: Call, policy: CastPolicy, low_dtype: torch.dtype
+    ) -> torch.Tensor:
         self.num_changed += 1
         self._is_replacing = True
         try:
-            return run_with_float32_result(call, low_dtype)
+            return run_with_float32_result(call, policy, low_dtype)
         finally:
             self._is_replacing = False
 

@@ -164,7 +164,7 @@ class _Rewritten:
             return lowered[0](*lowered[1], **lowered[2])
         if weight.device.type == "cpu":
             warn_of_slowness()
-        return run_float8(lowered, weight, settings.recipe, has_rows_of_outputs=has_rows)
+        return run_float8(lowered, weight, settings, has_rows_of_outputs=has_rows)
 
 
 def _name_of(target: object) -> str:

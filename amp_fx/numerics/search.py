@@ -47,7 +47,9 @@ from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reason
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import torch_version
+from amp_fx.tables.products import FLOAT32_PRODUCTS
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Unit:
         op: What a policy calls it.
         why: What the report has on it.
         order: The number of the first of its ops.
+        treatment: A cast policy of its own; empty for that of the search.
         nodes: The ops.
     """
 
@@ -75,11 +78,17 @@ class Unit:
     op: str
     why: str = dataclasses.field(compare=False)
     order: int = dataclasses.field(compare=False)
+    treatment: str = ""
     nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         """``h.*.attn: matmul``."""
         return f"{self.module}: {self.op}"
+
+    @property
+    def label(self) -> str:
+        """The same with a treatment of its own, if it has one."""
+        return f"{self} ({self.treatment})" if self.treatment else str(self)
 
 
 def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], int]:
@@ -162,6 +171,9 @@ def _unit(nodes: list[OpRecord], why: str) -> Unit:
 
 
 T = TypeVar("T")
+
+WIDE = CastPolicy.LOWER_PRECISION_WIDE.value
+"""The treatment of products that stand low-precision inputs, and no rounding of their results."""
 
 
 class OutOfBudgetError(Exception):
@@ -294,6 +306,9 @@ def search(
     compiler: str | None = "inductor",
 ) -> Callable[..., SearchResult]:
     """Finds a small set of ops that have to run in float32, and the policy that says so.
+
+    Products of the set for which a float32 result of low-precision inputs is enough get
+    ``lower_precision_wide``, which costs less.
 
     If the policy runs products in float8, it finds those that have to run in the low dtype.
 
@@ -434,7 +449,9 @@ class _Search:
         else:
             chosen = self._with_the_fault(chosen, units, report)
             is_minimal = found.is_minimal and chosen == found.chosen
-        value = next(e.value for e in self.history if e.units == tuple(map(str, chosen)))
+            chosen = self._with_cheaper_products(chosen)
+        labels = tuple(unit.label for unit in chosen)
+        value = next(e.value for e in self.history if e.units == labels)
         chosen = joined_units(chosen, units) if is_float8 else chosen
         policy = self._policy(chosen)
         return SearchResult(
@@ -487,16 +504,33 @@ class _Search:
         )
         return joined
 
+    def _with_cheaper_products(self, chosen: tuple[Unit, ...]) -> tuple[Unit, ...]:
+        """Gives products low-precision inputs again, if a float32 result is enough for them."""
+        products = [unit for unit in chosen if f"aten::{unit.op}" in FLOAT32_PRODUCTS]
+        for group in (products, *([unit] for unit in products if len(products) > 1)):
+            cheaper = tuple(
+                dataclasses.replace(unit, treatment=WIDE) if unit in group else unit
+                for unit in chosen
+            )
+            if cheaper == chosen or len(self.history) >= self.options.budget:
+                continue
+            if self._does(cheaper):
+                chosen = cheaper
+        return chosen
+
     def _policy(self, units: Sequence[Unit]) -> Policy:
-        entries = [(u.module, u.op, u.why) for u in units]
-        return with_reasons(self.asked.policy, entries, self.treatment)
+        policy = self.asked.policy
+        for unit in units:
+            entry = unit.module, unit.op, unit.why
+            policy = with_reasons(policy, [entry], unit.treatment or self.treatment)
+        return policy
 
     def _does(self, units: tuple[Unit, ...]) -> bool:
         run = f"run {len(self.history) + 1} of at most {self.options.budget}"
         with working(f"{run}, {len(units)} ops in {self.runs_in}"):
             value = self._value(self._outcome(self._policy(units)))
         is_enough = value <= self.options.tolerance
-        self.history.append(Evaluation(tuple(map(str, units)), value, is_enough))
+        self.history.append(Evaluation(tuple(u.label for u in units), value, is_enough))
         return is_enough
 
     def _check_repeatable(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
-_OF_UNIT = ("module", "op", "why", "order")
+_OF_UNIT = ("module", "op", "treatment", "why", "order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SearchResult(Report):
         model: Name of the step.
         dtype: The low dtype.
         policy: The policy; its file has a reason for each line.
-        units: What it has in ``runs_in``, in the order of the ranking.
+        units: What it has in ``runs_in``, or treated as the unit says, in the order of the ranking.
         num_units: How many there were to choose from.
         tolerance: The largest value that does.
         value: The metric under the policy, eagerly.
@@ -109,10 +109,11 @@ class SearchResult(Report):
         lines += [Text(note) for note in self.notes]
         if not self.units:
             return Group(*lines)
-        names = ("module", "op", "why")
+        is_mixed = any(unit.treatment for unit in self.units)
+        names = ("module", "op", *(("treatment",) if is_mixed else ()), "why")
         table = new_table(*names, folded=names)
         for unit in self.units:
-            table.add_row(unit.module, unit.op, unit.why)
+            table.add_row(*(getattr(unit, name) or "fp32" for name in names))
         return Group(*lines, Text(""), table)
 
     def __repr__(self) -> str:

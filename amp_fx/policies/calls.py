@@ -113,7 +113,7 @@ def apply_policy(
     if policy is CastPolicy.PROMOTE:
         dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
     else:
-        dtype = low_dtype if policy in _LOWERING else torch.float32
+        dtype = input_dtype(policy, low_dtype)
     names = [name for name in castable_arguments(call[0]) if name not in kept]
     return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
 
@@ -165,7 +165,15 @@ def promoted_dtype(
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
-_LOWERING = (CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE, *PRODUCT_POLICIES)
+_LOWERING = (
+    *(CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE),
+    *(CastPolicy.FLOAT8, CastPolicy.LOWER_PRECISION_WIDE),
+)
+
+
+def input_dtype(policy: CastPolicy, low_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that a policy casts inputs to, if it is the same for all of them."""
+    return low_dtype if policy in _LOWERING else torch.float32
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:

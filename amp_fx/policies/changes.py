@@ -102,6 +102,7 @@ MODULE_POLICIES = (
     CastPolicy.DEMOTE,
     CastPolicy.FLOAT8,
     CastPolicy.LOWER_PRECISION_WIDE,
+    CastPolicy.BFLOAT16X3,
 )
 """What can hold for all ops of a module: the others need an argument that few ops have."""
 
@@ -110,7 +111,7 @@ ARGUMENT_POLICIES = (
     CastPolicy.LOWER_PRECISION_FP,
     CastPolicy.FP32,
     CastPolicy.KEEP,
-    CastPolicy.FLOAT8,
+    *PRODUCT_POLICIES,
 )
 _REGEX, CLASS = "re:", "class:"
 
@@ -246,6 +247,16 @@ def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPol
     raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
 
 
+def check_mapping(method: str, given: object, example: dict[str, str]) -> None:
+    """Checks the argument of a method of policies.
+
+    Raises:
+        PolicyError: It is no mapping.
+    """
+    if not isinstance(given, Mapping):
+        raise PolicyError(f"{method} got {given!r}; give a mapping, such as {example}")
+
+
 def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple[OpOverride, ...]:
     """The entries of one call of ``with_ops``: globs first, so that names win over them.
 
@@ -254,6 +265,7 @@ def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple
             the op itself.
         listed: Ops that tables have, perhaps of another torch version.
     """
+    check_mapping("with_ops", given, {"softmax": "fp32"})
     known = frozenset(listed)
     entries = [_op_override(op_text(op), value, known) for op, value in given.items()]
     globs = [entry for entry in entries if is_glob(entry.pattern)]
@@ -292,11 +304,18 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no overload that takes a dtype and is otherwise the same"
     if policy in PRODUCT_POLICIES:
         products = ", ".join(PRODUCT_POLICIES[policy])
-        return f"{names} is no product that can have this policy; those are {products}"
+        why = f"{names} is no product that can have this policy; those are {products}"
+        is_grouped = any(PRODUCTS[op].offsets for op in overloads if op in PRODUCTS)
+        return f"{why}{_OF_GROUPED if is_grouped else ''}"
     return (
         f"{names} writes to its inputs, gives a view of them or takes no tensor; "
         "autocast leaves such calls alone"
     )
+
+
+_OF_GROUPED = (
+    "; kernels of grouped products return the dtype of their inputs, and torch.bmm can give float32"
+)
 
 
 def _refuse_contradictions(entries: list[OpOverride]) -> None:
@@ -348,6 +367,7 @@ def module_overrides(
         listed: Ops that tables have, perhaps of another torch version.
         find_class: Finds a class by its name, once the policy of the entry is known to be one.
     """
+    check_mapping("with_modules", given, {"decoder.*.norm": "fp32"})
     known = frozenset(listed)
     return tuple(
         override
@@ -431,6 +451,7 @@ def rule_override(function: object) -> RuleOverride:
 
 def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str]) -> ArgOverride:
     """The entry that a call of ``with_args`` makes."""
+    check_mapping("with_args", args, {"source": "same_as:self"})
     pattern = op_text(op)
     found = expand_ops(pattern, listed)
     taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})
@@ -441,21 +462,26 @@ def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str
     entries = tuple(
         (name, _directive(pattern, name, value, taking)) for name, value in args.items()
     )
-    if any(value == CastPolicy.FLOAT8.value for _, value in entries):
-        _check_float8(pattern, dict(entries), taking)
+    for policy in PRODUCT_POLICIES:
+        named = tuple(name for name, value in entries if value == policy.value)
+        if named:
+            _check_operands(pattern, policy, named, taking)
     return ArgOverride(pattern, entries, taking)
 
 
-def _check_float8(pattern: str, args: Mapping[str, str], overloads: tuple[str, ...]) -> None:
-    """Refuses one argument in float8 alone: no unit multiplies float8 by another dtype."""
+def _check_operands(
+    pattern: str, policy: CastPolicy, given: tuple[str, ...], overloads: tuple[str, ...]
+) -> None:
+    """Refuses a policy for products on one argument alone: it is about both operands."""
+    products = PRODUCT_POLICIES[policy]
     for op in overloads:
-        operands = PRODUCTS.get(op)
+        operands = PRODUCTS[op] if op in products else None
         wanted = () if operands is None else (operands.input, operands.weight)
-        given = tuple(name for name, value in args.items() if value == CastPolicy.FLOAT8.value)
         if not wanted or set(given) != set(wanted):
-            both = " and ".join(wanted) or f"both operands of one of {', '.join(PRODUCTS)}"
+            both = " and ".join(wanted) or f"both operands of one of {', '.join(products)}"
             raise PolicyError(
-                f"op {pattern!r} with {', '.join(given)} in float8: name {both}, and no others"
+                f"op {pattern!r} with {', '.join(given)} as {policy.value}: name {both}, and no "
+                "others"
             )
 
 

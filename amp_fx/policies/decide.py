@@ -20,6 +20,7 @@ from amp_fx.policies.calls import (
     bind,
     cast_arguments,
     castable_tensors,
+    input_dtype,
     is_changeable,
     is_eligible,
     lower_first,
@@ -34,6 +35,8 @@ from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleOverride, ModuleStack, RuleOverride
     from amp_fx.policies.policy import Policy
@@ -55,15 +58,6 @@ class Decision:
     policy: CastPolicy
     origin: str
     args: tuple[tuple[str, str], ...] = ()
-
-    def is_float8(self, op: OpOverload) -> bool:
-        """Returns True if a call of an op runs in float8, if it fits: both operands are to."""
-        operands = operands_of(op)
-        if operands is None:
-            return False
-        default, args = self.policy.value, dict(self.args)
-        names = (operands.input, operands.weight)
-        return all(args.get(name, default) == CastPolicy.FLOAT8.value for name in names)
 
     def apply(
         self, call: Call, device_type: str, low_dtype: torch.dtype
@@ -95,10 +89,8 @@ class Decision:
             other = bound.get(directive.removeprefix(SAME_AS))
             if directive.startswith(SAME_AS) and isinstance(other, torch.Tensor):
                 dtypes[name] = other.dtype
-            elif directive == CastPolicy.FP32.value:
-                dtypes[name] = torch.float32
-            elif directive in (CastPolicy.LOWER_PRECISION_FP.value, CastPolicy.FLOAT8.value):
-                dtypes[name] = low_dtype
+            elif not directive.startswith(SAME_AS) and directive != CastPolicy.KEEP.value:
+                dtypes[name] = input_dtype(CastPolicy(directive), low_dtype)
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
 
@@ -182,6 +174,9 @@ class Resolver:
         name = qualified_name(op)
         policy = self._tables.get(device_type, {}).get(name)
         origin, args = self._args.get(name, ("", {}))
+        product = _product_policy(op, args)
+        if product is not None:
+            return Decision(product, origin)
         if policy is not None:
             return Decision(policy, self._op_origins.get(name, "table"), tuple(args.items()))
         found = REGISTERED.get(name)
@@ -205,6 +200,15 @@ class Resolver:
 def is_adjustable(op: OpOverload) -> bool:
     """Returns True if what holds for all ops of a module holds for this one (``is_changeable``)."""
     return is_changeable(qualified_name(op))
+
+
+def _product_policy(op: OpOverload, args: Mapping[str, str]) -> CastPolicy | None:
+    """Returns the policy for products that both operands of a product have; None without one."""
+    operands = operands_of(op)
+    if operands is None:
+        return None
+    given = {args.get(name) for name in (operands.input, operands.weight)}
+    return next((policy for policy in PRODUCT_POLICIES if given == {policy.value}), None)
 
 
 def _suits(policy: CastPolicy | None, op: OpOverload) -> bool:

@@ -1,7 +1,7 @@
 """Runs one product in float8: what fits, how operands are quantized, forward and backward.
 
 The numbers are those of torchao's ``Float8Linear`` with the same recipe, bit for bit. A weight is
-quantized as it is stored, without rounding to the low dtype first.
+quantized as it is stored, or rounded to bfloat16 first if the policy says so (``Float8.source``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
 from amp_fx.dtypes import dtype_name, is_spread
 from amp_fx.policies.calls import bind, qualified_name
-from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES
+from amp_fx.policies.rounding import round_to
+from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
 from amp_fx.torch_private.autograd import skip_frames_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.kernels import scaled_grouped_mm, scaled_mm
@@ -161,9 +162,15 @@ def _scaled(tensor: torch.Tensor, scale: torch.Tensor, scaling: Scaling) -> torc
 
 
 def _float8_weight(
-    weight: torch.Tensor, recipe: str, has_rows_of_outputs: bool, is_back: bool
+    weight: torch.Tensor,
+    recipe: str,
+    has_rows_of_outputs: bool,
+    is_back: bool,
+    source: str = "stored",
 ) -> Quantized:
-    matrix, found = weight.detach(), RECIPES[recipe]
+    matrix, found, dtype = weight.detach(), RECIPES[recipe], SOURCES[source]
+    if dtype is not None and matrix.dtype != dtype:
+        matrix = round_to(matrix, dtype)
     matrix = matrix if has_rows_of_outputs else matrix.mT
     scaling, dim = (found.weight_back, -2) if is_back else (found.forward, -1)
     data, factors = quantize(
@@ -440,8 +447,8 @@ _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untype
 _COMPOSITE = "CompositeImplicitAutograd"  # traced through: compiled graphs hold neither op
 
 _library.define(
-    "float8_weight(Tensor weight, str recipe, bool has_rows_of_outputs, bool is_back)"
-    " -> (Tensor, Tensor)"
+    "float8_weight(Tensor weight, str recipe, bool has_rows_of_outputs, bool is_back,"
+    " str source='stored') -> (Tensor, Tensor)"
 )  # type: ignore[no-untyped-call]
 _library.impl("float8_weight", _float8_weight, _COMPOSITE)  # type: ignore[no-untyped-call]
 _library.define(
@@ -489,16 +496,17 @@ def turned_base(given: torch.Tensor) -> torch.Tensor | None:
 
 
 def run_float8(
-    call: Call, weight: torch.Tensor, recipe: str, *, has_rows_of_outputs: bool
+    call: Call, weight: torch.Tensor, settings: Float8, *, has_rows_of_outputs: bool
 ) -> torch.Tensor:
     """Runs a product in float8, in eager code.
 
     Args:
         call: The call with its inputs in the low dtype.
         weight: Its weight as it is stored.
-        recipe: A name of ``RECIPES``.
+        settings: Those of the policy.
         has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``.
     """
+    recipe, source = settings.recipe, settings.source
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     x, has_rows = bound[operands.input], has_rows_of_outputs
     offsets = bound.get(operands.offsets)
@@ -507,8 +515,8 @@ def run_float8(
     own = weight if has_gradient and weight.requires_grad else None
 
     def run() -> torch.Tensor:
-        quantized = float8_weight(weight, recipe, has_rows, False)
-        back = float8_weight(weight, recipe, has_rows, True) if is_back else (None, None)
+        quantized = float8_weight(weight, recipe, has_rows, False, source)
+        back = float8_weight(weight, recipe, has_rows, True, source) if is_back else (None, None)
         result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows, offsets)
         return result
 

@@ -12,6 +12,7 @@ from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.changes import (
     arg_override,
+    check_mapping,
     module_overrides,
     op_overrides,
     path_of,
@@ -19,7 +20,7 @@ from amp_fx.policies.changes import (
 )
 from amp_fx.policies.decide import Resolver
 from amp_fx.tables.cast_policy import check_entry
-from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, Float8
+from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, SOURCES, Float8
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, reference_table
 from amp_fx.tables.products import MODULE_PRESETS
@@ -208,6 +209,7 @@ class Policy:
         *,
         least_in: int | None = None,
         least_out: int | None = None,
+        source: str | None = None,
     ) -> Policy:
         """A copy that runs products otherwise that are treated as ``"float8"``.
 
@@ -215,15 +217,20 @@ class Policy:
             recipe: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise-gw-hp"``.
             least_in: Products that sum over fewer elements stay in the low dtype.
             least_out: Products with fewer outputs stay in the low dtype.
+            source: ``"stored"`` quantizes weights as they are stored, ``"bfloat16"`` after rounding
+                them to bfloat16: a rollout engine that loads a bfloat16 checkpoint then quantizes
+                the same numbers.
 
         Raises:
-            PolicyError: There is no such recipe, or a size is no positive integer.
+            PolicyError: There is no such recipe or source, or a size is no positive integer.
         """
-        given = {"recipe": recipe, "least_in": least_in, "least_out": least_out}
+        given = {"recipe": recipe, "least_in": least_in, "least_out": least_out, "source": source}
         changed: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
-        if recipe is not None and recipe not in RECIPES:
-            meant = did_you_mean(recipe, RECIPES)
-            raise PolicyError(f"recipe={recipe!r} is not one of {', '.join(RECIPES)}{meant}")
+        for name, allowed in (("recipe", RECIPES), ("source", SOURCES)):
+            value = changed.get(name)
+            if value is not None and value not in tuple(allowed):
+                meant = did_you_mean(value, allowed)
+                raise PolicyError(f"{name}={value!r} is not one of {', '.join(allowed)}{meant}")
         for name in ("least_in", "least_out"):
             size = changed.get(name, 1)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -257,8 +264,9 @@ class Policy:
                 or ``"re:..."`` for the whole path, or a class, which its subclasses belong to.
                 Modules inside belong to a module too. It holds for all ops that make new
                 tensors (``treatment``): one of ``lower_precision_fp``, ``fp32``, ``promote``,
-                ``keep`` and ``same_as_input``. A mapping instead is for single ops in the
-                module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
+                ``keep`` and ``same_as_input``, or for all products: ``float8``,
+                ``lower_precision_wide`` or ``bfloat16x3``. A mapping instead is for single ops in
+                the module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
                 ops are named as in ``with_ops``.
 
         Raises:
@@ -288,7 +296,8 @@ class Policy:
         Args:
             op: As in ``with_ops``.
             args: By argument ``"same_as:<another argument>"`` (its dtype, after its own cast),
-                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``.
+                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``; for both operands of a product
+                also ``"float8"``, ``"lower_precision_wide"`` or ``"bfloat16x3"``.
 
         Raises:
             PolicyError: The op has no such tensor argument, or the value is not allowed.
@@ -310,10 +319,11 @@ class Policy:
         Raises:
             PolicyError: The device type is empty or has an index, or an entry is not usable.
         """
-        if not device_type or ":" in device_type:
+        if not isinstance(device_type, str) or not device_type or ":" in device_type:
             raise PolicyError(f"{device_type!r} is not a device type; write it like 'cuda'")
         if table is None:
             table = reference_table()
+        check_mapping("with_device", table, {"aten::linear": "CastPolicy.FP32"})
         changed = with_changes(_read_only(table), self.ops)
         return dataclasses.replace(self, tables={**self.tables, device_type: changed})
 
@@ -342,6 +352,8 @@ class Policy:
         changes = {what: len(getattr(self, what)) for what in ("ops", "modules", "args", "rules")}
         counts += [f"with {what}: {number}" for what, number in changes.items() if number]
         counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
+        float8, usual = dataclasses.asdict(self.float8), dataclasses.asdict(_FLOAT8)
+        counts += [f"float8 {k}: {value}" for k, value in float8.items() if value != usual[k]]
         return f"Policy({self.name!r}, {', '.join(counts)})"
 
     def __str__(self) -> str:
@@ -432,7 +444,7 @@ def preset(name: str) -> Policy:
     Raises:
         PolicyError: There is no such preset; lists those there are.
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise PolicyError(_unknown_preset(name))
     return _build(name)
 
@@ -459,7 +471,7 @@ _added: dict[str, Table] = {}
 @functools.cache
 def _build(name: str) -> Policy:
     if name in MODULE_PRESETS:
-        return _build("torch").with_modules(MODULE_PRESETS[name])
+        return dataclasses.replace(_build("torch").with_modules(MODULE_PRESETS[name]), name=name)
     tables = {**PRESETS[name](), **_added}
     return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from amp_fx.dtypes import is_spread
+
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
@@ -22,7 +24,19 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Calls ``amp_fx::rounded``."""
+    """Calls ``amp_fx::rounded``, on the local part of a DTensor."""
+    if is_spread(x):
+        from torch.distributed.tensor import DTensor
+
+        spread: Any = x
+        return DTensor.from_local(
+            round_to(spread.to_local(), dtype),
+            spread.device_mesh,
+            spread.placements,
+            run_check=False,
+            shape=spread.shape,
+            stride=spread.stride(),
+        )
     result: torch.Tensor = torch.ops.amp_fx.rounded(x, dtype)
     return result
 

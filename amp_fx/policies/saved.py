@@ -111,7 +111,7 @@ class _Reader:
         devices = self._checked(("devices",), data.get("devices", [*base.tables]), list, list)
         tables = self._checked(("tables",), data.get("tables", {}), dict, dict)
         kept = {device: table for device, table in base.tables.items() if device in devices}
-        policy = self._with_float8(Policy(name, kept, float8=base.float8), data)
+        policy = self._with_float8(dataclasses.replace(base, name=name, tables=kept), data)
         for device, table in tables.items():
             where = ("tables", device)
             entries = self._checked(where, table, dict, dict).items()
@@ -232,6 +232,8 @@ def _import_name(thing: Any) -> str:
 def to_text(policy: Policy) -> str:
     """The text of a policy file; rules that cannot be imported by name are named all the same."""
     base = preset(policy.name if policy.name in preset_names() else "torch")
+    if policy.modules[: len(base.modules)] != base.modules:
+        base = preset("torch")
     entries: dict[str, Any] = {"format": FORMAT}
     if policy.name != base.name:
         entries["name"] = policy.name
@@ -250,7 +252,7 @@ def to_text(policy: Policy) -> str:
     }
     groups = {
         "ops": _op_groups(policy.ops),
-        "modules": _module_groups(policy.modules),
+        "modules": _module_groups(policy.modules[len(base.modules) :]),
         "args": _groups_of((a.pattern, dict(a.args)) for a in policy.args),
     }
     comments = {(m.text, m.op): m.why for m in policy.modules if m.why}

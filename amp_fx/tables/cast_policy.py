@@ -14,8 +14,8 @@ class CastPolicy(enum.Enum):
 
     Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
-    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8`` and ``LOWER_PRECISION_WIDE``
-    are amp_fx's own: no table of PyTorch's has them.
+    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8``, ``LOWER_PRECISION_WIDE`` and
+    ``BFLOAT16X3`` are amp_fx's own: no table of PyTorch's has them.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -46,6 +46,9 @@ class CastPolicy(enum.Enum):
     LOWER_PRECISION_WIDE = "lower_precision_wide"
     """Compute a product of inputs in the autocast dtype, sum in float32, and return float32. What
     is no product is left to the tables."""
+    BFLOAT16X3 = "bfloat16x3"
+    """Split the inputs of a product into three bfloat16 tensors each, sum the products of those in
+    float32, and return float32. What is no product is left to the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """Describes what happens to a call, in a few words.
@@ -72,6 +75,7 @@ _EFFECTS = {
     CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
     CastPolicy.FLOAT8: "a product with a weight runs in float8; others get inputs in {low}",
     CastPolicy.LOWER_PRECISION_WIDE: "a product of inputs in {low} gives float32",
+    CastPolicy.BFLOAT16X3: "a product of inputs split into three bfloat16 terms gives float32",
 }
 
 

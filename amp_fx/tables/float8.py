@@ -123,11 +123,17 @@ class Float8:
         recipe: A name of ``RECIPES``.
         least_in: Products that sum over fewer elements stay in the low dtype.
         least_out: Products with fewer outputs stay in the low dtype.
+        source: A name of ``SOURCES``: the numbers that are quantized.
     """
 
     recipe: str = "tensorwise"
     least_in: int = MULTIPLE
     least_out: int = MULTIPLE
+    source: str = "stored"
+
+
+SOURCES = {"stored": None, "bfloat16": torch.bfloat16}
+"""The dtypes that weights are rounded to before they are quantized, by name; None for none."""
 
 
 FLOAT8_PRESETS = {f"float8-{name}": Float8(name) for name in RECIPES}

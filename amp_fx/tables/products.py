@@ -16,6 +16,7 @@ FLOAT32_PRODUCTS = tuple(op for op in PRODUCTS if op != "aten::_grouped_mm")
 PRODUCT_POLICIES: Mapping[CastPolicy, Collection[str]] = {
     CastPolicy.FLOAT8: PRODUCTS,
     CastPolicy.LOWER_PRECISION_WIDE: FLOAT32_PRODUCTS,
+    CastPolicy.BFLOAT16X3: FLOAT32_PRODUCTS,
 }
 """The ops that can have a policy for products. Where a module or a rule has such a policy, other
 ops are treated as the tables say."""

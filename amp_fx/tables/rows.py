@@ -10,10 +10,10 @@ _COUNT = "bincount histc"
 _SELECT = "argsort cummax cummin kthvalue median mode nonzero sort topk"
 _IN_ORDER = "cumprod cumsum index_add index_copy index_put scatter scatter_add scatter_reduce"
 _LOSSES = "nll_loss_forward nll_loss2d_forward"
-_OTHERS = "copy_ masked_scatter one_hot upsample_nearest1d upsample_nearest2d"
+_OTHERS = "copy_ masked_scatter one_hot rounded upsample_nearest1d upsample_nearest2d"
 ROWWISE = frozenset(f"{_COUNT} {_SELECT} {_IN_ORDER} {_LOSSES} {_OTHERS}".split())
 """Ops that count, that select elements, or that add them in the order of the tensor, one after the
-other; and losses, which are sums over rows on purpose."""
+other; and losses, which are sums over rows on purpose. ``rounded`` is amp_fx's own."""
 
 _ARITHMETIC = """
     abs add ceil clamp clamp_max clamp_min div floor maximum minimum mul neg reciprocal relu round

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    T = TypeVar("T")
 
 __all__ = ("temporarily_clear_interpreter_stack",)
 
@@ -44,6 +51,39 @@ def _skip_frames_of(
 
     methods = [each for each in vars(function).values() if isinstance(each, staticmethod)]
     skip_frames((*helpers, *(method.__func__ for method in methods)))
+
+
+def apply_in_op(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Applies a function of autograd in the kernel of a composite op.
+
+    ``torch.func`` calls the kernel for one transform, with tensors of that transform: there the
+    function is one of ordinary autograd.
+    """
+    if not are_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    with enable_single_level_autograd_function():
+        return _of_one_level(function).apply(*args)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    methods = {k: each for k, each in vars(function).items() if isinstance(each, staticmethod)}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
+
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def below_transform(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function whose ops the running transform of ``torch.func`` does not see.
+
+    Forward and ``jvp`` of a function of autograd run with gradients off. The transforms around this
+    one have to record its ops.
+    """
+    if not are_transforms_active():
+        return function(*args, **kwargs)
+    with DispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+        return function(*args, **kwargs)
 
 
 def latest_sequence_number() -> int:

@@ -168,7 +168,7 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_exact(node: fx.Node) -> bool:
-    """Returns True for casts, views and the arithmetic that quantizes a weight."""
+    """Returns True for casts, views, and the arithmetic that rounds or quantizes a weight."""
     name = getattr(node.target, "_opname", "")
     return node.op != "call_function" or is_view(node) or name in _EXACT
 
@@ -190,6 +190,7 @@ _EXACT = frozenset(
         "minimum",
         "mul",
         "reciprocal",
+        "rounded",
     }
 )
 """Ops whose result IEEE 754 defines exactly, for any order of the elements."""

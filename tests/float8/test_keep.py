@@ -10,6 +10,7 @@ import torch
 
 import amp_fx
 from amp_fx import Policy, weight_cache
+from amp_fx.policies.float8 import float8_weight
 from amp_fx.tables.float8 import RECIPES
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.split import CachedValueSpec
@@ -178,3 +179,32 @@ def test_every_write_is_seen(write: str, compiler: str, is_trained: bool) -> Non
         assert_same(y, expected.to(y.dtype))
         for step in steps:
             step(i)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_a_bfloat16_checkpoint_has_the_same_data(
+    made: Counter[Any], compiler: str, recipe: str
+) -> None:
+    """The float8 data of a training engine are those of one that loads its bfloat16 weights."""
+    weight_cache.clear()
+    policy = POLICY.with_float8(recipe, source="bfloat16")
+    net, loaded = make_net(), make_net()
+    x = torch.randn(16, SIZE)
+    trained = compile_amp_fx(net, policy=policy, compiler=compiler)
+    engine = compile_amp_fx(loaded.bfloat16(), policy=POLICY.with_float8(recipe), compiler=compiler)
+    for _ in range(2):
+        loaded.load_state_dict(net.state_dict())  # rounds to bfloat16
+        with torch.no_grad():
+            assert torch.equal(trained(x), engine(x).to(torch.float32))
+            trained(x)
+            net.a.weight.mul_(1.37)
+    if compiler == "eager":  # nothing is kept there
+        return
+    [entry] = STORE.of_weight(net.b.weight)
+    data, factors = float8_weight(net.b.weight.bfloat16(), recipe, True, False)
+    kept_factors, kept = sorted(entry.value, key=torch.Tensor.numel)
+    kept = kept.mT if compiler == "inductor" else kept
+    assert torch.equal(kept.view(torch.int8), data.view(torch.int8))
+    assert torch.equal(kept_factors.flatten(), factors.flatten())
+    assert set(made.values()) <= {1, 2}  # of four calls, with one write in between

@@ -78,6 +78,9 @@ def test_files_hold_recipe_and_sizes() -> None:
     policy = Policy.default().with_modules({"1": "float8"}).with_float8("rowwise", least_in=64)
     assert Policy.loads(str(policy)) == policy
     assert 'recipe = "rowwise"' in str(policy)
+    rounded = policy.with_float8(source="bfloat16")
+    assert rounded != policy
+    assert Policy.loads(str(rounded)) == rounded
     preset = Policy.loads(f'base = "{PRESET}"')
     assert Policy.loads(str(preset)) == preset
     assert preset.float8.recipe == "rowwise"
@@ -89,6 +92,7 @@ def test_files_hold_recipe_and_sizes() -> None:
         (lambda: Policy.default().with_ops({"softmax": "float8"}), "is no product that can have"),
         (lambda: Policy.default().with_float8("rowise"), "did you mean 'rowwise'"),
         (lambda: Policy.default().with_float8(least_in=0), "not a positive integer"),
+        (lambda: Policy.default().with_float8(source="bfloat8"), "did you mean 'bfloat16'"),
         (lambda: Policy.default().with_args("linear", {"input": "float8"}), "input and weight"),
         (lambda: Policy.loads("float8 = { recip = 'rowwise' }"), "key 'float8'"),
     ],

@@ -174,3 +174,15 @@ def test_the_repr_names_it_and_counts() -> None:
     policy = Policy("mine", {"cpu": {"aten::exp": CastPolicy.FP32}})
     assert repr(policy) == "Policy('mine', cpu: 1 ops)"
     assert repr(Policy("none", {})) == "Policy('none', no devices)"
+    changed = policy.with_float8("rowwise", source="bfloat16")
+    assert "float8 recipe: rowwise, float8 source: bfloat16" in repr(changed)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_have_their_names(name: str) -> None:
+    policy = preset(name)
+    assert policy.name == name
+    assert repr(policy).startswith(f"Policy({name!r}, ")
+    assert Policy.loads(f'base = "{name}"') == Policy.loads(str(policy)) == policy
+    changed = policy.with_modules({"norm": "fp32"})
+    assert Policy.loads(str(changed)) == changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -41,6 +42,44 @@ def test_a_device_module_becomes_an_attribute_of_torch() -> None:
     finally:
         delattr(torch, name)
         sys.modules.pop(f"torch.{name}", None)
+
+
+class Doubled(torch.autograd.Function):
+    """Has a wrong derivative, by which its results are known."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if autograd.are_transforms_active():
+            return autograd.below_transform(torch.ops.amp_fx_state.doubled, x)  # type: ignore[no-any-return]
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(_: Any, *grads: Any) -> Any:
+        return grads[0] * 3
+
+    @staticmethod
+    def jvp(_: Any, *tangents: Any) -> Any:
+        return tangents[0] * 3
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of forward-mode derivatives
+def test_functions_of_autograd_in_composite_ops_see_each_transform() -> None:
+    library = torch.library.Library("amp_fx_state", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("doubled(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+    kernel = functools.partial(autograd.apply_in_op, Doubled)
+    library.impl("doubled", kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    op, x = torch.ops.amp_fx_state.doubled, torch.ones(2, requires_grad=True)
+    assert not autograd.are_transforms_active()
+    op(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+    one = torch.ones(())
+    assert torch.func.grad(op)(one) == 3
+    assert torch.func.jvp(op, (one,), (one,)) == (2, 3)
+    assert torch.func.grad(torch.func.grad(lambda y: op(y) ** 2 / 2))(one) == 9
 
 
 class Count(modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
