@@ -124,9 +124,9 @@ def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        parameter = None if child is None else _first_parameter(child)
-        if parameter is not None:
-            return parameter
+        inner = None if child is None else _first_parameter(child)
+        if inner is not None:
+            return inner
     return None
 
 

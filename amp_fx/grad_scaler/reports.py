@@ -145,5 +145,9 @@ def count_overflows(
             values = values if factor is None else values * factor.to(values.device)
             counted = torch.stack([values.isinf().sum(), values.isnan().sum()])
             counts.append((name, counted, values.numel()))
-    overflows = [Overflow(name, *counted.tolist(), numel) for name, counted, numel in counts]
-    return tuple(overflow for overflow in overflows if overflow.num_inf or overflow.num_nan)
+    overflows = []
+    for name, counted, numel in counts:
+        num_inf, num_nan = counted.tolist()
+        if num_inf or num_nan:
+            overflows.append(Overflow(name, num_inf, num_nan, numel))
+    return tuple(overflows)
