@@ -117,9 +117,10 @@ _MODULES = {
     "verify": "amp_fx.numerics.verify",
     "watch": "amp_fx.numerics.watching",
 }
-"""Modules that define the public names. They are imported at the first use of a name.
+"""Modules that define the public names, imported at the first use of a name.
 
-So ``python -m amp_fx --help`` imports no torch, and ``import amp_fx`` no Dynamo, networkx or rich.
+``python -m amp_fx --help`` therefore does not import torch, and ``import amp_fx`` does not import
+Dynamo, networkx or rich.
 """
 
 _SUBMODULES = ("errors", "integrations", "options", "weight_cache")
@@ -134,11 +135,11 @@ _MOVED = {
     "amp_fx.policies.overrides": "amp_fx.policies.changes",
     "amp_fx.regions.region": "amp_fx.eager.region",
 }
-"""Modules that older pickles name, and where their classes are now."""
+"""Former modules that older pickles refer to, and the current modules of their classes."""
 
 
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules of ``_MOVED`` under their old names, when an old pickle needs them."""
+    """Importer of the modules in ``_MOVED`` under their former names, for old pickles."""
 
     def find_spec(self, name: str, *_: Any) -> Any:
         return importlib.machinery.ModuleSpec(name, self) if name in _MOVED else None

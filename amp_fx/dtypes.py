@@ -1,4 +1,4 @@
-"""Reads and writes names of dtypes, and recognises low-precision dtypes and DTensors."""
+"""Converts names of dtypes, and recognizes low-precision dtypes and DTensors."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from amp_fx.errors import OptionError
 
 LOW_DTYPE_NAMES = ("bfloat16", "float16")
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What people write, and torch has no such attribute for; ``half`` it has."""
+"""Common names of dtypes that are not attributes of torch, unlike ``half``."""
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """``bfloat16`` for ``torch.bfloat16``."""
+    """Returns the name of a dtype, such as ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def as_dtype(value: object) -> torch.dtype | None:
-    """The dtype that somebody means; None if it is none.
+    """Converts a dtype or the name of one; returns None for anything else.
 
     Args:
-        value: A dtype, torch's name for one, with or without ``torch.`` (``"bfloat16"``,
-            ``"half"``), or one of ``SHORT_NAMES``.
+        value: A dtype, its name in torch with or without ``torch.`` (``"bfloat16"``, ``"half"``),
+            or one of ``SHORT_NAMES``.
     """
-    found = value
+    dtype = value
     if isinstance(value, str):
         name = value.removeprefix("torch.")
-        found = SHORT_NAMES.get(name) or getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+        dtype = SHORT_NAMES.get(name) or getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def low_dtype_named(text: str) -> torch.dtype:
-    """The low dtype that ``--dtype`` of a command line names."""
-    found = as_dtype(text)
-    if found is None or not is_low(found):
-        raise OptionError(f"--dtype {text}: not one of {', '.join(LOW_DTYPE_NAMES)}")
-    return found
+    """Returns the low dtype for the value of ``--dtype`` on a command line."""
+    dtype = as_dtype(text)
+    if dtype is None or not is_low(dtype):
+        raise OptionError(f"--dtype {text}: use one of {', '.join(LOW_DTYPE_NAMES)}")
+    return dtype
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Returns True if it is a dtype to autocast to: ``torch.bfloat16`` or ``torch.float16``."""
+    """Returns True for the dtypes of autocast, ``torch.bfloat16`` and ``torch.float16``."""
     return dtype.is_floating_point and dtype.itemsize == 2
 
 
 def is_spread(value: object) -> bool:
-    """Returns True if something is a DTensor; without importing what takes a second to import."""
+    """Returns True if a value is a DTensor."""
+    # Importing the module takes a second, and there are no DTensors before it is imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and type(value) is module.DTensor

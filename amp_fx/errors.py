@@ -1,4 +1,4 @@
-"""Every error that amp_fx raises on purpose."""
+"""Errors and warnings of amp_fx."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class AmpFxError(Exception):
 
 
 class OptionError(AmpFxError, ValueError):
-    """An option or argument is unknown, or its value is not allowed or not usable."""
+    """An option or argument is unknown or has an invalid value."""
 
 
 class ArgumentTypeError(AmpFxError, TypeError):
-    """An argument has the wrong type, such as a number where a module or function is needed."""
+    """An argument has the wrong type, such as a number instead of a module or function."""
 
 
 class PolicyError(AmpFxError, ValueError):
-    """A policy, an op table or an entry of one is not usable."""
+    """A policy, an op table or one of its entries is invalid."""
 
 
 class BannedOpError(AmpFxError, RuntimeError):
@@ -31,54 +31,55 @@ class BannedOpError(AmpFxError, RuntimeError):
 
 
 class StaleWeightError(AmpFxError, RuntimeError):
-    """A kept copy of a weight differs from the weight (found by the ``verify`` option)."""
+    """A cached value differs from the value of its weights (only with ``verify="full"``)."""
 
 
 class RegionError(AmpFxError, RuntimeError, ValueError):
-    """An autocast region cannot be entered, or is left while another region is open inside it.
+    """An autocast region cannot be entered, or was exited before a region inside it.
 
-    torch.autocast raises RuntimeError or ValueError for the former.
+    torch.autocast raises RuntimeError or ValueError if a region cannot be entered.
     """
 
 
 class UnsupportedError(AmpFxError, RuntimeError):
-    """The model, the program or this machine does not allow the operation; says why.
+    """The model, the program or this machine does not support an operation.
 
-    A model cannot be traced or exported, weights cannot be stored or gathered in low precision,
-    there are no numbers to compare, or a compiled part cannot be built.
+    For example, a model cannot be traced or exported, weights cannot be stored or gathered in low
+    precision, there are no numbers to compare, or an extension cannot be built. The message
+    contains the reason.
     """
 
 
 class GraphInvariantError(AmpFxError):
-    """A graph broke a rule that every pass must keep; names the node and the rule."""
+    """A graph violates an invariant of passes. The message names the node and the invariant."""
 
 
 class PassError(AmpFxError):
-    """A pass failed; names the pass and those that ran before it."""
+    """A pass failed. The message names the pass and the passes that ran before it."""
 
 
 class ScalerError(AmpFxError, RuntimeError, ValueError, KeyError, AssertionError):
-    """The gradient scaler was called out of order, or got values that it cannot use.
+    """The gradient scaler was called in the wrong order or with invalid values.
 
-    torch.amp.GradScaler raises any of these classes: code that catches them works with both.
+    torch.amp.GradScaler raises these base classes, so code that catches them works with both.
     """
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class PolicyWarning(UserWarning):
-    """A part of a policy has no effect: no module or weight of the model matches it."""
+    """Part of a policy has no effect, because no module or weight of the model matches it."""
 
 
 class DtypeWarning(UserWarning):
-    """The low-precision dtype was not chosen, or the device has no units for it; names it."""
+    """The low-precision dtype is a default that may surprise, or the device does not support it."""
 
 
 class TorchVersionWarning(UserWarning):
-    """The installed torch is not one of the versions that were tested."""
+    """The installed torch version was not tested."""
 
 
-# Older names, for code that catches them.
+# Former names, for code that catches them.
 CompileTargetError = ArgumentTypeError
 ScalerTypeError = ArgumentTypeError
 DeviceError = OptionError
@@ -102,19 +103,19 @@ StoreError = UnsupportedError
 _INSTEAD = {
     "ScaleCollapseError": "compare scaler.get_scale() with min_scale",
     "ScaleCollapseWarning": "compare scaler.get_scale() with min_scale",
-    "Float16LossWarning": "look at scaler.last_step.skipped in the first steps",
+    "Float16LossWarning": "check scaler.last_step.skipped in the first steps",
 }
-"""Removed classes, and what to do instead."""
+"""Removed classes, and their replacements."""
 
 
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> typing.NoReturn:
-        instead = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+        hint = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Ends a message about an unknown name; empty if none that is known is much like it."""
-    near = difflib.get_close_matches(str(name), [*known], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+def did_you_mean(name: object, candidates: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: a suggestion, or an empty string."""
+    similar = difflib.get_close_matches(str(name), [*candidates], n=1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what a long call is doing."""
+"""A progress line on the terminal for long calls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _STEPS: list[str] = []
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Shows what the calling thread does on a terminal's last line, if it takes two seconds.
+def working(step: str) -> Iterator[None]:
+    """Context that shows ``step`` on the last line of the terminal after two seconds.
 
-    Inside of another ``working``, it adds to what that says. Nothing is written where stderr is not
-    a terminal, under pytest, next to the messages of ``TORCH_LOGS``, by other threads than the
-    first, by other local ranks than 0, and with ``AMP_FX_PROGRESS=0``.
+    A nested context adds its step to the line. Nothing is shown if stderr is not a terminal, under
+    pytest, with ``TORCH_LOGS`` or ``AMP_FX_PROGRESS=0``, on local ranks other than 0, or if another
+    thread already shows a line.
     """
     if not _is_wanted() or not _LOCK.acquire(blocking=False):
         yield
         return
-    _STEPS.append(what)
+    _STEPS.append(step)
     try:
         with contextlib.nullcontext() if len(_STEPS) > 1 else _line():
             yield
@@ -48,21 +48,21 @@ def _is_wanted() -> bool:
         return False
     try:
         return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # stderr is None or closed
         return False
 
 
 @contextlib.contextmanager
 def _line() -> Iterator[None]:
-    """Shows ``_STEPS``; stdout and stderr stay the program's, which may have replaced them."""
+    """Context that shows ``_STEPS``. Does not redirect stdout and stderr of the program."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    began = time.monotonic()
+    start = time.monotonic()
 
     def text() -> Text:
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         line = f"amp_fx ({seconds:.0f} s): {', '.join(_STEPS)}"
         return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
 
@@ -81,5 +81,5 @@ def _line() -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        with contextlib.suppress(OSError):  # the terminal is gone
+        with contextlib.suppress(OSError):  # the terminal was closed
             live.stop()

@@ -1,4 +1,4 @@
-"""Puts other values in the place of attributes, such as functions of torch, for a while."""
+"""Temporary replacement of attributes, such as functions of torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Gives attributes other values; one thread at a time, because all threads see them.
+    """Context in which attributes have other values, for one thread at a time.
 
     Args:
-        *attributes: Modules, classes or objects, each with a name and the value it gets.
+        *attributes: Owners (modules, classes or objects) with the names and new values of their
+            attributes. All threads see the new values.
     """
     with _lock:
-        before = [(place, name, vars(place).get(name, _ABSENT)) for place, name, _ in attributes]
-        for place, name, value in attributes:
-            setattr(place, name, value)
+        before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in attributes]
+        for owner, name, value in attributes:
+            setattr(owner, name, value)
         try:
             yield
         finally:
-            for place, name, value in before:
+            for owner, name, value in before:
                 if value is _ABSENT:
-                    delattr(place, name)
+                    delattr(owner, name)
                 else:
-                    setattr(place, name, value)
+                    setattr(owner, name, value)
 
 
 _ABSENT = object()

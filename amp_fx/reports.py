@@ -1,4 +1,4 @@
-"""Shows reports as text, as HTML and as JSON, with tables that look alike."""
+"""Base class of reports, and functions that render them as text, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ SHORT = {
     "int32": "i32",
     "complex64": "c64",
 }
-"""Short names of dtypes, where room is scarce."""
+"""Short names of dtypes for tables and pictures."""
 
 STYLES = {"bfloat16": "green", "float16": "green", "float32": "yellow", "float64": "red"}
 PIPED_WIDTH = 1000
 
 
 class Report:
-    """Data that is printed as a table; in a notebook, the table too."""
+    """Data that prints as a table, also in notebooks."""
 
     def _render(self) -> RenderableType:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dictionaries, lists, strings and numbers; the fields are the keys."""
+        """Returns the report as dictionaries, lists, strings and numbers, by field name."""
         plain: dict[str, Any] = as_plain(self)
         return plain
 
     def to_json(self, indent: int | None = 2) -> str:
-        """``to_dict`` as JSON text."""
+        """Returns ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        """The table, as wide as the terminal."""
+        """Returns the table with the width of the terminal."""
         return printed(self._render())
 
     def _repr_html_(self) -> str:
@@ -59,7 +59,7 @@ class Report:
 
 
 def as_plain(value: Any) -> Any:
-    """A tree of records with only what JSON has: ``"nan"`` and ``"inf"`` are strings."""
+    """Converts nested records to JSON types; NaN and infinity become strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, dict):
@@ -71,45 +71,44 @@ def as_plain(value: Any) -> Any:
     return value
 
 
-def printed(shown: RenderableType, width: int | None = None) -> str:
-    """Returns what rich prints, as plain text.
-
-    In a notebook rich would show it at once and, told by ``FORCE_COLOR``, set words in bold.
+def printed(content: RenderableType, width: int | None = None) -> str:
+    """Renders content as plain text, for notebooks and ``FORCE_COLOR`` as well.
 
     Args:
-        shown: What to print.
-        width: Columns; None takes those of the terminal, or what it needs where there is none.
+        content: The content.
+        width: Number of columns. Defaults to that of the terminal; without a terminal, lines are
+            not folded.
     """
     file = io.StringIO()
     width = piped_width() if width is None else width
-    Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(shown)
+    Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(content)
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
 def piped_width() -> int | None:
-    """Columns for what no terminal shows: no line is folded, so that names can be searched for.
+    """Returns a width that folds no lines, so that names can be searched for in piped output.
 
-    None where a terminal, or ``COLUMNS``, says how many there are.
+    Returns None if a terminal or ``COLUMNS`` determines the width.
     """
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH
 
 
-def printed_html(shown: RenderableType) -> str:
-    """Returns what rich prints, as HTML."""
+def printed_html(content: RenderableType) -> str:
+    """Renders content as HTML."""
     console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
-    console.print(shown)
+    console.print(content)
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
-    form = f'<pre style="{style}">{{code}}</pre>'
-    return console.export_html(inline_styles=True, code_format=form)
+    code_format = f'<pre style="{style}">{{code}}</pre>'
+    return console.export_html(inline_styles=True, code_format=code_format)
 
 
 def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] = ()) -> Table:
-    """An empty table.
+    """Creates an empty table.
 
     Args:
-        names: Of its columns.
-        folded: Those whose cells may take several lines.
-        right: Those that are flush right.
+        names: Names of the columns.
+        folded: Names of columns whose cells may have several lines.
+        right: Names of right-aligned columns.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in names:
@@ -121,17 +120,17 @@ def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] 
 
 
 def dtype_cell(dtype: str) -> Text:
-    """A dtype's short name, in its colour."""
+    """Returns the short name of a dtype in its color."""
     return Text(SHORT.get(dtype, dtype), style=STYLES.get(dtype, ""))
 
 
 def times(number: int) -> str:
-    """Returns ``x3`` for a row that stands for three equal things; an empty string for one."""
+    """Returns the count of a row that represents several equal items; an empty string for one."""
     return str(number) if number > 1 else ""
 
 
 def human(number: float, unit: str = "B") -> str:
-    """A number with a prefix: ``1.5 MB``, ``27 M``."""
+    """Returns a number with a unit prefix, such as ``1.5 MB`` or ``27 M``."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 1000:
             digits = f"{number:.0f}" if not prefix or number >= 100 else f"{number:.1f}"

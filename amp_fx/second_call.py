@@ -1,4 +1,4 @@
-"""Functions that take a model, and return a function of its inputs."""
+"""Support for functions that take a model and return a function of its inputs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ R = TypeVar("R")
 
 
 class SecondCall:
-    """The function of a model's inputs that ``amp_fx.explain(model)`` and others return.
+    """Function of a model's inputs, such as the result of ``amp_fx.explain(model)``.
 
-    It warns if it is dropped without a call.
+    Warns if it is deleted without a call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -35,14 +35,14 @@ class SecondCall:
         return f"<{self._name}(model): call it with the model's inputs, {self._name}(model)(x)>"
 
     def __del__(self) -> None:
-        """Warns if it was never called."""
+        """Warns if the function was never called."""
         if not self._is_called and not sys.is_finalizing():
             message = f"{self._name}(model) does nothing until it is called: {self._name}(model)(x)"
             warnings.warn(message, stacklevel=2)
 
 
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function return a ``SecondCall``, and raise an error if it gets a model's inputs."""
+    """Decorates a function to return a ``SecondCall``, and to reject inputs of the model."""
     name = f"amp_fx.{function.__name__}"
 
     @functools.wraps(function)
@@ -50,7 +50,7 @@ def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
         if len(args) > 1:
             message = f"{name} takes a model and returns a function of its inputs: {name}(model)(x)"
             raise TypeError(message)
-        found: Any = function(*args, **kwargs)
-        return SecondCall(name, found) if inspect.isfunction(found) else found  # type: ignore[return-value]
+        result: Any = function(*args, **kwargs)
+        return SecondCall(name, result) if inspect.isfunction(result) else result  # type: ignore[return-value]
 
     return call

@@ -1,4 +1,4 @@
-"""Counts of what was done to the graphs of this process."""
+"""Counts of rewrites over all graphs of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _counts: Counter[str] = Counter()
 
 
 def record_graph(reports: Iterable[PassReport]) -> None:
-    """Adds what the passes did to one graph."""
+    """Adds the counts of the passes on one graph."""
     with _lock:
         _counts["graphs"] += 1
         for report in reports:
@@ -24,13 +24,13 @@ def record_graph(reports: Iterable[PassReport]) -> None:
 
 
 def record(counts: Mapping[str, int]) -> None:
-    """Adds what was done to a graph of AOTAutograd."""
+    """Adds the counts of rewrites of a graph of AOTAutograd."""
     with _lock:
         _counts.update(counts)
 
 
 def snapshot() -> Counter[str]:
-    """Counts since the process began or since ``reset``: graphs, casts_inserted, ..."""
+    """Returns the counts since the start or ``reset``: graphs, casts_inserted, ..."""
     with _lock:
         return Counter(_counts)
 

@@ -1,20 +1,13 @@
 """Shows and controls the cache of values computed from weights.
 
 Casts, packed and folded weights, and the values of ``amp_fx.keep`` are computed once and shared by
-all graphs of the process. They are recomputed before the first use after a write to one of their
-weights. No signal indicates a write through a pointer, a NumPy array or a DLPack alias that was
-taken before the latest call. Therefore each call on the CPU compares one element of every weight
-with its earlier value. It detects a write of a whole weight in the next call, and a write of at
-least a 32nd of a weight within 64 calls; it may miss smaller ones. A warning then names the weight,
-and every call recomputes its values. ``options={"verify": "full"}`` compares all elements and
-raises an error; ``"off"`` compares none.
-
-Use::
+all graphs of the process. They are recomputed before the next use after a write to one of their
+weights. ``options={"verify": ...}`` determines how writes without a signal are detected::
 
     amp_fx.weight_cache.stats()            # entries, bytes, hits, refreshes
     amp_fx.weight_cache.invalidate(model)  # recompute its values in the next call
     amp_fx.weight_cache.clear()            # drop all values
-    amp_fx.weight_cache.set_limit(2**30)   # bytes that values may take together
+    amp_fx.weight_cache.set_limit(2**30)   # maximum bytes of all values
 """
 
 from __future__ import annotations
@@ -43,9 +36,9 @@ class KeptValue:
 
     Attributes:
         model: Class of the model (or name of the function) whose graph requested it first.
-        weights: Names of the weights that it is computed from.
+        weights: Names of its weights.
         ops: Names of the ops that compute it, in order.
-        bytes: Bytes of the value besides the weights, without padding.
+        bytes: Bytes that the value takes in addition to the weights, without padding.
     """
 
     model: str
@@ -60,11 +53,11 @@ class Stats:
 
     Attributes:
         entries: Number of values that take memory.
-        bytes: Bytes that they take now; evicted values take none.
-        hits: Number of times that a call found a value fresh.
+        bytes: Bytes that these values take now; evicted values take none.
+        hits: Number of uses of fresh values.
         refreshes: Number of computations of values.
-        by_model: The same for each class of model (or function) that requested values first.
-        values: Each value that takes memory.
+        by_model: Statistics for each class of model (or function) that requested values first.
+        values: The values that take memory.
     """
 
     entries: int
@@ -75,7 +68,7 @@ class Stats:
     values: tuple[KeptValue, ...] = ()
 
     def __str__(self) -> str:
-        """A small table."""
+        """Returns a table of the statistics."""
         right = [Column(name, justify="right") for name in ("kept", "bytes", "hits", "made")]
         table = Table("model", *right, box=box.SIMPLE_HEAD)
         for name, stats in {**self.by_model, "all": self}.items():
@@ -121,11 +114,11 @@ def invalidate(model_or_tensor: torch.nn.Module | torch.Tensor | None = None) ->
     """
     with STORE.locked():
         if model_or_tensor is None:
-            found = list(STORE.entries.values())
+            entries = list(STORE.entries.values())
         else:
             tensors = tensors_of(model_or_tensor)
-            found = [entry for tensor in tensors for entry in STORE.of_weight(tensor)]
-        for entry in found:
+            entries = [entry for tensor in tensors for entry in STORE.of_weight(tensor)]
+        for entry in entries:
             entry.slot.invalidate()
 
 
@@ -140,7 +133,7 @@ def clear() -> None:
 
 
 def set_limit(num_bytes: int | None) -> None:
-    """Limits the memory of the cache; calls compute values beyond the limit each time.
+    """Limits the memory of the cache. Each call recomputes values beyond the limit.
 
     Args:
         num_bytes: The limit; None for no limit. Values with the fewest hits are dropped first. A
@@ -150,7 +143,7 @@ def set_limit(num_bytes: int | None) -> None:
         ValueError: The limit is negative.
     """
     if num_bytes is not None and num_bytes < 0:
-        raise ValueError(f"the limit is a number of bytes or None, not {num_bytes}")
+        raise ValueError(f"num_bytes must be None or at least 0, got {num_bytes}")
     with STORE.locked():
         STORE.limit = num_bytes
         if num_bytes is not None:

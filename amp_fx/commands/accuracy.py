@@ -1,4 +1,4 @@
-"""``python -m amp_fx accuracy``: which op hurts in low precision, and what repairs it."""
+"""``python -m amp_fx accuracy``: finds ops that lose accuracy, and policies that fix them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_step(args: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Loads the step that a command was given, and its inputs."""
+    """Loads the step of a command line, and its inputs."""
     torch.manual_seed(args.seed)
     step, inputs = load_with_inputs(args)
     return step, tuple(map(_random, inputs)) if args.input_shape else inputs
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Returns:
-        1 if there are suspects and no search was asked for, else 0.
+        1 if there are suspects and no search was requested, else 0.
     """
     _check(args)
     step, inputs = load_step(args)
@@ -45,38 +45,39 @@ def run(args: argparse.Namespace) -> int:
         run = accuracy(step, modules=args.modules, **options)
     else:
         run = search(step, tolerance=args.search, budget=args.budget, **options)
-    found = run(*inputs)
-    sys.stdout.write(f"{found.to_json() if args.json else found}\n")
+    result = run(*inputs)
+    sys.stdout.write(f"{result.to_json() if args.json else result}\n")
     if args.draw:
-        draw(_report(found), args.draw)
+        draw(_report(result), args.draw)
         sys.stderr.write(f"wrote {args.draw}\n")
-    if isinstance(found, SearchResult):
+    if isinstance(result, SearchResult):
         if args.save is not None:
-            found.policy.save(args.save)
+            result.policy.save(args.save)
             sys.stderr.write(f"wrote {args.save}\n")
         return 0
-    return 1 if _report(found).suspects else 0
+    return 1 if _report(result).suspects else 0
 
 
-def _report(found: AccuracyReport | SearchResult | DtypeChoice) -> AccuracyReport:
-    if isinstance(found, DtypeChoice):
-        return found.after
-    return found.report if isinstance(found, SearchResult) else found
+def _report(result: AccuracyReport | SearchResult | DtypeChoice) -> AccuracyReport:
+    if isinstance(result, DtypeChoice):
+        return result.after
+    return result.report if isinstance(result, SearchResult) else result
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.draw is not None:
         check_path(args.draw)
     if "," in (args.dtype or "") and args.search is not None:
-        raise OptionError(f"--search takes one dtype, not {args.dtype}")
+        raise OptionError(f"--search requires a single dtype, got {args.dtype}")
     if args.save is None:
         return
     if args.search is None:
-        raise OptionError("--save writes what --search found: give both")
+        raise OptionError("--save writes the policy of a search: pass --search as well")
     if not args.save.endswith(".toml"):
-        raise OptionError(f"--save {args.save}: the name of a policy file must end in .toml")
+        raise OptionError(f"--save {args.save}: the path of a policy file must end in .toml")
     if not Path(args.save).parent.is_dir():
-        raise OptionError(f"--save {args.save}: there is no folder {str(Path(args.save).parent)!r}")
+        folder = str(Path(args.save).parent)
+        raise OptionError(f"--save {args.save}: the folder {folder!r} does not exist")
 
 
 def _random(zeros: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``python -m amp_fx audit``: in which precision a training step runs, and what is lost."""
+"""``python -m amp_fx audit``: shows the precision of a training step, and its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m amp_fx build``: builds the compiled parts ahead of time."""
+"""``python -m amp_fx build``: builds the C++ extensions ahead of time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Builds what is missing and prints where it is; returns 1 if that fails, else 0."""
+    """Builds missing extensions and prints the paths of all; returns 1 if that fails, else 0."""
     if csrc.why_off():
-        sys.stderr.write(f"amp_fx build: nothing is built: {csrc.why_off()}\n")
+        sys.stderr.write(f"amp_fx build: nothing was built: {csrc.why_off()}\n")
         return 1
     try:
         for name, source in csrc.parts().items():
@@ -30,17 +30,19 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _build(name: str, source: Path) -> None:
-    """Builds one part unless it is there, and prints where it is.
+    """Builds one extension unless it exists, and prints its path.
 
     Raises:
-        UnsupportedError: It cannot be built, or not be kept.
-        ImportError: It is built, and cannot be imported.
+        UnsupportedError: The extension cannot be built, or the cache folder is not writable.
+        ImportError: The extension was built but cannot be imported.
     """
-    begin = time.perf_counter()
-    found = find(name, source)
+    start = time.perf_counter()
+    existing = find(name, source)
     path = Path(str(csrc.imported(name, source).__file__))
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     if not path.is_relative_to(cache_folder()):
-        raise UnsupportedError(f"{cache_folder()} cannot be written ({FOLDER_VARIABLE})")
-    how = "was there" if path == found else f"built in {seconds:.1f} s"
-    sys.stdout.write(f"{source.name}: {how}, {path}\n")
+        raise UnsupportedError(
+            f"the folder {cache_folder()} is not writable: set {FOLDER_VARIABLE} to another one"
+        )
+    outcome = "exists" if path == existing else f"built in {seconds:.1f} s"
+    sys.stdout.write(f"{source.name}: {outcome}, {path}\n")

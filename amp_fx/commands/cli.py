@@ -1,4 +1,4 @@
-"""The command line ``python -m amp_fx``: one module of ``amp_fx.commands`` per command."""
+"""The command line ``python -m amp_fx``, with one module of ``amp_fx.commands`` per command."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, which is imported only now.
+    """Imports and runs one command.
 
     Returns:
-        The exit code: 0, or what the command returns, or 2 for an error of the user's.
+        The exit code of the command, or 2 for invalid input.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _parser()
     parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:  # the command's usage helps, not that of them all
+    if unknown:  # prints the usage of the command instead of that of all commands
         commands[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     module = importlib.import_module(f"amp_fx.commands.{parsed.command}")
     run: Callable[[argparse.Namespace], int] = module.run
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of all commands, and that of each."""
+    """Returns the main parser, and the parsers of the commands by name."""
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx",
         description="Automatic mixed precision as a compiler pass for PyTorch.",

@@ -1,4 +1,4 @@
-"""``python -m amp_fx demo``: has a language model write and train, with and without amp_fx."""
+"""``python -m amp_fx demo``: trains and runs a language model with and without amp_fx."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", "Run", "Writing")
 
 NUM_GIVEN = 6
-"""Tokens that the generated text begins with: those that the training text begins with."""
+"""Length of the prompt in tokens: the first ones of the training text."""
 
 FOLDED = ("casts_shared", "round_trips_removed")
-"""Which counts of the passes are casts that went away again."""
+"""Counts of passes that remove casts."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     needs_compiler = settings.compiler == "inductor" and settings.device.type == "cpu"
     if needs_compiler and not has_cpp_compiler():
-        console.print("no C++ compiler found, which inductor needs on CPU: using aot_eager")
+        console.print(
+            "inductor needs a C++ compiler on the CPU, but none was found: using aot_eager"
+        )
         settings = dataclasses.replace(settings, compiler="aot_eager")
     console.print(header(settings))
     warm_up(settings)
@@ -57,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gain(comparison: Comparison, texts: Texts) -> str:
-    """Describes in one sentence what amp_fx gains in this run."""
-    by_autocast, by_float32 = (
-        other.step / texts.amp_fx.step for other in (texts.autocast, texts.float32)
-    )
+    """Describes the speedup of this run in one sentence."""
+    by_autocast = texts.autocast.step / texts.amp_fx.step
+    by_float32 = texts.float32.step / texts.amp_fx.step
     training = comparison.amp_fx.step / comparison.autocast.step
     return (
         f"Here amp_fx writes {by_autocast:.1f} times as many tokens per second as torch.autocast "
@@ -70,11 +71,11 @@ def gain(comparison: Comparison, texts: Texts) -> str:
 
 
 def header(settings: Settings) -> str:
-    """Describes what is compared, and where."""
+    """Describes the machine and the model."""
     facts = machine(settings.device)
-    size, where = settings.size, facts.get("gpu", facts["processor"])
+    size, device = settings.size, facts.get("gpu", facts["processor"])
     return (
-        f"{where}, threads: {facts['threads']}, cores: {facts['cores']}, "
+        f"{device}, threads: {facts['threads']}, cores: {facts['cores']}, "
         f"load: {facts.get('load', 'unknown')}, torch {torch.__version__}\n"
         f"a GPT of {size.depth} layers of {size.width}, batches of {settings.batch} x "
         f"{size.context} tokens, {dtype_name(settings.dtype)}, {settings.compiler}"
@@ -95,7 +96,7 @@ def parse_settings(args: argparse.Namespace) -> Settings:
 
 def _parse_steps(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
-        raise OptionError(f"--steps {text}: give a number from 2 up; the first step compiles")
+        raise OptionError(f"--steps {text}: must be at least 2, because the first step compiles")
     return int(text)
 
 
@@ -114,7 +115,7 @@ def train(settings: Settings, console: Console) -> Comparison:
 
 
 def write(comparison: Comparison, settings: Settings, console: Console) -> Texts:
-    """Writes a text by each contender with the model that amp_fx trained, with a bar for each."""
+    """Generates a text in each way with the model that amp_fx trained, with a bar for each."""
     prompt = comparison.vocabulary.encode(statements())[:NUM_GIVEN].tolist()
     with Progress(console=console) as progress:
         tasks = {
@@ -129,7 +130,7 @@ def write(comparison: Comparison, settings: Settings, console: Console) -> Texts
 
 
 def results(comparison: Comparison) -> RenderableType:
-    """The table of the training: a column per contender."""
+    """Returns the table of the training, with a column per contender."""
     float32, autocast, casts = comparison.float32, comparison.autocast, comparison.casts
     table = Table(title="training", title_justify="left")
     row = _rows(table, comparison.runs)
@@ -150,7 +151,7 @@ def results(comparison: Comparison) -> RenderableType:
 
 
 def written(comparison: Comparison, texts: Texts) -> RenderableType:
-    """The table of the writing, and what amp_fx wrote."""
+    """Returns the table of the generation, and the text of amp_fx."""
     float32, autocast = texts.float32, texts.autocast
     table = Table(title="writing, token by token", title_justify="left")
     row = _rows(table, texts.writings)
@@ -158,16 +159,16 @@ def written(comparison: Comparison, texts: Texts) -> RenderableType:
     row("... relative to float32", lambda text: f"{float32.step / text.step:.2f}")
     row("... relative to torch.autocast", lambda text: f"{autocast.step / text.step:.2f}")
     row("first token, which compiles", lambda text: f"{text.first_step:.1f} s")
-    row("tokens as in float32", lambda text: _alike(text, float32))
-    row("... as in torch.autocast", lambda text: _alike(text, autocast))
+    row("tokens as in float32", lambda text: _common(text, float32))
+    row("... as in torch.autocast", lambda text: _common(text, autocast))
     tokens, decode = texts.amp_fx.tokens, comparison.vocabulary.decode
-    given, following = decode(tokens[: texts.num_given]), decode(tokens[texts.num_given :])
-    text = f"[bold]{escape(given)}[/bold]{escape(following)}"
+    prompt, completion = decode(tokens[: texts.num_given]), decode(tokens[texts.num_given :])
+    text = f"[bold]{escape(prompt)}[/bold]{escape(completion)}"
     return Group(table, "what amp_fx wrote:", Padding(text, (0, 2)))
 
 
-def _alike(text: Writing, other: Writing) -> str:
-    """Returns ``3 of 64``: the tokens with which both texts begin, of all."""
+def _common(text: Writing, other: Writing) -> str:
+    """Returns the length of the common prefix of two texts, such as ``3 of 64``."""
     return f"{text.num_alike(other)} of {len(text.tokens)}"
 
 

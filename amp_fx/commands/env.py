@@ -1,4 +1,4 @@
-"""``python -m amp_fx env``: versions, devices, tools, and whether the op tables still hold."""
+"""``python -m amp_fx env``: shows versions, devices, tools, and drift of the op tables."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ WITHOUT = {
     "amp_fx_watch": "weights are cast per call",
     "amp_fx_rows": "numerics='invariant' raises an error",
 }
-"""Consequences of a compiled part that is missing."""
+"""Consequences of missing extensions."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    parts = [versions, tools, compiled_parts, devices, *([] if args.no_drift else [rows, drift])]
-    for row in (row for part in parts for row in part()):
-        table.add_row(*row)
+    sections = [versions, tools, compiled_parts, devices]
+    if not args.no_drift:
+        sections += [rows, drift]
+    for section in sections:
+        for row in section():
+            table.add_row(*row)
     Console(highlight=False, markup=False, width=piped_width()).print(table)
     return 0
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Python, the platform and the packages."""
+    """Yields the versions of Python, the platform and packages."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "amp_fx", __version__
     yield "torch", f"{torch.__version__}, {_build()}"
@@ -56,12 +59,12 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def _build() -> str:
-    """Describes what torch was built for."""
+    """Describes the platform for which torch was built."""
     for name in ("cuda", "hip", "xpu"):
         version = getattr(torch.version, name, None)
         if version is not None:
             return f"built for {name} {version}"
-    return "built for the CPU alone"
+    return "built for the CPU only"
 
 
 def _version(name: str) -> str:
@@ -72,31 +75,31 @@ def _version(name: str) -> str:
 
 
 def tools() -> Iterator[tuple[str, str]]:
-    """The programs that inductor and the pictures need."""
+    """Yields the programs that inductor and drawings need."""
     yield "C++ compiler", _compiler() or "missing: inductor needs one on CPU"
     yield "dot", _dot_version()
 
 
 def _compiler() -> str:
-    """The first line of what the compiler says of itself; empty if there is none."""
+    """Returns the version of the C++ compiler; empty if there is none."""
     if not has_cpp_compiler():
         return ""
     from amp_fx.torch_private.inductor_build import get_cpp_compiler
 
     name = get_cpp_compiler()
-    done = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)
-    return next(iter(done.stdout.splitlines()), name).strip()
+    process = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)
+    return next(iter(process.stdout.splitlines()), name).strip()
 
 
 def _dot_version() -> str:
     if shutil.which("dot") is None:
         return "missing: pictures need Graphviz"
-    done = subprocess.run(["dot", "-V"], capture_output=True, text=True, check=False)
-    return (done.stderr or done.stdout).strip()
+    process = subprocess.run(["dot", "-V"], capture_output=True, text=True, check=False)
+    return (process.stderr or process.stdout).strip()
 
 
 def compiled_parts() -> Iterator[tuple[str, str]]:
-    """Yields the places of the compiled parts, or the consequences of missing ones."""
+    """Yields the paths of the extensions, or the consequences of missing ones."""
     for name, source in csrc.parts().items():
         path = find(name, source)
         if csrc.why_off():
@@ -110,34 +113,34 @@ def compiled_parts() -> Iterator[tuple[str, str]]:
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    """The devices here, and autocast's dtype on each."""
+    """Yields the devices of this machine, with their autocast dtypes."""
     capability = torch.backends.cpu.get_cpu_capability()
-    found = ", ".join(bfloat16_units())
-    units = f"bfloat16 units: {found}" if found else "no bfloat16 units"
+    names = ", ".join(bfloat16_units())
+    units = f"bfloat16 units: {names}" if names else "no bfloat16 units"
     yield "cpu", f"{capability}, {units}, autocast to {dtype_name(default_dtype('cpu'))}"
     for name in autocast_device_types():
         if name in ("cpu", "privateuseone"):
             continue
         module = getattr(torch, name, None)
         if module is None or not module.is_available():
-            yield name, "not here; can be explained (device_type)"
+            yield name, "not available; can be explained (device_type)"
             continue
-        names = [module.get_device_name(i) for i in range(module.device_count())]
-        yield name, f"{', '.join(names)}, autocast to {dtype_name(default_dtype(name))}"
+        devices = [module.get_device_name(i) for i in range(module.device_count())]
+        yield name, f"{', '.join(devices)}, autocast to {dtype_name(default_dtype(name))}"
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Yields the products with weights that numerics='invariant' leaves to ATen's kernels here."""
+    """Yields whether ATen's products are batch-invariant on this machine (numerics='invariant')."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found = {size for sizes in SHOWN for size in differing_rows(dtype, *sizes)}
-        counts = ", ".join(map(str, sorted(found)))
-        differ = f"other bits with {counts} rows: replaced by ordered sums"
-        yield f"rows, {dtype_name(dtype)}", differ if found else "the same bits in every batch"
+        differing = {size for sizes in SHOWN for size in differing_rows(dtype, *sizes)}
+        counts = ", ".join(map(str, sorted(differing)))
+        text = f"other bits with {counts} rows: replaced by ordered sums"
+        yield f"rows, {dtype_name(dtype)}", text if differing else "the same bits in every batch"
 
 
 def drift() -> Iterator[tuple[str, str]]:
-    """Yields the number of ops that differ, by device type."""
+    """Yields the number of ops with different policies by device type."""
     policy = preset("torch")
     for device, lines in differences(policy, policy.tables).items():
-        more = ": python -m amp_fx policy --check" if lines else ""
-        yield f"drift, {device}", f"{len(lines)} of {len(policy.tables[device])} ops{more}"
+        hint = ": python -m amp_fx policy --check" if lines else ""
+        yield f"drift, {device}", f"{len(lines)} of {len(policy.tables[device])} ops{hint}"

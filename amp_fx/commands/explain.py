@@ -1,4 +1,4 @@
-"""``python -m amp_fx explain``: what amp_fx does to a model, as a table, JSON or a picture."""
+"""``python -m amp_fx explain``: explains a model as a table, JSON or a picture."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 def load_with_inputs(
     args: argparse.Namespace, *, is_meta: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The model that a command was given, and its inputs."""
+    """Loads the model of a command line, and its inputs."""
     model, inputs = load(args.target, is_meta=is_meta)
     if args.input_shape:
         inputs = tuple(parse_input(text, is_meta=is_meta) for text in args.input_shape)
     if inputs is None:
-        raise OptionError(f"{args.target} takes inputs: give their shapes, like --input-shape 8,64")
+        raise OptionError(
+            f"{args.target} needs inputs: pass their shapes, such as --input-shape 8,64"
+        )
     return model, inputs
 
 
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         check_path(path)
     if args.html is not None and not args.html.endswith(".html"):
-        raise OptionError(f"--html {args.html}: the name of the page must end in .html")
+        raise OptionError(f"--html {args.html}: the path of the page must end in .html")
     model, inputs = load_with_inputs(args, is_meta=args.meta)
     explainer = explain(
         model,
@@ -53,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         explanation = explainer(*inputs)
     except UnsupportedError as error:
-        if _WANTS_INTEGERS.search(str(error)) and not any(":" in t for t in args.input_shape):
+        if _NEEDS_INTEGERS.search(str(error)) and not any(":" in t for t in args.input_shape):
             raise UnsupportedError(
-                f"{error} Inputs are float32 unless you say otherwise: for ids of tokens write "
+                f"{error}. Inputs are float32 by default: for token ids write "
                 f"--input-shape {args.input_shape[0] if args.input_shape else '2,32'}:int64"
             ) from error
         raise
@@ -67,24 +69,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimizer:
-    """An optimizer of a model's parameters: ``"AdamW"``, or ``"AdamW:fused"``."""
+    """Creates an optimizer of a model's parameters from ``"AdamW"`` or ``"AdamW:fused"``."""
     name, _, kernels = text.partition(":")
     classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
     if name.lower() not in classes:
-        near = difflib.get_close_matches(name.lower(), classes, n=3)
-        meant = f"; similar names: {', '.join(classes[n].__name__ for n in near)}" if near else ""
-        raise OptionError(f"--optimizer {text}: torch.optim has no optimizer of this name{meant}")
+        similar = difflib.get_close_matches(name.lower(), classes, n=3)
+        names = ", ".join(classes[other].__name__ for other in similar)
+        hint = f"; similar names: {names}" if similar else ""
+        raise OptionError(f"--optimizer {text}: torch.optim has no optimizer of this name{hint}")
     if kernels not in ("", "fused", "foreach"):
-        raise OptionError(f"--optimizer {text}: write fused or foreach behind the colon")
+        raise OptionError(f"--optimizer {text}: write fused or foreach after the colon")
     parameters = [p for p in getattr(model, "parameters", tuple)() if p.requires_grad]
     if not parameters:
         raise OptionError(f"--optimizer {text}: the model has no parameters to update")
     try:
-        made = classes[name.lower()](parameters, **({kernels: True} if kernels else {}))
+        optimizer = classes[name.lower()](parameters, **({kernels: True} if kernels else {}))
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(f"--optimizer {text}: {error}") from error
-    assert isinstance(made, torch.optim.Optimizer)
-    return made
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
 
 
 def _is_optimizer(kind: Any) -> bool:
@@ -92,26 +95,26 @@ def _is_optimizer(kind: Any) -> bool:
     return is_class and kind is not torch.optim.Optimizer
 
 
-_WANTS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")
-"""What torch says of a float32 tensor where it looks something up."""
+_NEEDS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")
+"""Errors of torch for float32 tensors as indices."""
 
 
 def load(target: str, *, is_meta: bool = False) -> tuple[Callable[..., Any], Any]:
-    """The model that a target names, and its inputs if the target gives them."""
-    found = _named(target)
-    if isinstance(found, torch.nn.Module) or not _makes_model(found):
-        return found, None
+    """Loads the model of a target, and its inputs if the target returns them."""
+    value = _import(target)
+    if isinstance(value, torch.nn.Module) or not _is_factory(value):
+        return value, None
     with torch.device("meta" if is_meta else "cpu"):
-        made = _call_factory(found, target)
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
-        inputs = made[1]
-        return made[0], inputs if isinstance(inputs, tuple) else (inputs,)
-    if not callable(made):
+        result = _call_factory(value, target)
+    if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
+        model, inputs = result
+        return model, inputs if isinstance(inputs, tuple) else (inputs,)
+    if not callable(result):
         raise UnsupportedError(
             f"{target} was called without arguments, as a factory, and returned a "
-            f"{type(made).__name__}: return a model, or a pair of a model and its inputs"
+            f"{type(result).__name__}: return a model, or a pair of a model and its inputs"
         )
-    return made, None
+    return result, None
 
 
 def _call_factory(factory: Callable[[], Any], target: str) -> Any:
@@ -120,54 +123,55 @@ def _call_factory(factory: Callable[[], Any], target: str) -> Any:
     except (Exception, SystemExit) as error:
         raise UnsupportedError(
             f"{target} was called without arguments, as a factory, and raised "
-            f"{type(error).__name__}: {' '.join(str(error).split())}; --traceback shows where"
+            f"{type(error).__name__}: {' '.join(str(error).split())}; pass --traceback for details"
         ) from error
 
 
-def _named(target: str) -> Any:
+def _import(target: str) -> Any:
     module_name, colon, name = target.partition(":")
     if not colon or not name or not module_name:
         raise UnsupportedError(f"{target!r} is not of the form package.module:name")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
         raise UnsupportedError(f"{module_name!r} cannot be imported: {kind}{error}") from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=3)
-            meant = f"; similar names: {', '.join(near)}" if near else ""
-            raise UnsupportedError(f"{module_name!r} has no {name!r}{meant}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UnsupportedError(f"{target} is a {type(found).__name__}, not a model or a function")
-    return found
+        if not hasattr(value, part):
+            similar = difflib.get_close_matches(part, dir(value), n=3)
+            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            raise UnsupportedError(f"{module_name!r} has no {name!r}{hint}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise UnsupportedError(f"{target} is a {type(value).__name__}, not a model or a function")
+    return value
 
 
-def _makes_model(found: Any) -> bool:
-    """Returns True if something is called to make the model: it takes no arguments."""
+def _is_factory(value: Any) -> bool:
+    """Returns True for classes and functions without required arguments."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):
-        return isinstance(found, type)
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (2, 4)]
-    if needed and isinstance(found, type):
-        names = ", ".join(p.name for p in needed)
+        return isinstance(value, type)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if required and isinstance(value, type):
+        names = ", ".join(p.name for p in required)
         raise UnsupportedError(
-            f"{found.__name__} cannot be made without arguments ({names}): name a function "
-            "that makes it"
+            f"{value.__name__} cannot be created without arguments ({names}): pass a function that "
+            "creates it"
         )
-    return not needed
+    return not required
 
 
 _SHAPE = re.compile(r"(?P<sizes>\d+(?:[,x]\d+)*|)(?::(?P<dtype>\w+))?")
 
 
 def parse_input(text: str, *, is_meta: bool = False) -> torch.Tensor:
-    """An input of zeros: ``"8,64"`` is float32, ``"8,64:int64"`` names its dtype."""
+    """Creates an input of zeros from ``"8,64"`` (float32) or ``"8,64:int64"``."""
     match = _SHAPE.fullmatch(text.replace(" ", "").strip("()[]"))
     if match is None:
-        raise OptionError(f"--input-shape {text}: write sizes like 8,64 or 8,64:int64")
+        raise OptionError(f"--input-shape {text}: write sizes such as 8,64 or 8,64:int64")
     dtype = as_dtype(match["dtype"] or "float32")
     if dtype is None:
         raise OptionError(f"--input-shape {text}: {match['dtype']!r} is not a dtype of torch")

@@ -1,4 +1,4 @@
-"""``python -m amp_fx export``: a model in mixed precision as a file, for torch, C++ or ONNX."""
+"""``python -m amp_fx export``: exports a model in mixed precision for torch, C++ or ONNX."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args)
     model, inputs = load_with_inputs(args)
     if not isinstance(model, torch.nn.Module):
-        raise ArgumentTypeError(f"{args.target} is not a module: torch.export takes no other")
+        raise ArgumentTypeError(f"{args.target} is not a module, which torch.export requires")
     model.eval()
     program = export(
         model,
@@ -49,24 +49,25 @@ def _check_out(args: argparse.Namespace) -> None:
     if args.out.suffix not in _ENDINGS or not args.out.parent.is_dir():
         endings = " or ".join(_ENDINGS)
         raise OptionError(
-            f"{args.out}: the name of the file must end in {endings}, in an existing folder"
+            f"{args.out}: the path must end in {endings} and be in an existing folder"
         )
     if args.package and args.out.suffix != ".pt2":
-        raise OptionError(f"--package {args.out}: the name of a package must end in .pt2")
+        raise OptionError(f"--package {args.out}: the path of a package must end in .pt2")
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
-    """Returns them as ``torch.export`` expects: it finds the range of each size itself."""
+    """Returns the argument of ``torch.export``, which determines the range of each size."""
     if not dims:
         return None
-    most = max((value.dim() for value in inputs if isinstance(value, torch.Tensor)), default=0)
+    num_dims = [value.dim() if isinstance(value, torch.Tensor) else 0 for value in inputs]
+    most = max(num_dims, default=0)
     if missing := [dim for dim in dims if not 0 <= dim < most]:
         raise OptionError(f"--dynamic {missing[0]}: inputs have dimensions 0 to {most - 1} at most")
     return tuple(
-        {dim: torch.export.Dim.AUTO for dim in dims if dim < value.dim()}
+        {dim: torch.export.Dim.AUTO for dim in dims if dim < num}
         if isinstance(value, torch.Tensor)
         else None
-        for value in inputs
+        for value, num in zip(inputs, num_dims, strict=True)
     )
 
 
@@ -81,7 +82,7 @@ def _write(program: ExportedProgram, args: argparse.Namespace) -> None:
 
 def _write_onnx(program: ExportedProgram, path: Path) -> None:
     try:
-        made = torch.onnx.export(for_onnx(program), dynamo=True, verbose=False)
+        onnx_program = torch.onnx.export(for_onnx(program), dynamo=True, verbose=False)
     except ImportError as error:
         raise UnsupportedError(
             f"ONNX needs more packages ({error}): pip install onnxscript"
@@ -89,5 +90,5 @@ def _write_onnx(program: ExportedProgram, path: Path) -> None:
     except torch.onnx.OnnxExporterError as error:
         cause = error.__cause__ or error
         raise UnsupportedError(f"ONNX cannot express this program: {cause}") from error
-    assert made is not None
-    made.save(path)
+    assert onnx_program is not None
+    onnx_program.save(path)

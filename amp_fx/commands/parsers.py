@@ -1,7 +1,4 @@
-"""The arguments of each command.
-
-They are apart from the commands, which import torch, so that ``--help`` takes no seconds.
-"""
+"""Argument parsers of the commands, which do not import torch so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -20,8 +17,14 @@ WEIGHTS = ("low", "float32")
 COMPILERS = ("inductor", "aot_eager", "eager")
 DTYPES = ("bfloat16", "float16")
 PRESETS = (
-    *("torch", "ipex", "lean", "router", "head"),
-    *("float8-tensorwise", "float8-rowwise", "float8-rowwise-gw-hp"),
+    "torch",
+    "ipex",
+    "lean",
+    "router",
+    "head",
+    "float8-tensorwise",
+    "float8-rowwise",
+    "float8-rowwise-gw-hp",
 )
 REMOVED = ("fused", "optimizer")
 """Removed options of ``explain``."""
@@ -34,25 +37,25 @@ examples:
   python -m amp_fx explain mypackage.models:GPT --input-shape 2,64:int64 --html gpt.html
   python -m amp_fx explain mypackage.models:GPT --meta --device cuda --dtype float16 --json
 
-The target is a module, a class of modules or a function. What can be called without arguments
-is called: it makes the model, or a pair of the model and a tuple of its inputs.
+The target is a module, a module class or a function. A class or function without required
+arguments is called as a factory: it returns the model, or the model and a tuple of its inputs.
 """
 
 
 def add_explain(subparsers: Subparsers) -> None:
-    """Adds ``explain`` and its options to the command line."""
+    """Adds the parser of ``explain``."""
     parser = subparsers.add_parser(
         "explain",
         help="show what amp_fx does to a model: casts, dtypes, reasons",
         description="Shows what amp_fx does to a model, without compiling or running it.",
     )
     _add_target(parser, "of a model, function or factory")
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: depends on the device")
     parser.add_argument("--policy", help="name of a preset; default: torch")
-    parser.add_argument("--device", help="device type to explain for; it need not be there")
-    parser.add_argument("--meta", action="store_true", help="make the model without its memory")
+    parser.add_argument("--device", help="device type to explain for; it may be missing")
+    parser.add_argument("--meta", action="store_true", help="create the model on the meta device")
     parser.add_argument("--backward", action="store_true", help="explain the backward as well")
-    parser.add_argument("--all", action="store_true", help="show views in the table, too")
+    parser.add_argument("--all", action="store_true", help="include views in the table")
     for name in REMOVED:
         parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -60,21 +63,23 @@ def add_explain(subparsers: Subparsers) -> None:
         "--html", metavar="PATH", help="write a page with the picture and the table"
     )
     parser.add_argument("--draw", metavar="PATH", help=f"write a picture: {PICTURES}")
-    parser.add_argument("--dpi", type=int, default=192, help="of a .png; default: 192")
-    parser.add_argument("--level", choices=LEVELS, help="of the picture; default: as it fits")
+    parser.add_argument("--dpi", type=int, default=192, help="resolution of a .png; default: 192")
+    parser.add_argument(
+        "--level", choices=LEVELS, help="detail of the picture; default: depends on its size"
+    )
     parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
 
 
-def _add_target(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds the arguments that name a model and its inputs."""
-    parser.add_argument("target", help=f"package.module:name {what}")
+def _add_target(parser: argparse.ArgumentParser, description: str) -> None:
+    """Adds the arguments for a model and its inputs."""
+    parser.add_argument("target", help=f"package.module:name {description}")
     parser.add_argument(
         "--input-shape",
         action="append",
         default=[],
         metavar="SHAPE",
-        help="one input, in order: 8,64 (float32) or, with a dtype, 2,32:int64 as for ids of "
-        "tokens; may be given more than once",
+        help="shape of the next input: 8,64 (float32) or, with a dtype, 2,32:int64 (token ids); "
+        "repeat for each input",
     )
 
 
@@ -84,21 +89,22 @@ examples:
   python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --package gpt.pt2
   python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --dynamic 1 gpt.onnx
 
-The target is a module or a class of modules; what can be called without arguments is called: it
-makes the model, or a pair of the model and a tuple of its inputs. The model is put into eval mode.
+The target is a module or a module class. A class or function without required arguments is called
+as a factory: it returns the model, or the model and a tuple of its inputs. The model is switched to
+evaluation mode.
 """
 
 
 def add_export(subparsers: Subparsers) -> None:
-    """Adds ``export`` and its options to the command line."""
+    """Adds the parser of ``export``."""
     parser = subparsers.add_parser(
         "export",
-        help="write a model in mixed precision into a file: torch.export, AOTInductor, ONNX",
-        description="Exports a model in mixed precision, with low weights stored low.",
+        help="write a model in mixed precision to a file: torch.export, AOTInductor, ONNX",
+        description="Exports a model in mixed precision, with weights in low precision.",
     )
-    _add_target(parser, "of a model or of what makes it")
+    _add_target(parser, "of a model or factory")
     parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
-    parser.add_argument("--dtype", help="bfloat16 or float16; default: as the device has it")
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: depends on the device")
     parser.add_argument("--policy", default="torch", help="name of a preset, or a policy file")
     parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="original")
     parser.add_argument("--weights", choices=WEIGHTS, default="low")
@@ -108,13 +114,13 @@ def add_export(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         metavar="DIM",
-        help="a dimension of all inputs whose size may change, such as 0 for batches",
+        help="a dimension of all inputs with a dynamic size, such as 0 for the batch",
     )
-    parser.add_argument("--strict", action="store_true", help="capture by Dynamo")
+    parser.add_argument("--strict", action="store_true", help="capture with Dynamo")
     parser.add_argument(
         "--package",
         action="store_true",
-        help="compile it by AOTInductor, for torch._inductor.aoti_load_package and C++",
+        help="compile with AOTInductor, for torch._inductor.aoti_load_package and C++",
     )
 
 
@@ -125,43 +131,43 @@ examples:
   python -m amp_fx accuracy mypackage.train:make_step --search 1e-2 --save amp.toml
   python -m amp_fx accuracy mypackage.train:make_step --policy float8-rowwise --search 0.05
 
-The target is a module, a class of modules or a function. What can be called without arguments
-is called: it makes the step, or a pair of the step and a tuple of its inputs. Inputs that are
-given by shape are random numbers, integers are zeros.
+The target is a module, a module class or a function. A class or function without required
+arguments is called as a factory: it returns the step, or the step and a tuple of its inputs.
+Inputs of --input-shape are random numbers; integers are zeros.
 """
 
 
 def add_accuracy(subparsers: Subparsers) -> None:
-    """Adds ``accuracy`` and its options to the command line."""
+    """Adds the parser of ``accuracy``."""
     parser = subparsers.add_parser(
         "accuracy",
-        help="show which op loses accuracy in low precision, and find what repairs it",
+        help="find ops that lose accuracy in low precision, and a policy that fixes them",
         description="Runs a step in low precision with a float32 shadow, forward and backward.",
     )
     _add_step(parser)
     parser.add_argument(
         "--dtype",
-        help="bfloat16 or float16, default: autocast's; float16,bfloat16: a verdict on moving",
+        help="bfloat16 or float16 (default: autocast's), or float16,bfloat16 to compare both",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="what the loss is multiplied with")
-    parser.add_argument("--modules", action="append", help="measure only these: 'h.3.*'")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the loss")
+    parser.add_argument("--modules", action="append", help="only measure these modules: 'h.3.*'")
     parser.add_argument("--draw", metavar="PATH", help=f"write a picture: {PICTURES}")
     parser.add_argument(
         "--search",
         type=float,
         metavar="TOLERANCE",
-        help="find a small set of ops for float32 (of float8 products: for the low dtype) that "
-        "brings the error below this",
+        help="find a small set of ops that must run in float32 (for float8 products: in the low "
+        "dtype) to reduce the error below this",
     )
-    parser.add_argument("--budget", type=int, default=60, help="runs of the search, at most")
-    parser.add_argument("--save", metavar="PATH", help="write the policy that was found: amp.toml")
+    parser.add_argument("--budget", type=int, default=60, help="maximum runs of the search")
+    parser.add_argument("--save", metavar="PATH", help="write the policy of the search: amp.toml")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a step and its inputs."""
-    _add_target(parser, "of a step or of what makes it")
+    """Adds the arguments for a step and its inputs."""
+    _add_target(parser, "of a step or factory")
     parser.add_argument("--policy", help="name of a preset or a policy file; default: torch")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of inputs and random numbers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
@@ -171,24 +177,24 @@ examples:
   python -m amp_fx audit mypackage.train:make_step --html audit.html
   python -m amp_fx audit mypackage.models:make_loss --optimizer AdamW --json
 
-The target is a function that makes a training step, or a pair of the step and a tuple of its
-inputs. A step calls backward and the optimizer, or it returns the loss.
+The target is a function that returns a training step, or the step and a tuple of its inputs. A step
+calls backward and the optimizer, or it returns the loss.
 """
 
 
 def add_audit(subparsers: Subparsers) -> None:
-    """Adds ``audit`` and its options to the command line."""
+    """Adds the parser of ``audit``."""
     parser = subparsers.add_parser(
         "audit",
-        help="show in which precision a training step runs, and what is lost",
-        description="Runs one training step and shows lost updates, low sums and vain casts.",
+        help="show the precision of a training step, and losses of accuracy",
+        description="Runs one training step and shows lost updates, low sums and useless casts.",
     )
-    _add_target(parser, "of a training step or of what makes it")
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and random numbers")
+    _add_target(parser, "of a training step or factory")
+    parser.add_argument("--seed", type=int, default=0, help="seed of inputs and random numbers")
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="step it after the backward: a class of torch.optim, with its defaults",
+        help="optimizer to step after the backward: a class of torch.optim, with its defaults",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--html", metavar="PATH", help="write a page with the report")
@@ -200,16 +206,16 @@ examples:
   python -m amp_fx verify torch.nn:Tanh --input-shape 8,64 --option numerics=eager
   python -m amp_fx verify mypackage.models:make_net --optimizer AdamW --steps 2
 
-The target is as for accuracy.
+The target is the same as for accuracy.
 """
 
 
 def add_verify(subparsers: Subparsers) -> None:
-    """Adds ``verify`` and its options to the command line."""
+    """Adds the parser of ``verify``."""
     parser = subparsers.add_parser(
         "verify",
         help="compare a compiled program with eager autocast, bit for bit",
-        description="Names the first node that differs, why, and what makes bits equal.",
+        description="Shows the first node that differs, the reason, and options that fix it.",
     )
     _add_step(parser)
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
@@ -223,9 +229,9 @@ def add_verify(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="compare its steps too: a class of torch.optim, with its defaults",
+        help="optimizer whose steps are compared: a class of torch.optim, with its defaults",
     )
-    parser.add_argument("--steps", type=int, default=3, help="of the optimizer; default: 3")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps; default: 3")
 
 
 POLICY_EXAMPLES = """\
@@ -242,25 +248,22 @@ examples:
 
 
 def add_policy(subparsers: Subparsers) -> None:
-    """Adds ``policy`` and its options to the command line."""
+    """Adds the parser of ``policy``."""
     parser = subparsers.add_parser(
         "policy",
-        help="show which op runs in which dtype under autocast",
-        description="Shows which op runs in which dtype under autocast, on which device type.\n"
-        "float64, integer, bool and complex tensors are never cast; calls that are in\n"
-        "place or have out= are left alone.",
+        help="show the dtypes of ops under autocast",
+        description="Shows the cast policy of ops under autocast for each device type.\n"
+        "float64, integer, bool and complex tensors are never cast; in-place calls and\n"
+        "calls with out= are not changed.",
     )
     parser.add_argument("op", nargs="?", help="one op: softmax, aten::softmax.int, F.softmax")
     parser.add_argument(
-        "--device",
-        action="append",
-        choices=DEVICES,
-        help="only this device type; may be given more than once",
+        "--device", action="append", choices=DEVICES, help="only this device type; may be repeated"
     )
     parser.add_argument(
         "--preset",
         default="torch",
-        help=f"{', '.join(PRESETS)}, those of another torch (torch-2.13), or a policy file "
+        help=f"{', '.join(PRESETS)}, the lists of another torch (torch-2.13), or a policy file "
         "(*.toml); default: %(default)s",
     )
     parser.add_argument(
@@ -271,13 +274,13 @@ def add_policy(subparsers: Subparsers) -> None:
 
 
 def add_demo(subparsers: Subparsers) -> None:
-    """Adds ``demo`` and its options to the command line."""
+    """Adds the parser of ``demo``."""
     parser = subparsers.add_parser(
         "demo",
         help="compare a small language model with and without amp_fx",
         description="Trains a small GPT on Python's help texts in float32, with amp_fx and under "
-        "torch.autocast, has the model that amp_fx trained write a text three ways, token by "
-        "token, and compares times, losses and texts.",
+        "torch.autocast, generates text with the model that amp_fx trained in all three ways, and "
+        "compares times, losses and texts.",
     )
     parser.add_argument("--steps", default="50", help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
@@ -287,40 +290,40 @@ def add_demo(subparsers: Subparsers) -> None:
 
 _BUILD = """\
 examples:
-  python -m amp_fx build                                 where inductor keeps its caches
-  AMP_FX_CACHE_DIR=/opt/amp_fx python -m amp_fx build    in a folder of your choice
+  python -m amp_fx build                                 in inductor's cache folder
+  AMP_FX_CACHE_DIR=/opt/amp_fx python -m amp_fx build    in another folder
 
-In an image, set the variable for the programs too; they only read the folder:
+In an image, set the variable for all programs; they only read the folder:
   ENV AMP_FX_CACHE_DIR=/opt/amp_fx
   RUN python -m amp_fx build
 """
 
 
 def add_build(subparsers: Subparsers) -> None:
-    """Adds ``build`` to the command line."""
+    """Adds the parser of ``build``."""
     subparsers.add_parser(
         "build",
-        help="build the compiled parts ahead of time, as for an image",
-        description="Builds the compiled parts of amp_fx, which the first call of a model would\n"
-        "otherwise build. A library serves every process with the same Python and torch.\n"
-        "AMP_FX_CACHE_DIR names the folder.",
+        help="build the C++ extensions ahead of time, for example in an image",
+        description="Builds the C++ extensions of amp_fx, which the first call of a model would\n"
+        "otherwise build. All processes with the same Python and torch share them.\n"
+        "AMP_FX_CACHE_DIR sets the folder.",
     )
 
 
 _ENV = """\
 examples:
-  python -m amp_fx env              what a bug report needs
+  python -m amp_fx env              information for bug reports
   python -m amp_fx env --no-drift   without calling every op of the tables, which takes seconds
 """
 
 
 def add_env(subparsers: Subparsers) -> None:
-    """Adds ``env`` and its options to the command line."""
+    """Adds the parser of ``env``."""
     parser = subparsers.add_parser(
         "env",
         help="show versions, devices, and drift from the installed torch",
-        description="Shows versions, devices and tools, and how many ops of the installed torch's\n"
-        "autocast differ from amp_fx's tables.",
+        description="Shows versions, devices and tools, and the number of ops for which the\n"
+        "installed torch's autocast differs from amp_fx's tables.",
     )
     parser.add_argument("--no-drift", action="store_true", help="do not compare the op tables")
 
@@ -336,4 +339,4 @@ ADD = {
     "build": (add_build, _BUILD),
     "env": (add_env, _ENV),
 }
-"""Functions that add the arguments of a command, and its examples."""
+"""For each command, the function that adds its parser, and its examples."""

@@ -1,4 +1,4 @@
-"""``python -m amp_fx policy``: which op autocast runs in which dtype, on which device."""
+"""``python -m amp_fx policy``: shows the cast policies of ops by device type."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OWN_KERNEL = "own kernel"
 
 MEANING = {
     **{policy.value: policy.effect() for policy in CastPolicy},
-    OWN_KERNEL: "casts in a kernel of its own, in CUDA builds; left to PyTorch",
-    NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op keep their own policies",
+    OWN_KERNEL: "has a special autocast kernel in CUDA builds, which amp_fx does not change",
+    NO_POLICY: "runs in its inputs' dtypes; ops inside a composite op follow their policies",
 }
-"""What each word in the output means."""
+"""Meanings of the words in the output."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_all(policy: Policy, devices: Sequence[str], console: Console) -> None:
-    """A table per policy for each group of device types that have the same rules."""
+    """Prints a table for each group of device types with equal tables."""
     console.print(f"Policy {policy.name!r} with torch {torch.__version__}\n")
     words: set[str] = set()
-    for group in _alike(policy, devices):
+    for group in _groups(policy, devices):
         rules = policy.tables[group[0]]
         table = _table("policy", "ops", title=f"{', '.join(group)}: {len(rules)} ops")
         for rule in CastPolicy:
@@ -64,17 +64,17 @@ def _show_all(policy: Policy, devices: Sequence[str], console: Console) -> None:
                 table.add_row(f"{rule.value}\n({len(names)})", ", ".join(names))
                 words.add(rule.value)
         console.print(table)
-        gone = policy.gone(group[0])
-        if gone:
-            names_gone = ", ".join(map(_short, gone))
-            console.print(f"Listed, but not in torch {torch.__version__}: {names_gone}\n")
+        missing = policy.gone(group[0])
+        if missing:
+            names_missing = ", ".join(map(_short, missing))
+            console.print(f"Listed, but not in torch {torch.__version__}: {names_missing}\n")
     _explain(words, console)
-    for what in ("modules", "args", "rules"):
-        if getattr(policy, what):
-            console.print(f"It has {what} of its own as well: {len(getattr(policy, what))}.")
+    for kind in ("modules", "args", "rules"):
+        if getattr(policy, kind):
+            console.print(f"The policy also has {kind}: {len(getattr(policy, kind))}.")
 
 
-def _alike(policy: Policy, devices: Sequence[str]) -> list[list[str]]:
+def _groups(policy: Policy, devices: Sequence[str]) -> list[list[str]]:
     groups: list[list[str]] = []
     for device in devices:
         for group in groups:
@@ -87,7 +87,7 @@ def _alike(policy: Policy, devices: Sequence[str]) -> list[list[str]]:
 
 
 def _show_op(policy: Policy, text: str, devices: Sequence[str], console: Console) -> None:
-    """The rule of every overload of one op, with the device types that share it, and why."""
+    """Prints the policy of every overload of one op by device types, with the reasons."""
     listed = {op for table in policy.tables.values() for op in table}
     overloads = find_overloads(text, also=listed)
     table = _table("op", "policy", "device types")
@@ -103,31 +103,31 @@ def _show_op(policy: Policy, text: str, devices: Sequence[str], console: Console
 
 
 def _reasons(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> Iterable[str]:
-    """The reason of each policy that the ops have, once."""
+    """Returns the reason of each policy of the ops, without duplicates."""
     rules = {(op, policy.tables[device].get(op)) for op in overloads for device in devices}
     families = {family_of(op, rule) for op, rule in rules if rule is not None}
     return sorted(f"{family.policy.value}: {family.reason}" for family in families if family)
 
 
 def _words(policy: Policy, op: str, devices: Iterable[str]) -> dict[str, list[str]]:
-    """Device types by what happens to an op there."""
+    """Returns the device types for each treatment of an op."""
     words: dict[str, list[str]] = {}
     for device in devices:
         rule = policy.tables[device].get(op)
-        own = OWN_KERNEL if op in OWN_KERNELS.get(device, ()) else NO_POLICY
-        words.setdefault(rule.value if rule else own, []).append(device)
+        default = OWN_KERNEL if op in OWN_KERNELS.get(device, ()) else NO_POLICY
+        words.setdefault(rule.value if rule else default, []).append(device)
     return words
 
 
 def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> list[str]:
-    gone = {op for device in devices for op in policy.gone(device)}
+    missing = {op for device in devices for op in policy.gone(device)}
     notes = []
     for op in overloads:
-        having = [v for v in VERSIONS if any(op in t for t in torch_tables(v).values())]
-        if having and having != [*VERSIONS]:
-            versions = ", ".join("{}.{}".format(*version) for version in having)
+        supported = [v for v in VERSIONS if any(op in t for t in torch_tables(v).values())]
+        if supported and supported != [*VERSIONS]:
+            versions = ", ".join("{}.{}".format(*version) for version in supported)
             notes.append(f"{op}: in the autocast of torch {versions} only")
-        if op in gone:
+        if op in missing:
             notes.append(f"{op}: listed, but not in torch {torch.__version__}")
     return notes
 
@@ -135,47 +135,50 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
 def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
     from amp_fx.tables.measure import LIKE_XPU
 
-    found = differences(policy, devices)
-    for device, lines in found.items():
+    lines_by_device = differences(policy, devices)
+    for device, lines in lines_by_device.items():
         for line in lines:
             console.print(f"{device}: {line}")
-    number = sum(map(len, found.values()))
+    number = sum(map(len, lines_by_device.values()))
     console.print(
         f"{policy.name!r} and torch {torch.__version__}: {number} differences in "
         + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)
     )
-    if measured := [device for device in found if device not in LIKE_XPU]:
+    if measured := [device for device in lines_by_device if device not in LIKE_XPU]:
         console.print(f"Policies measured by calling each op: {', '.join(measured)}")
-    if by_name := [device for device in found if device in LIKE_XPU]:
-        console.print(f"Names compared, policies taken from xpu: {', '.join(by_name)}")
+    if by_name := [device for device in lines_by_device if device in LIKE_XPU]:
+        console.print(f"Names compared, with the policies of xpu: {', '.join(by_name)}")
     return 1 if number else 0
 
 
 def differences(policy: Policy, devices: Iterable[str]) -> dict[str, list[str]]:
-    """Compares a policy with the installed torch on the devices that PyTorch has tables for.
+    """Compares a policy with the installed torch for the device types of PyTorch.
 
-    No device is needed. Run no model in another thread meanwhile.
+    No device is required. Do not run models in other threads at the same time.
 
     Returns:
-        By device type, a line for each op that the two treat differently.
+        For each device type, a line for each op with different policies.
     """
     from amp_fx.tables.measure import measured_table  # slow to import
 
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     for device in devices:
         if device in DEVICES:
-            ours, theirs = policy.tables[device], measured_table(device)
-            pairs = ((op, ours.get(op), theirs.get(op)) for op in sorted({*ours, *theirs}))
-            found[device] = [_difference(*pair) for pair in pairs if pair[1] is not pair[2]]
-    return found
+            table, measured = policy.tables[device], measured_table(device)
+            lines[device] = [
+                _difference(op, table.get(op), measured.get(op))
+                for op in sorted({*table, *measured})
+                if table.get(op) is not measured.get(op)
+            ]
+    return lines
 
 
-def _difference(op: str, ours: CastPolicy | None, theirs: CastPolicy | None) -> str:
-    if ours and theirs:
-        return f"{op}: other policy ({ours.value} here, {theirs.value} in torch)"
-    if theirs:
-        return f"{op}: missing here ({theirs.value})"
-    return f"{op}: missing in torch ({ours.value if ours else 'no policy'})"
+def _difference(op: str, policy: CastPolicy | None, measured: CastPolicy | None) -> str:
+    if policy and measured:
+        return f"{op}: other policy ({policy.value} here, {measured.value} in torch)"
+    if measured:
+        return f"{op}: missing here ({measured.value})"
+    return f"{op}: missing in torch ({policy.value if policy else 'no policy'})"
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

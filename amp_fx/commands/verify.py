@@ -1,4 +1,4 @@
-"""``python -m amp_fx verify``: whether a compiled program has the bits of eager autocast."""
+"""``python -m amp_fx verify``: compares a compiled program with eager autocast bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def _option(text: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
-        raise OptionError(f"--option {text}: give a name and a value, like numerics=eager")
+        raise OptionError(f"--option {text}: write a name and a value, such as numerics=eager")
     try:
         return name, json.loads(value.lower() if value in ("True", "False") else value)
     except ValueError:

@@ -1,1 +1,1 @@
-"""The model, the text and the training loop of ``python -m amp_fx demo``."""
+"""Models, text, training loop and generation of ``python -m amp_fx demo``."""

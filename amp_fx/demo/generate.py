@@ -1,8 +1,8 @@
-"""Generates text token by token with a cache of keys and values: the trained model at work.
+"""Generates text token by token with a cache of keys and values.
 
-Every contender has a copy of the same weights and writes the same text greedily. They take turns
-text by text, as a server would call one of them: what a contender leaves in the processor's caches
-is there for its next token. Each compiles with empty caches.
+Each contender has a copy of the same weights and decodes greedily. Contenders alternate per text,
+not per token, so that data of a contender stays in the processor's caches as on a server. Each
+contender compiles with empty compile caches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from amp_fx.demo.train import Settings
 
 TEXTS = 5
-"""How many times each contender writes the text, besides the first time."""
+"""Number of times that each contender generates the text after the first time."""
 
 
 class NextToken(nn.Module):
-    """One step of generation with a trained model; of a fixed size, so that it is compiled once.
+    """One decoding step of a trained model, with a fixed cache size so that it compiles once.
 
-    The prompt goes through it as well, one token at a time.
+    Processes the prompt one token at a time as well.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -46,13 +46,13 @@ class NextToken(nn.Module):
         self._blocks = cast("list[Block]", list(model.blocks))
 
     def forward(self, token: Tensor, position: Tensor, cache: Sequence[Tensor]) -> Tensor:
-        """The likeliest next token, int64 ``(1, 1)``.
+        """Returns the most likely next token, int64 of shape ``(1, 1)``.
 
         Args:
-            token: ``(1, 1)``.
-            position: Its place in the text, ``(1,)``.
-            cache: Keys and values of each block, ``(2, 1, heads, context, width/heads)``, in
-                which those of the token are written.
+            token: The current token, shape ``(1, 1)``.
+            position: Its position in the text, shape ``(1,)``.
+            cache: Keys and values of each block, shape ``(2, 1, heads, context, width/heads)``,
+                which are updated in place.
         """
         model = self.model
         x = model.token(token) + model.position[position]
@@ -67,14 +67,14 @@ def _attend(block: Block, x: Tensor, position: Tensor, cache: Tensor) -> Tensor:
     q, k, v = block.qkv(x).unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)
     cache[0].index_copy_(2, position, k)
     cache[1].index_copy_(2, position, v)
-    is_seen = (torch.arange(cache.shape[3], device=x.device) <= position)[None, None, None]
-    mixed = F.scaled_dot_product_attention(q, cache[0], cache[1], is_seen)
+    mask = (torch.arange(cache.shape[3], device=x.device) <= position)[None, None, None]
+    mixed = F.scaled_dot_product_attention(q, cache[0], cache[1], mask)
     return mixed.transpose(1, 2).flatten(2)
 
 
 @dataclasses.dataclass
 class Writing:
-    """One contender's text, and the seconds that each of its tokens took."""
+    """Text of one contender, and the seconds per token."""
 
     name: str
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -87,14 +87,14 @@ class Writing:
         return statistics.median(self.times)
 
     def num_alike(self, other: Writing) -> int:
-        """Counts the tokens with which both texts begin."""
+        """Returns the length of the common prefix of two texts."""
         pairs = zip(self.tokens, other.tokens, strict=True)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.tokens))
 
 
 @dataclasses.dataclass
 class Writer:
-    """A compiled step with what it needs: a cache, and the region that it runs in."""
+    """A compiled decoding step with its cache and region."""
 
     writing: Writing
     step: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
@@ -103,7 +103,7 @@ class Writer:
 
     @torch.no_grad()
     def write(self, prompt: Sequence[int]) -> list[float]:
-        """Writes the whole text; returns the seconds of each call."""
+        """Generates the whole text; returns the seconds of each call."""
         context, device = self.cache[0].shape[3], self.cache[0].device
         positions = [torch.tensor([i], device=device) for i in range(context)]
         tokens, times = list(prompt), []
@@ -111,18 +111,18 @@ class Writer:
             token = torch.tensor([[tokens[i]]], device=device)
             start = time.perf_counter()
             with self.region():
-                following = self.step(token, positions[i], self.cache).item()
+                next_token = self.step(token, positions[i], self.cache).item()
             wait_for(device)
             times.append(time.perf_counter() - start)
             if i + 1 == len(tokens):
-                tokens.append(int(following))
+                tokens.append(int(next_token))
         self.writing.tokens = tokens
         return times
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Holds what the contenders wrote."""
+    """Texts of all contenders."""
 
     float32: Writing
     amp_fx: Writing
@@ -131,7 +131,7 @@ class Texts:
 
     @property
     def writings(self) -> tuple[Writing, Writing, Writing]:
-        """All of them, in the order in which they take turns."""
+        """The texts in the order in which the contenders alternate."""
         return (self.float32, self.amp_fx, self.autocast)
 
 
@@ -141,10 +141,10 @@ def generate(
     settings: Settings,
     on_text: Callable[[Writing], None] | None = None,
 ) -> Texts:
-    """Writes a text as long as the model's context by each contender.
+    """Generates a text with the length of the model's context with each contender.
 
     Returns:
-        The texts, and how long their tokens took.
+        The texts with their times.
     """
     writers = _writers(model, settings)
     for number in range(1 + TEXTS):
@@ -178,11 +178,11 @@ def _writers(model: GPT, settings: Settings) -> tuple[Writer, Writer, Writer]:
 
     native = functools.partial(torch.compile, backend=compiler, fullgraph=True)
     options = {"compiler": compiler}
-    ours = functools.partial(
+    with_amp_fx = functools.partial(
         compile_low, device_type=device_type, dtype=low, fullgraph=True, options=options
     )
     return (
         writer("float32", torch.float32, native),
-        writer("amp_fx", low, ours),
+        writer("amp_fx", low, with_amp_fx),
         writer("torch.autocast", low, native, functools.partial(torch.autocast, device_type, low)),
     )

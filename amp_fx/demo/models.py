@@ -1,4 +1,4 @@
-"""The models that are timed and shown: ordinary shapes, random weights, no dropout."""
+"""Models for the demo and benchmarks, with common shapes, random weights and no dropout."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Size:
 
 
 class Block(nn.Module):
-    """Self-attention, then a perceptron, each after a norm and added to what came in."""
+    """Pre-norm Transformer block: self-attention and a perceptron, with residual connections."""
 
     def __init__(self, size: Size, *, is_causal: bool) -> None:
-        """A block whose positions see all others, or with ``is_causal`` only earlier ones."""
+        """Creates a block; with ``is_causal``, positions only attend to earlier ones."""
         super().__init__()
         self.heads = size.heads
         self.is_causal = is_causal
@@ -67,20 +67,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder like GPT-2: learned positions, the embedding is the output layer too."""
+    """Decoder like GPT-2, with learned positions and tied embeddings."""
 
     def __init__(self, num_tokens: int, size: Size) -> None:
-        """A model for up to ``size.context`` positions."""
+        """Creates a model for up to ``size.context`` positions."""
         super().__init__()
         self.token = nn.Embedding(num_tokens, size.width)
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
         self.blocks = nn.ModuleList(Block(size, is_causal=True) for _ in range(size.depth))
         self.norm = nn.LayerNorm(size.width)
-        # The embedding is the output layer too: at this scale the first logits are about 1.
+        # The embedding is also the output layer: with this scale, initial logits are about 1.
         nn.init.normal_(self.token.weight, std=size.width**-0.5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, context, num_tokens)`` of tokens ``(batch, context)``."""
+        """Maps tokens ``(batch, context)`` to logits ``(batch, context, num_tokens)``."""
         x = self.token(tokens) + self.position[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -88,10 +88,10 @@ class GPT(nn.Module):
 
 
 class Decoder(GPT):
-    """Computes one more token after a context whose keys and values are known."""
+    """GPT that computes the next token from cached keys and values."""
 
     def forward(self, token: torch.Tensor, past: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Logits of the next token."""
+        """Returns the logits of the next token."""
         x = self.token(token) + self.position[past.shape[-2]]
         for block, block_past in zip(self.blocks, past.unbind(), strict=True):
             x = block(x, block_past)
@@ -99,10 +99,10 @@ class Decoder(GPT):
 
 
 class ViT(nn.Module):
-    """A vision Transformer that classifies by the mean of its patches."""
+    """Vision Transformer that classifies the mean of its patches."""
 
     def __init__(self, size: Size, patch: int, num_classes: int) -> None:
-        """A model for images of ``size.context`` patches of ``patch`` by ``patch`` pixels."""
+        """Creates a model for ``size.context`` patches of ``patch`` by ``patch`` pixels."""
         super().__init__()
         self.patches = nn.Conv2d(3, size.width, patch, stride=patch)
         self.position = nn.Parameter(torch.zeros(size.context, size.width))
@@ -111,7 +111,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(size.width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, num_classes)`` of images ``(batch, 3, height, width)``."""
+        """Maps images ``(batch, 3, height, width)`` to logits ``(batch, num_classes)``."""
         x = self.patches(images).flatten(2).transpose(1, 2) + self.position
         for block in self.blocks:
             x = block(x)
@@ -120,7 +120,7 @@ class ViT(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions, added to what came in."""
+    """Two 3x3 convolutions with a residual connection."""
 
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Shaped like ResNet-18, if ``width`` is 64 and each of its four stages has two blocks."""
+    """ResNet with four stages; ResNet-18 for a width of 64 and two blocks per stage."""
 
     def __init__(self, width: int, blocks_per_stage: int, num_classes: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, num_classes)`` of images ``(batch, 3, height, width)``."""
+        """Maps images ``(batch, 3, height, width)`` to logits ``(batch, num_classes)``."""
         x = F.max_pool2d(torch.relu(self.norm(self.stem(images))), 3, stride=2, padding=1)
         for block in self.blocks:
             x = block(x)
@@ -166,14 +166,14 @@ class ResNet(nn.Module):
 
 
 class LoopedCell(nn.Module):
-    """An LSTM cell called once per time step, so that its weights are used many times."""
+    """LSTM cell that is called once per time step, so that its weights are used repeatedly."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.cell = nn.LSTMCell(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The last hidden state, ``(batch, width)``, of inputs ``(steps, batch, width)``."""
+        """Maps inputs ``(steps, batch, width)`` to the last hidden state ``(batch, width)``."""
         hidden = cell = torch.zeros_like(x[0])
         for step in x.unbind():
             hidden, cell = self.cell(step, (hidden, cell))
@@ -181,12 +181,12 @@ class LoopedCell(nn.Module):
 
 
 class Loss(nn.Module):
-    """A classifier's cross entropy, for training."""
+    """Cross-entropy loss of a classifier."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss; targets are class numbers, one for each row of logits."""
+        """Returns the mean loss. Targets are class indices, one for each row of logits."""
         return F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())

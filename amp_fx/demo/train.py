@@ -1,8 +1,8 @@
-"""Trains one model three ways side by side: float32, amp_fx and ``torch.autocast``.
+"""Trains a model in three ways side by side: float32, amp_fx and ``torch.autocast``.
 
-Every contender starts from a copy of the same weights and sees the same batches. They take turns
-step by step, so that whatever else the machine does hits all of them alike. Each compiles with
-empty caches, after ``warm_up``, so that the first one does not pay for the others.
+Each contender starts from a copy of the same weights and uses the same batches. Contenders
+alternate per step, so that other load on the machine affects all of them equally. Each contender
+compiles with empty caches after ``warm_up``, so that initialization does not count for the first.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from amp_fx.demo.models import Block
 
 STATEMENTS = ("while", "if", "for")
-"""Topics that are short enough to be learned in a minute."""
+"""Topics of Python's help that are short enough to be learned in a minute."""
 
 _WORDS = re.compile(r" ?\w+| ?[^\w\s]+")
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Text and what follows each token of it; both int64, of shape ``(batch, context)``."""
+    """Tokens and the tokens that follow them; both int64 of shape ``(batch, context)``."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -51,7 +51,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Words and punctuation, each with the space before it; a token is the number of one."""
+    """Words and punctuation, with the preceding space. A token is an index into ``words``."""
 
     words: tuple[str, ...]
 
@@ -61,11 +61,11 @@ class Vocabulary:
         return cls(tuple(sorted(set(_WORDS.findall(text)))))
 
     def encode(self, text: str) -> torch.Tensor:
-        """The tokens of a text, int64, of shape ``(tokens,)``; words must be known ones."""
+        """Returns the tokens of a text, int64 of shape ``(tokens,)``, without unknown words."""
         return torch.tensor([self._numbers[word] for word in _WORDS.findall(text)])
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens."""
+        """Returns the text of tokens."""
         return "".join(self.words[token] for token in tokens)
 
     @functools.cached_property
@@ -74,29 +74,29 @@ class Vocabulary:
 
 
 def statements() -> str:
-    """Returns Python's help on some statements, without headings and code, in one line."""
+    """Returns Python's help on some statements in one line, without headings and code."""
     text = "\n\n".join(topics.topics[name] for name in STATEMENTS)
     prose = (p for p in text.split("\n\n") if not p.startswith(" ") and "***" not in p)
     return " ".join(" ".join(prose).split())
 
 
 def random_batch(data: torch.Tensor, size: int, context: int, rng: torch.Generator) -> Batch:
-    """A batch of ``size`` windows of ``context`` tokens, from anywhere in the text."""
+    """Returns ``size`` random windows of ``context`` tokens."""
     starts = torch.randint(len(data) - context, (size, 1), generator=rng)
     windows = data[starts + torch.arange(context + 1)].long()
     return Batch(windows[:, :-1], windows[:, 1:])
 
 
 SIZE = Size(width=512, depth=2, heads=8, context=128)
-"""At which a step takes 50 to 200 ms on two cores, and the text is half learned in fifty."""
+"""Default size: a step takes 50 to 200 ms on two cores, and 50 steps learn half of the text."""
 
 FUSED = ("cpu", "cuda")
-"""Device types whose AdamW is the fused one, for all contenders: others may have none."""
+"""Device types on which all contenders use the fused AdamW; other devices may lack it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings: what to train, where, and for how long."""
+    """Settings of the demo."""
 
     steps: int = 50
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
@@ -110,7 +110,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Run:
-    """One contender's training: losses in nats per token, times in seconds."""
+    """Training of one contender: losses in nats per token, times in seconds."""
 
     name: str
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -134,7 +134,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Holds the results."""
+    """Results of all contenders, and the model that amp_fx trained."""
 
     float32: Run
     amp_fx: Run
@@ -145,23 +145,23 @@ class Comparison:
 
     @property
     def runs(self) -> tuple[Run, Run, Run]:
-        """All runs, in the order in which they take turns."""
+        """The runs in the order in which the contenders alternate."""
         return (self.float32, self.amp_fx, self.autocast)
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A compiled copy of the model with its own optimizer and loss scaler."""
+    """A compiled copy of the model with its optimizer and loss scaler."""
 
     run: Run
-    own: Loss
+    original: Loss
     model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     region: Callable[[], contextlib.AbstractContextManager[Any]]
-    scaler: torch.amp.GradScaler  # ours is one too
+    scaler: torch.amp.GradScaler
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: Batch, learning_rate: float) -> None:
-        """One step of training, timed from the forward pass to the updated weights."""
+        """Runs one training step, timed from the forward to the update of the weights."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         start = time.perf_counter()
@@ -196,19 +196,19 @@ def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) ->
             if on_step is not None:
                 on_step(trainer.run)
     float32, amp_fx, autocast = (trainer.run for trainer in trainers)
-    trained = cast("GPT", trainers[1].own.model)
+    trained = cast("GPT", trainers[1].original.model)
     return Comparison(float32, amp_fx, autocast, stats.snapshot(), trained, vocabulary)
 
 
 @contextlib.contextmanager
 def empty_caches() -> Iterator[None]:
-    """Compiles as on a machine that compiled nothing before; what amp_fx has built stays."""
+    """Context with empty compile caches; the C++ extensions of amp_fx remain cached."""
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(cache_folder())}), fresh_cache():
         yield
 
 
 def warm_up(settings: Settings) -> None:
-    """Compiles something small with each backend: all that is done once in a process."""
+    """Compiles a small layer with each backend, to exclude one-time initialization from times."""
     backends: dict[str, dict[str, Any]] = {
         settings.compiler: {},
         "amp_fx": {"options": {"dtype": settings.dtype, "compiler": settings.compiler}},
@@ -223,17 +223,17 @@ def warm_up(settings: Settings) -> None:
 
 @torch.no_grad()
 def initialize(model: GPT) -> None:
-    """Gives a model the weights that GPT-2 begins with.
+    """Initializes a model like GPT-2.
 
-    Those are normal numbers of 0.02, smaller by the root of their number for layers whose outputs
-    are summed, and no biases (Radford et al., "Language Models are Unsupervised Multitask
-    Learners", 2.3, and the published code).
+    Weights are normal with a standard deviation of 0.02, divided by the square root of the number
+    of residual layers in these layers; biases are 0 (Radford et al., "Language Models are
+    Unsupervised Multitask Learners", 2.3, and the published code).
     """
     blocks = cast("list[Block]", list(model.blocks))
-    summed = [layer for block in blocks for layer in (block.attention_out, block.mlp[-1])]
+    residual = [layer for block in blocks for layer in (block.attention_out, block.mlp[-1])]
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            std = 0.02 / math.sqrt(len(summed)) if layer in summed else 0.02
+            std = 0.02 / math.sqrt(len(residual)) if layer in residual else 0.02
             nn.init.normal_(layer.weight, std=std)
             nn.init.zeros_(layer.bias)
     nn.init.normal_(model.token.weight, std=0.02)
@@ -241,7 +241,7 @@ def initialize(model: GPT) -> None:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """It rises for a tenth of the steps, and falls to a twentieth along a cosine."""
+    """Returns the learning rate of a step: warm-up for a tenth of the steps, then cosine decay."""
     warm_up = min(1.0, (step + 1) / max(1, settings.steps // 10))
     decay = 0.05 + 0.95 * (1 + math.cos(math.pi * step / settings.steps)) / 2
     return settings.learning_rate * warm_up * decay
@@ -250,7 +250,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 def _trainers(model: Loss, settings: Settings) -> tuple[Trainer, Trainer, Trainer]:
     device_type, dtype, compiler = settings.device.type, settings.dtype, settings.compiler
     options = {"dtype": dtype, "compiler": compiler}
-    # float16 gradients need scaling; a scaler that is not enabled passes everything through.
+    # float16 gradients need scaling; disabled scalers have no effect.
     scaling: dict[str, Any] = {"device": device_type, "enabled": dtype is torch.float16}
     return (
         _trainer("float32", model, GradScaler(device_type, enabled=False), backend=compiler),
@@ -272,11 +272,11 @@ def _trainer(
     region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **compile_arguments: Any,
 ) -> Trainer:
-    own = copy.deepcopy(model)
-    fused = next(own.parameters()).device.type in FUSED or None  # None: torch chooses
-    optimizer = torch.optim.AdamW(own.parameters(), betas=(0.9, 0.95), fused=fused)
-    compiled = torch.compile(own, **compile_arguments)
-    return Trainer(Run(name), own, compiled, region, scaler, optimizer)
+    original = copy.deepcopy(model)
+    fused = next(original.parameters()).device.type in FUSED or None  # None: torch chooses
+    optimizer = torch.optim.AdamW(original.parameters(), betas=(0.9, 0.95), fused=fused)
+    compiled = torch.compile(original, **compile_arguments)
+    return Trainer(Run(name), original, compiled, region, scaler, optimizer)
 
 
 def _batches(data: torch.Tensor, settings: Settings) -> Iterator[Batch]:
@@ -287,6 +287,6 @@ def _batches(data: torch.Tensor, settings: Settings) -> Iterator[Batch]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until an accelerator has done all it was given."""
+    """Waits for all queued work of an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

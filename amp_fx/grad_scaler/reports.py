@@ -143,9 +143,11 @@ def count_overflows(
         if param.grad is not None:
             values = part_of(dense(param.grad))
             values = values if factor is None else values * factor.to(values.device)
-            counts.append((name, values.isinf().sum(), values.isnan().sum(), values.numel()))
-    overflows = [
-        Overflow(name, int(num_inf), int(num_nan), numel)
-        for name, num_inf, num_nan, numel in counts
-    ]
-    return tuple(overflow for overflow in overflows if overflow.num_inf or overflow.num_nan)
+            counted = torch.stack([values.isinf().sum(), values.isnan().sum()])
+            counts.append((name, counted, values.numel()))
+    overflows = []
+    for name, counted, numel in counts:
+        num_inf, num_nan = counted.tolist()
+        if num_inf or num_nan:
+            overflows.append(Overflow(name, num_inf, num_nan, numel))
+    return tuple(overflows)

@@ -1,11 +1,11 @@
-"""One line for each training library: Trainer, Accelerate and Lightning compile with amp_fx.
+"""Integrations that compile with amp_fx in the Trainer, Accelerate and Lightning.
 
     Trainer(..., callbacks=[amp_fx.integrations.TrainerCallback()])
     Accelerator(mixed_precision="bf16", dynamo_plugin=amp_fx.integrations.AcceleratePlugin())
     lightning.Trainer(plugins=[amp_fx.integrations.LightningPrecision("bf16-mixed")])
 
-The library's own settings say which precision holds; where they say float32, so it is. Nothing of
-these libraries is changed. `compile_blocks` does the same for loops of your own.
+The precision follows the settings of the library, including float32. No code of these libraries is
+replaced. `compile_blocks` does the same for custom training loops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LAZY = {
     "LightningPrecision": "amp_fx.integrations.pl_precision",
     "TrainerCallback": "amp_fx.integrations.hf_trainer",
 }
-"""What is imported when it is first asked for: it takes the library."""
+"""Names that are imported at their first use, because they require the library."""
 
 
 def __getattr__(name: str) -> Any:

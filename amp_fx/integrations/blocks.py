@@ -1,4 +1,4 @@
-"""Compiles a model in place: blocks that it repeats, once for all of them, and the rest."""
+"""Compiles models in place, with repeated blocks compiled once."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ if TYPE_CHECKING:
 
 
 def compile_blocks(model: nn.Module, **torch_compile_kwargs: Any) -> list[str]:
-    """Compiles the repeated blocks of a model, and what stands next to them, in place.
+    """Compiles the repeated blocks of a model, and the modules next to them, in place.
 
-    Blocks of one class that a ``ModuleList`` holds are compiled each by itself. As they run the
-    same code, Dynamo compiles one of them: much less than the whole model. A model that repeats
-    nothing is compiled as a whole. Parameters keep their names, and ``state_dict`` its keys
-    (``torch.nn.Module.compile``).
+    Each block in a ``ModuleList`` of blocks of the same class is compiled separately. Because they
+    run the same code, Dynamo only compiles one of them, which is much faster than compiling the
+    whole model. A model without such blocks is compiled as a whole. Names of parameters and keys of
+    ``state_dict`` do not change (``torch.nn.Module.compile``).
 
-    The region around the call says the precision, as for code that is not compiled: call the model
-    under ``torch.autocast``. With ``options={"bare_region": True}`` each block is one of its own.
+    The region around the call determines the precision, so call the model under
+    ``torch.autocast``. With ``options={"bare_region": True}``, each block has a separate region.
 
     Args:
-        model: The model; one that was compiled before is left alone.
-        **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options`` may hold
-            those of this backend (``amp_fx.options.Options``) and inductor's.
+        model: The model; a compiled model is not changed.
+        **torch_compile_kwargs: Arguments of ``torch.compile`` except ``backend``. ``options`` may
+            contain options of this backend (``amp_fx.options.Options``) and of inductor.
 
     Returns:
-        The paths of what is compiled; ``""`` is the model itself.
+        The paths of the compiled modules; ``""`` is the model itself.
 
     Raises:
-        OptionError: An option is unknown or has a value that is not allowed.
+        OptionError: An option is unknown or has an invalid value.
         ArgumentTypeError: An argument is unknown.
     """
     kwargs = compile_kwargs(torch_compile_kwargs)
     if _is_compiled(model):
         return []
-    found: dict[nn.Module, str] = {}
+    paths: dict[nn.Module, str] = {}
     for path, module in _regions(model, ""):
-        found.setdefault(module, path)  # one that is held twice has its first name
-    for module in found:
+        paths.setdefault(module, path)  # a module with several paths is compiled once
+    for module in paths:
         _compile(module, kwargs)
-    return [*found.values()]
+    return [*paths.values()]
 
 
 def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Compiles a module as ``module.compile`` does, which has no effect on torch's own modules.
+    """Compiles a module like ``module.compile``, which has no effect on modules of torch.
 
-    Dynamo skips frames of ``torch.nn``, ``forward`` included; it goes into them from a function
-    that is not torch's. Each module has a code object of its own, as Dynamo keeps what it compiled
-    by these, and only so much for each. Relies on ``torch.nn.Module._compiled_call_impl``.
+    Dynamo skips frames of ``torch.nn``, including ``forward``, but inlines them into other
+    functions. Each function has a separate code object, because Dynamo limits the compiled variants
+    per code object. Relies on ``torch.nn.Module._compiled_call_impl``.
     """
     if not type(module).forward.__module__.startswith("torch."):
         module.compile(**kwargs)
@@ -66,15 +66,15 @@ def _compile(module: nn.Module, kwargs: dict[str, Any]) -> None:
     module._compiled_call_impl = torch.compile(with_own_code(call), **kwargs)
 
 
-def compile_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of ``torch.compile`` for code whose region is around it."""
-    check_names(compile_blocks, given)
-    options = {"bare_region": False} | dict(given.get("options") or {})
-    mode = given.get("mode")
+def compile_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments of ``torch.compile`` for code inside a region."""
+    check_names(compile_blocks, kwargs)
+    options = {"bare_region": False} | dict(kwargs.get("options") or {})
+    mode = kwargs.get("mode")
     if mode not in (None, "default"):
-        options["mode"] = mode  # torch.compile takes one of the two
+        options["mode"] = mode  # torch.compile does not accept both mode and options
     Options.parse(options)
-    others = {k: v for k, v in given.items() if k not in ("backend", "mode", "options")}
+    others = {k: v for k, v in kwargs.items() if k not in ("backend", "mode", "options")}
     return {**others, "backend": "amp_fx", "options": options}
 
 
@@ -90,7 +90,7 @@ def _regions(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules that are not called."""
+"""Container modules, which have no ``forward``."""
 
 
 def _is_repeated(module: nn.Module) -> bool:
@@ -105,5 +105,5 @@ def _join(path: str, name: str) -> str:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Returns True if a module is compiled already; relies on what ``Module.compile`` sets."""
+    """Returns True if a module or a submodule was compiled with ``Module.compile``."""
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())

@@ -14,14 +14,14 @@ from amp_fx.integrations.blocks import compile_kwargs
 class AcceleratePlugin(TorchDynamoPlugin):
     """Makes ``Accelerator.prepare`` compile with amp_fx.
 
-    Accelerate knows backends by an enumeration that is closed. ``mixed_precision`` of the
-    accelerator says the precision as ever; with ``"no"`` all is float32::
+    Accelerate only accepts backends of a fixed enumeration. ``mixed_precision`` of the accelerator
+    determines the precision; with ``"no"``, everything is float32::
 
         accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=AcceleratePlugin())
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    The fields are those of ``accelerate.utils.TorchDynamoPlugin``; ``backend`` is not looked at,
-    and blocks that repeat are compiled once (``use_regional_compilation``) unless it is False.
+    The fields are those of ``accelerate.utils.TorchDynamoPlugin``. ``backend`` is ignored, and
+    ``use_regional_compilation``, which compiles repeated blocks once, defaults to True.
 
     Relies on ``Accelerator.prepare`` calling ``torch.compile(**plugin.to_kwargs())``.
     """
@@ -30,19 +30,19 @@ class AcceleratePlugin(TorchDynamoPlugin):
     use_regional_compilation: bool | None = True
 
     def __post_init__(self) -> None:
-        """Completes the fields.
+        """Completes and checks the fields.
 
         Raises:
-            OptionError: An option is unknown or has a value that is not allowed.
+            OptionError: An option is unknown or has an invalid value.
         """
         super().__post_init__()
         self.to_kwargs()
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``torch.compile``.
+        """Returns the arguments of ``torch.compile``.
 
         Raises:
-            OptionError: An option is unknown or has a value that is not allowed.
+            OptionError: An option is unknown or has an invalid value.
         """
         names = ("mode", "fullgraph", "dynamic", "options", "disable")
         return compile_kwargs({name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""A callback for ``transformers.Trainer``: it compiles the model before the Trainer wraps it."""
+"""A callback for ``transformers.Trainer`` that compiles the model before the Trainer wraps it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from amp_fx.integrations.blocks import compile_blocks, compile_kwargs
 class TrainerCallback(transformers.TrainerCallback):
     """Compiles the model of a ``transformers.Trainer`` with amp_fx, in place.
 
-    ``TrainingArguments(torch_compile_backend=...)`` takes no backends but those that Accelerate
-    lists. ``bf16=True`` and ``fp16=True`` of the arguments say the precision as ever. Without them
-    all is float32, and with ``torch_compile=True`` that compiler has everything; both give a
+    ``TrainingArguments(torch_compile_backend=...)`` only accepts the backends of Accelerate.
+    ``bf16=True`` and ``fp16=True`` determine the precision. Without them, everything is float32;
+    with ``torch_compile=True``, the other compiler compiles everything. Both cases issue a
     ``DtypeWarning``::
 
         args = TrainingArguments("out", bf16=True)
@@ -26,17 +26,17 @@ class TrainerCallback(transformers.TrainerCallback):
         **torch_compile_kwargs: As for ``amp_fx.integrations.compile_blocks``.
 
     Attributes:
-        compiled: The paths of the modules that were compiled; the name of the model's class if it
-            was compiled as a whole.
+        compiled: The paths of the compiled modules, or the class of the model if it was compiled as
+            a whole.
     """
 
     def __init__(self, **torch_compile_kwargs: Any) -> None:
-        compile_kwargs(torch_compile_kwargs)  # raises now if they are wrong
+        compile_kwargs(torch_compile_kwargs)  # raises early if they are invalid
         self._kwargs = torch_compile_kwargs
         self.compiled: list[str] = []
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Compiles the model, if the Trainer was given one (and no ``model_init``)."""
+        """Compiles the model if it was passed to the Trainer (not ``model_init``)."""
         if args.torch_compile:
             warnings.warn(_TWO_COMPILERS, DtypeWarning, stacklevel=2)
         elif not (args.bf16 or args.fp16):
@@ -44,7 +44,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self._compile(kwargs.get("model"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Compiles a model that the Trainer has made since."""
+        """Compiles a model that the Trainer created with ``model_init``."""
         self._compile(kwargs.get("model"))
 
     def _compile(self, model: Any) -> None:
@@ -54,10 +54,10 @@ class TrainerCallback(transformers.TrainerCallback):
 
 
 _NO_DTYPE = (
-    "the Trainer runs in float32, and amp_fx with it: pass bf16=True or fp16=True to "
+    "the Trainer runs in float32, so amp_fx inserts no casts: pass bf16=True or fp16=True to "
     "TrainingArguments"
 )
 _TWO_COMPILERS = (
-    "torch_compile=True compiles the whole model with another backend, and amp_fx casts nothing: "
-    "leave it out of TrainingArguments"
+    "torch_compile=True compiles the whole model with another backend, so amp_fx inserts no casts: "
+    "remove it from TrainingArguments"
 )

@@ -12,22 +12,22 @@ from amp_fx.integrations.blocks import compile_blocks, compile_kwargs
 
 
 class LightningPrecision(MixedPrecision):
-    """Lightning's mixed precision, with the parts of the module compiled by amp_fx.
+    """Lightning's mixed precision, with submodules compiled by amp_fx.
 
-    Lightning calls steps, not ``forward``: the modules that a ``LightningModule`` holds are
-    compiled, in place, and the step itself runs eagerly in the region that Lightning puts around
-    it. float16 takes ``amp_fx.GradScaler``::
+    Lightning calls steps instead of ``forward``. The submodules of a ``LightningModule`` are
+    therefore compiled in place, and the step runs eagerly in Lightning's region. float16 uses
+    ``amp_fx.GradScaler``::
 
         trainer = lightning.Trainer(plugins=[LightningPrecision("bf16-mixed")])
 
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
-        device: Of the region: ``"cpu"`` or ``"cuda"``; None takes CUDA, if it is there.
-        scaler: For ``"16-mixed"``; None makes one.
+        device: Device type of the region: ``"cpu"`` or ``"cuda"``. Defaults to CUDA if available.
+        scaler: The scaler for ``"16-mixed"``; None creates one.
         **torch_compile_kwargs: As for ``amp_fx.integrations.compile_blocks``.
 
     Attributes:
-        compiled: The paths of the modules that were compiled.
+        compiled: The paths of the compiled modules.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class LightningPrecision(MixedPrecision):
         if scaler is None and precision == "16-mixed":
             scaler = GradScaler(device)
         super().__init__(precision, device, scaler)
-        compile_kwargs(torch_compile_kwargs)  # raises now if they are wrong
+        compile_kwargs(torch_compile_kwargs)  # raises early if they are invalid
         self._kwargs = torch_compile_kwargs
         self.compiled: list[str] = []
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Compiles what the module holds."""
+        """Compiles the submodules of a module."""
         for name, child in module.named_children():
             paths = compile_blocks(child, **self._kwargs)
             self.compiled += [f"{name}.{path}" if path else name for path in paths]

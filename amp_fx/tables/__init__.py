@@ -1,7 +1,7 @@
-"""Cast policies of ops, as data: ``measured/`` has a file per torch version.
+"""Cast policies of ops as data.
 
-``measure.py`` writes these files, ``reasons.py`` says why ops have their policies, and
-``presets.py`` makes the tables of each preset from them.
+``measured/`` contains one file per torch version, which ``measure.py`` writes. ``reasons.py``
+contains the reasons of the policies, and ``presets.py`` creates the tables of presets.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia")
-"""Device types whose autocast PyTorch registers itself."""
+"""Device types whose autocast is part of PyTorch."""
 
 OWN_KERNELS: Mapping[str, tuple[str, ...]] = {"cuda": ("aten::_cudnn_rnn",)}
-"""Ops with an autocast kernel that no cast policy describes: no table lists them.
+"""Ops with an autocast kernel that no cast policy describes. They are in no table.
 
-CUDA builds register ``_cudnn_rnn``. Its kernel casts to float16 whatever the autocast dtype, and
+CUDA builds register a kernel for ``_cudnn_rnn`` that casts to float16 for any autocast dtype, and
 copies the weights into one flat buffer (``ATen/cudnn/AutocastRNN.cpp``).
 """

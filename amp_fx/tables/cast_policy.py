@@ -10,12 +10,12 @@ from amp_fx.errors import PolicyError
 
 
 class CastPolicy(enum.Enum):
-    """The effects of autocast on a call of an op; the names are ATen's.
+    """Effects of autocast on a call of an op.
 
-    Source: ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``; ``BANNED`` is
+    The names are those of ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``. ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
     ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8``, ``LOWER_PRECISION_WIDE`` and
-    ``BFLOAT16X3`` are amp_fx's own: no table of PyTorch's has them.
+    ``BFLOAT16X3`` are specific to amp_fx.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -25,36 +25,36 @@ class CastPolicy(enum.Enum):
     FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
     """Set an unset ``dtype`` argument to float32 if the first argument is eligible."""
     FP32_APPEND_DTYPE = "fp32_append_dtype"
-    """Call the overload that takes a ``dtype``, with float32."""
+    """Call the overload with a ``dtype`` argument, with float32."""
     PROMOTE = "promote"
     """Cast eligible inputs to the widest of their dtypes; float64 is ignored."""
     BANNED = "banned"
-    """Raise: the op is unsafe under autocast."""
+    """Raise an error, because the op is unsafe under autocast."""
     KEEP = "keep"
-    """Leave the call alone, and do not look into it."""
+    """Do not change the call, and do not decompose it."""
     SAME_AS_INPUT = "same_as_input"
-    """Compute in float32, give back the dtype of the first floating-point input."""
+    """Compute in float32, and return the dtype of the first floating-point input."""
     LOWER_PRECISION_IO = "lower_precision_io"
-    """Round the first tensor input to the autocast dtype, compute in float32, give back the
-    autocast dtype: what a model that is stored low does, but for its weights."""
+    """Round the first tensor input to the autocast dtype, compute in float32, and return the
+    autocast dtype, like a model that is stored low but has float32 weights."""
     DEMOTE = "demote"
-    """Cast eligible inputs to the autocast dtype where one of them has it and all are of one
-    shape, with two dimensions or more: a low branch and the float32 stream that it is added to."""
+    """Cast eligible inputs to the autocast dtype if one of them has that dtype and all have the
+    same shape with two or more dimensions, such as a low branch and a float32 residual stream."""
     FLOAT8 = "float8"
-    """Compute a product with a weight in float8, with scales; where it does not fit, cast every
-    eligible tensor input to the autocast dtype. What is no product is left to the tables."""
+    """Compute products with a weight in scaled float8. Products whose shape float8 does not support
+    fall back to the autocast dtype; other ops follow the tables."""
     LOWER_PRECISION_WIDE = "lower_precision_wide"
-    """Compute a product of inputs in the autocast dtype, sum in float32, and return float32. What
-    is no product is left to the tables."""
+    """Compute products of inputs in the autocast dtype, accumulate in float32, and return float32.
+    Other ops follow the tables."""
     BFLOAT16X3 = "bfloat16x3"
-    """Split the inputs of a product into three bfloat16 tensors each, sum the products of those in
-    float32, and return float32. What is no product is left to the tables."""
+    """Split each input of a product into three bfloat16 terms, accumulate the products of the terms
+    in float32, and return float32. Other ops follow the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
-        """Describes what happens to a call, in a few words.
+        """Describes the effect on a call in a few words.
 
         Args:
-            low: What to call the low dtype.
+            low: Name of the low dtype.
         """
         return _EFFECTS[self].format(low=low)
 
@@ -80,7 +80,7 @@ _EFFECTS = {
 
 
 Table: TypeAlias = Mapping[str, CastPolicy]
-"""Policies by qualified overload name: ``"aten::softmax.int"``, ``"aten::linear"``."""
+"""Policies by qualified overload name, such as ``"aten::softmax.int"`` or ``"aten::linear"``."""
 
 
 def check_entry(name: str, policy: CastPolicy) -> None:
@@ -96,4 +96,4 @@ def check_entry(name: str, policy: CastPolicy) -> None:
         )
     if not isinstance(policy, CastPolicy):
         allowed = ", ".join(f"CastPolicy.{p.name}" for p in CastPolicy)
-        raise PolicyError(f"{name} has the policy {policy!r}; allowed are {allowed}")
+        raise PolicyError(f"{name} has the policy {policy!r}; use one of {allowed}")

@@ -1,7 +1,7 @@
-"""Float8 products as data: which ops, which recipes, which sizes.
+"""Ops, recipes and sizes of float8 products.
 
-Source of the recipes: ``Float8LinearConfig.from_recipe_name`` in torchao 0.18; of the sizes: the
-requirements of ``torch._scaled_mm`` on CUDA.
+Sources: ``Float8LinearConfig.from_recipe_name`` in torchao 0.18 for the recipes, and the
+requirements of ``torch._scaled_mm`` on CUDA for the sizes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 MULTIPLE = 16
-"""Both sizes of a weight have to be multiples of this."""
+"""Both sizes of a weight must be multiples of this number."""
 
 
 class Operands(NamedTuple):
-    """Names the arguments of a product.
+    """Names of a product's arguments.
 
     Attributes:
-        input: Has the summed dimension last.
-        weight: A matrix, or one for each expert.
-        bias: What is added; empty if the op adds nothing.
-        has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``, as that of a linear layer.
-        offsets: Where the rows of each expert end; empty if the op takes no such.
+        input: The input, whose last dimension is summed.
+        weight: A matrix, or one matrix per expert.
+        bias: The tensor that is added; empty if there is none.
+        has_rows_of_outputs: Whether the weight has the shape ``[outputs, inputs]``, like that of a
+            linear layer.
+        offsets: The end of each expert's rows; empty if there is no such argument.
     """
 
     input: str
@@ -49,16 +50,17 @@ PRODUCTS = {
     "aten::baddbmm": Operands("batch1", "batch2", "self"),
     "aten::_grouped_mm": Operands("self", "mat2", offsets="offs"),
 }
-"""Products that can run in float8, if one side is a weight; the last three are for experts."""
+"""Products that can run in float8 if one operand is a weight; the last three are for experts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The quantization of one operand.
+    """Quantization of one operand.
 
     Attributes:
         dtype: The float8 dtype.
-        is_by_row: Whether each row along the summed dimension has a scale, or the tensor one.
+        is_by_row: Whether there is a scale for each row along the summed dimension, instead of one
+            for the tensor.
     """
 
     dtype: torch.dtype
@@ -71,13 +73,13 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The quantization of the three products of a layer.
+    """Quantization of the three products of a layer.
 
     Attributes:
-        forward: Input and weight of the product itself, and the input of the weight gradient.
+        forward: Input and weight in the forward, and the input in the weight gradient.
         grad: The incoming gradient.
-        weight_back: The weight where the gradient of the input is computed.
-        has_float8_weight_grads: Whether weight gradients are products in float8, too.
+        weight_back: The weight in the input gradient.
+        has_float8_weight_grads: Whether weight gradients are computed in float8.
         has_power_of_two_scales: Whether scales are rounded down to powers of two.
     """
 
@@ -109,20 +111,20 @@ RECIPES = {
         BY_ROW, BY_ROW, _BY_TENSOR, has_float8_weight_grads=False, has_power_of_two_scales=True
     ),
 }
-"""Recipes by name; ``gw-hp`` is for weight gradients in high precision."""
+"""Recipes by name; ``gw-hp`` means weight gradients in high precision."""
 
 LIMITS = {E4M3: 448, E5M2: 57344}
-"""The largest numbers of the float8 dtypes; scales bring the largest element of a tensor there."""
+"""Largest numbers of the float8 dtypes, to which the largest element of a tensor is scaled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """The settings of a policy's products in float8.
+    """Settings of a policy for float8 products.
 
     Attributes:
         recipe: A name of ``RECIPES``.
-        least_in: Products that sum over fewer elements stay in the low dtype.
-        least_out: Products with fewer outputs stay in the low dtype.
+        least_in: Products that sum over fewer elements run in the low dtype.
+        least_out: Products with fewer outputs run in the low dtype.
         source: A name of ``SOURCES``: the numbers that are quantized.
     """
 
@@ -137,11 +139,11 @@ SOURCES = {"stored": None, "bfloat16": torch.bfloat16}
 
 
 FLOAT8_PRESETS = {f"float8-{name}": Float8(name) for name in RECIPES}
-"""The settings of presets, by name."""
+"""Settings of presets by name."""
 
 
 def float8_table(table: Table) -> dict[str, CastPolicy]:
-    """A table whose products run in float8 instead of the low dtype."""
+    """Returns a table whose products run in float8 instead of the low dtype."""
     low = CastPolicy.LOWER_PRECISION_FP
     return {
         op: CastPolicy.FLOAT8 if op in PRODUCTS and policy is low else policy

@@ -1,9 +1,9 @@
-"""Lists ops that inductor's generated C++ computes with the bits of ATen's kernels on the CPU.
+"""Ops for which inductor's generated C++ returns the same bits as ATen's CPU kernels.
 
-Measured op by op over every pointwise op of ATen, with ``numerics="strict"`` on torch 2.15 and
-``emulate_precision_casts`` on 2.13: every number of bfloat16 and float16, and 65,536 bit patterns
-of float32 (``tests/test_eager_numerics.py`` measures the ops that are said to be exact again).
-What is neither pointwise nor among ``MOVES`` adds up in an order of its own, and counts as inexact.
+Measured for every pointwise op of ATen, with ``numerics="strict"`` on torch 2.15 and
+``emulate_precision_casts`` on 2.13: for all bfloat16 and float16 numbers, and for 65,536 bit
+patterns of float32. ``tests/test_eager_numerics.py`` repeats the measurement for exact ops. Ops
+that are neither pointwise nor in ``MOVES`` count as inexact, because their order of sums differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOVE = """
 """
 _COMPARE = "all amax amin aminmax any argmax argmin max min"
 MOVES = frozenset(f"{_MAKE} {_MOVE} {_COMPARE}".split())
-"""Ops that give elements as they are, or say which is largest."""
+"""Ops that return elements unchanged, or the position of an extreme element."""
 
 _INEXACT = """
     acosh addcmul asinh atanh celu cosh elu fmax fmin fmod gelu gelu_backward igammac ldexp lerp
@@ -25,18 +25,18 @@ _INEXACT = """
     sigmoid_backward silu_backward sinc sinh softshrink xlogy
 """
 INEXACT = frozenset(_INEXACT.split())
-"""Pointwise ops whose generated code differs in a low dtype; so do all ``special_*``."""
+"""Pointwise ops whose generated code differs in a low dtype; all ``special_*`` ops do as well."""
 
 _FLOAT32 = """
     acos asin atan cos erf erfc erfinv exp i0 igamma log log10 log2 logaddexp silu sin sqrt
     tan tanh tanh_backward
 """
 INEXACT_IN_FLOAT32 = frozenset(_FLOAT32.split())
-"""Pointwise ops whose generated code differs in float32, where ATen calls another library."""
+"""Pointwise ops whose generated code differs in float32, because ATen calls another library."""
 
 EXACT_POWERS = (1, 2)
-"""The exponents of which ``pow`` is exact."""
+"""Exponents for which ``pow`` is exact."""
 
 SCALING = frozenset(["div", "mul"])
-"""Ops of which generated code rounds a tensor of one number to the low dtype first; of all ops it
-rounds numbers."""
+"""Ops for which generated code rounds tensors with one element to the low dtype first. Python
+numbers are rounded for all ops."""

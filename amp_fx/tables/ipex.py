@@ -1,9 +1,8 @@
 """The CPU lists of Intel Extension for PyTorch, as names of ops without their overloads.
 
-Source: its "Auto Mixed Precision (AMP)" page, "Autocast Op Reference" for CPU. A name stands
-for every functional overload that the installed torch has, and ``fft_*`` for every name that
-starts with ``fft_``. Names that torch has since removed stay in the list: a policy shows them as
-gone.
+Source: "Autocast Op Reference" for CPU on its "Auto Mixed Precision (AMP)" page. A name represents
+all functional overloads of the installed torch; ``fft_*`` represents all names with this prefix.
+The list includes names that torch has removed, which policies report as missing.
 """
 
 from __future__ import annotations

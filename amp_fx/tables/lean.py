@@ -1,16 +1,13 @@
-"""The ``lean`` preset: norms take and give low values, and the residual stream is low.
+"""The ``lean`` preset: norms with low inputs and outputs, and a low residual stream.
 
-Normalizations compute in float32, as everywhere; but torch also keeps their outputs in float32
-(CUDA and its siblings), and what is added to them becomes float32 too. And it keeps the stream of
-residual sums in float32, as embeddings are: each low branch is widened when it is added, and the
-backward does the same. Inside a fused kernel the casts cost nothing, but what the kernel reads,
-writes and saves is twice the size. Here a sum of a low tensor and a float32 one of its shape is
-low (``demote``): other sums, with biases, masks that are broadcast, numbers and float32 noise,
-stay what they are. Losses and ``log_softmax`` keep float32, on which the training rests. In eager
-code the casts are kernels and copies of their own, and nothing is saved.
+On CUDA and similar devices, torch's autocast returns norms in float32, and residual sums are
+float32 as well because embeddings are. Casts inside fused kernels are free, but float32 doubles the
+size of the tensors that the kernels read, write and save for the backward. With this preset, a sum
+of a low and a float32 tensor of the same shape is low (``demote``); other sums do not change, and
+losses and ``log_softmax`` remain in float32. In eager code nothing is saved, because each cast is a
+kernel.
 
-Source: pytorch/pytorch issue 188955; a model that is stored low has such a stream too. The CPU
-lists no normalizations: they stay low there as it is.
+Source: pytorch/pytorch issue 188955. The CPU's table lists no norms, so they are low anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ DEMOTED = ops("add.Tensor")
 
 
 def lean(table: Table) -> Table:
-    """A device's table with other policies for those of the ops that it lists, and low sums."""
+    """Returns a device's table with low norms, as far as it lists them, and low sums."""
     norms = {op: CastPolicy.LOWER_PRECISION_IO for op in LOWER_PRECISION_IO if op in table}
     same = {op: CastPolicy.SAME_AS_INPUT for op in SAME_AS_INPUT if op in table}
     sums = dict.fromkeys(DEMOTED, CastPolicy.DEMOTE)
@@ -38,5 +35,5 @@ def lean(table: Table) -> Table:
 
 
 def has_low_sums(table: Table) -> bool:
-    """Returns True if the sums of a residual stream are low by a table."""
+    """Returns True if a table makes residual sums low."""
     return any(table.get(op) is CastPolicy.DEMOTE for op in DEMOTED)

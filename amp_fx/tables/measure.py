@@ -2,13 +2,12 @@
 
     python -m amp_fx.tables.measure [FOLDER]
 
-An op is called under autocast with fake tensors of several dtypes, while a Python kernel is
-registered on its Autograd dispatch key, the next key after Autocast. That kernel reports the
-overload and the dtypes that arrive, and ends the call: the device need not exist, and the other
-arguments need make no sense.
+Calls each op under autocast with fake tensors of several dtypes. A Python kernel on the op's
+Autograd dispatch key, which follows Autocast, records the overload and the dtypes of its arguments,
+and raises an exception. The device need not exist, and other arguments need not be valid.
 
-Run it in a process of its own. It replaces kernels while it runs, and takes kernels that amp_fx
-registers for a policy for torch's.
+Run it in a separate process, because it replaces kernels, and because it cannot distinguish kernels
+that amp_fx has registered from those of torch.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
     from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket
 
 LIKE_XPU = ("mtia", "maia")
-"""Device types whose Autograd key ``torch.library`` cannot register kernels on.
+"""Device types for whose Autograd keys ``torch.library`` cannot register kernels.
 
-Their ops get the policy that XPU gives them: ATen registers all three from the same macros.
+Their ops have the policies of XPU, because ATen registers all three from the same macros.
 """
 
 _LOW, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -60,7 +59,7 @@ _FILLERS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Writes the file of the installed torch to the package, or to the given folder."""
+    """Writes the file of the installed torch into the package, or into a folder."""
     path = measured_file(torch_version())
     path = Path(*arguments, path.name) if arguments else path
     groups = {device_type: _by_policy(measured_table(device_type)) for device_type in DEVICES}
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
 def _by_policy(table: Table) -> dict[str, list[str]]:
     """Groups the ops of a table by policy, without their namespace."""
     return {
-        policy.value: [op.removeprefix("aten::") for op, found in table.items() if found is policy]
+        policy.value: [op.removeprefix("aten::") for op, other in table.items() if other is policy]
         for policy in CastPolicy
         if policy in table.values()
     }
@@ -79,7 +78,7 @@ def _by_policy(table: Table) -> dict[str, list[str]]:
 def registered_ops(device_type: str) -> list[str]:
     """Returns the ops that torch registers on a device's Autocast key, sorted.
 
-    Ops of other libraries and those in ``OWN_KERNELS`` are left out.
+    Excludes ops of other libraries and those in ``OWN_KERNELS``.
     """
     key = f"Autocast{device_type.upper()}"
     registered = registrations_for(key)
@@ -91,7 +90,7 @@ def measured_table(device_type: str) -> Table:
     """Returns the policies of the registered ops, sorted by op.
 
     Raises:
-        PolicyError: Autocast treats an op as no cast policy describes.
+        PolicyError: No cast policy describes the effect of autocast on an op.
     """
     ops = registered_ops(device_type)
     if device_type not in LIKE_XPU:
@@ -106,34 +105,34 @@ def measured_table(device_type: str) -> Table:
     return {op: xpu[op] for op in ops}
 
 
-_Given: TypeAlias = tuple[torch.dtype, ...]
-_Arrival: TypeAlias = tuple[str, _Given, torch.dtype | None]
-"""The overload, the dtypes of its tensors, and its ``dtype`` argument."""
+_Dtypes: TypeAlias = tuple[torch.dtype, ...]
+_Arrival: TypeAlias = tuple[str, _Dtypes, torch.dtype | None]
+"""The overload, the dtypes of its tensors, and its ``dtype`` argument at the Autograd kernel."""
 
 
 class _Arrived(Exception):  # noqa: N818 - a signal, not an error
-    """Ends a call at its Autograd kernel; its argument is the ``_Arrival``."""
+    """Raised by an Autograd kernel to end a call; its argument is the ``_Arrival``."""
 
 
 def measure(op: str, device_type: str) -> CastPolicy | None:
     """Returns the cast policy of an op, by its qualified overload name; None if it has none.
 
     Raises:
-        PolicyError: Autocast treats the op as no cast policy describes.
+        PolicyError: No cast policy describes the effect of autocast on the op.
     """
     num_tensors = sum(map(_num_tensors, _schema(op).arguments))
     mixed = (_LOW, *[_FP32] * (num_tensors - 1))
     probes = (*((dtype,) * num_tensors for dtype in (_FP32, _LOW, _FP64)), mixed)
     key = f"Autograd{device_type.upper()}"
     with _reporting(op, key), _autocast_on(device_type):
-        arrivals = {given: _arrival(op, device_type, given) for given in probes}
+        arrivals = {dtypes: _arrival(op, device_type, dtypes) for dtypes in probes}
     for policy in _POLICIES:
-        if all(_describes(policy, op, given, arrival) for given, arrival in arrivals.items()):
+        if all(_describes(policy, op, dtypes, arrival) for dtypes, arrival in arrivals.items()):
             return policy
-    raise PolicyError(f"autocast treats {op} on {device_type} as no cast policy describes")
+    raise PolicyError(f"no cast policy describes the effect of autocast on {op} on {device_type}")
 
 
-# None comes before PROMOTE: an op of one tensor cannot be promoted, it looks unchanged.
+# None precedes PROMOTE, because promotion does not change ops of one tensor.
 _POLICIES = (
     CastPolicy.BANNED,
     None,
@@ -145,32 +144,34 @@ _POLICIES = (
 )
 
 
-def _describes(policy: CastPolicy | None, op: str, given: _Given, arrival: _Arrival | None) -> bool:
-    """Returns True if a policy turns a call into what arrived."""
+def _describes(
+    policy: CastPolicy | None, op: str, dtypes: _Dtypes, arrival: _Arrival | None
+) -> bool:
+    """Returns True if a policy explains the arrival of a call with tensors of some dtypes."""
     if arrival is None:
         return policy is CastPolicy.BANNED
     arrived_op, *arrived = arrival
-    is_double = given[0] is _FP64
-    widest = _LOW if set(given) == {_LOW} else _FP32
+    is_double = dtypes[0] is _FP64
+    widest = _LOW if set(dtypes) == {_LOW} else _FP32
     expected = {
-        None: [given, None],
-        CastPolicy.LOWER_PRECISION_FP: [_cast(given, _LOW), None],
-        CastPolicy.FP32: [_cast(given, _FP32), None],
-        CastPolicy.PROMOTE: [_cast(given, widest), None],
-        CastPolicy.FP32_SET_OPT_DTYPE: [given, None if is_double else _FP32],
-        CastPolicy.FP32_APPEND_DTYPE: [given, _FP64 if is_double else _FP32],
+        None: [dtypes, None],
+        CastPolicy.LOWER_PRECISION_FP: [_cast(dtypes, _LOW), None],
+        CastPolicy.FP32: [_cast(dtypes, _FP32), None],
+        CastPolicy.PROMOTE: [_cast(dtypes, widest), None],
+        CastPolicy.FP32_SET_OPT_DTYPE: [dtypes, None if is_double else _FP32],
+        CastPolicy.FP32_APPEND_DTYPE: [dtypes, _FP64 if is_double else _FP32],
     }
     calls_sibling = policy is CastPolicy.FP32_APPEND_DTYPE
     return (arrived_op != op) is calls_sibling and arrived == expected.get(policy)
 
 
-def _cast(given: _Given, dtype: torch.dtype) -> _Given:
-    return tuple(d if d is _FP64 else dtype for d in given)
+def _cast(dtypes: _Dtypes, target: torch.dtype) -> _Dtypes:
+    return tuple(dtype if dtype is _FP64 else target for dtype in dtypes)
 
 
-def _arrival(op: str, device_type: str, given: _Given) -> _Arrival | None:
-    """Calls the op with tensors of the given dtypes; returns None if it is banned."""
-    args, kwargs = _arguments(_schema(op), given, device_type)
+def _arrival(op: str, device_type: str, dtypes: _Dtypes) -> _Arrival | None:
+    """Calls the op with tensors of some dtypes; returns None if the op is banned."""
+    args, kwargs = _arguments(_schema(op), dtypes, device_type)
     try:
         _overload(op)(*args, **kwargs)
     except _Arrived as arrived:
@@ -185,7 +186,7 @@ def _arrival(op: str, device_type: str, given: _Given) -> _Arrival | None:
 
 @contextlib.contextmanager
 def _autocast_on(device_type: str) -> Iterator[None]:
-    """Turns autocast to bfloat16 on; ``torch.autocast`` would refuse a device that is missing."""
+    """Enables autocast to bfloat16, also for missing devices, unlike ``torch.autocast``."""
     dtype = torch.get_autocast_dtype(device_type)
     is_cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_dtype(device_type, _LOW)
@@ -201,17 +202,17 @@ def _autocast_on(device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reporting(op: str, key: str) -> Iterator[None]:
-    """Registers kernels on all overloads of the op's packet: a policy may call a sibling.
+    """Registers kernels for all overloads of the op's packet, because a policy may call a sibling.
 
-    Relies on a kernel for a device's own Autograd key coming before the one registered for
-    all devices, and on an exception leaving a Python kernel unchanged.
+    Relies on the kernel of a device's Autograd key taking precedence over the one for all devices,
+    and on exceptions propagating out of Python kernels.
     """
     packet = op.partition(".")[0]
     names = _packet(op).overloads()  # type: ignore[no-untyped-call]
     siblings = [packet if name == "default" else f"{packet}.{name}" for name in names]
     with scoped_library(op.partition("::")[0], "IMPL") as library:
         for name in siblings:
-            # Overloads without tensors are TorchScript's own.
+            # Overloads without tensors are specific to TorchScript.
             if any(map(_num_tensors, _schema(name).arguments)):
                 library.impl(name, _reporter(name), key)
         yield
@@ -230,14 +231,14 @@ def _reporter(op: str) -> Callable[..., None]:
 
 
 def _arguments(
-    schema: torch.FunctionSchema, given: _Given, device_type: str
+    schema: torch.FunctionSchema, dtypes: _Dtypes, device_type: str
 ) -> tuple[list[Any], dict[str, Any]]:
     mode = FakeTensorMode()
-    dtypes = iter(given)
+    remaining = iter(dtypes)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in schema.arguments:
-        tensors = [_fake(mode, device_type, next(dtypes)) for _ in range(_num_tensors(argument))]
+        tensors = [_fake(mode, device_type, next(remaining)) for _ in range(_num_tensors(argument))]
         if not argument.kwarg_only:
             args.append(_value(argument, tensors))
         elif tensors or not argument.has_default_value():
@@ -264,7 +265,7 @@ def _num_tensors(argument: torch.Argument) -> int:
 
 
 def _fake(mode: FakeTensorMode, device_type: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor on a device that need not exist; relies on FakeTensor's constructor."""
+    """Returns a fake tensor on a device that need not exist."""
     return FakeTensor(
         mode, torch.empty(2, 2, dtype=dtype, device="meta"), torch.device(device_type)
     )

@@ -1,4 +1,4 @@
-"""Names of ops: those that the installed torch has, and those that a caller means."""
+"""Names of ops: registered names, and the spellings that users may pass."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def ops(names: str) -> tuple[str, ...]:
-    """Splits names at blanks, and qualifies those without a namespace with ``aten::``."""
+    """Splits names at whitespace, and adds ``aten::`` to names without a namespace."""
     return tuple(name if "::" in name else f"aten::{name}" for name in names.split())
 
 
-# Spellings of a caller's module, longest first, and what they stand for in an op's name.
+# Prefixes that users may write, longest first, with their replacements.
 _PREFIXES = (
     ("torch.nn.functional.", "aten::"),
     ("torch.ops.aten.", "aten::"),
@@ -38,23 +38,23 @@ _PREFIXES = (
     ("F.", "aten::"),
 )
 
-# Public functions whose op has another name.
+# Public functions whose ops have different names.
 _RENAMED = {"aten::cross_entropy": "aten::cross_entropy_loss"}
 
 
 def all_ops() -> frozenset[str]:
-    """Qualified names of all op overloads that are registered: ``"aten::softmax.int"``."""
+    """Returns the qualified names of all registered overloads, such as ``"aten::softmax.int"``."""
     return frozenset(all_op_names())
 
 
 def is_functional(op: str) -> bool:
-    """Returns True if a registered op writes to none of its arguments, in place or by ``out=``."""
+    """Returns True if a registered op writes none of its arguments, including ``out=``."""
     name, _, overload = op.partition(".")
     return not schema_of(name, overload).is_mutable
 
 
 def overloads_by_packet() -> dict[str, list[str]]:
-    """Qualified overload names by what stands before their dot; sorted."""
+    """Returns sorted qualified overload names by packet."""
     packets: dict[str, list[str]] = {}
     for op in sorted(all_ops()):
         packets.setdefault(op.partition(".")[0], []).append(op)
@@ -62,44 +62,44 @@ def overloads_by_packet() -> dict[str, list[str]]:
 
 
 def find_overloads(text: str, also: Iterable[str] = ()) -> tuple[str, ...]:
-    """The op overloads that somebody means.
+    """Returns the op overloads that a user's spelling refers to.
 
     Args:
         text: ``softmax``, ``softmax.int``, ``aten::softmax``, ``torch.ops.aten.softmax.int``
             or a public function such as ``torch.nn.functional.softmax``.
-        also: Overloads known besides the registered ones (a table's, perhaps of another
-            torch version).
+        also: Overloads to consider in addition to the registered ones, such as those of a table for
+            another torch version.
 
     Returns:
-        Qualified overload names, sorted: the one that was named, or all functional ones of
-        the packet, or all there are if none is functional.
+        Sorted qualified overload names: the named overload, or all functional overloads of the
+        packet, or all its overloads if none is functional.
 
     Raises:
-        PolicyError: There is no such op; names similar ones.
+        PolicyError: The op does not exist. The message suggests similar names.
     """
     registered, extra = all_ops(), frozenset(also)
-    known = registered | extra
+    candidates = registered | extra
     name = _qualified(text)
     packet, _, overload = name.partition(".")
     if overload == "default":
         name = packet
-    if overload and name in known:
+    if overload and name in candidates:
         return (name,)
-    found = {op for op in known if op.partition(".")[0] == name}
-    if not found:
-        raise PolicyError(_unknown_op(text, name, known))
-    functional = {op for op in found if op not in registered or is_functional(op)}
-    return tuple(sorted(functional or found))
+    overloads = {op for op in candidates if op.partition(".")[0] == name}
+    if not overloads:
+        raise PolicyError(_unknown_op(text, name, candidates))
+    functional = {op for op in overloads if op not in registered or is_functional(op)}
+    return tuple(sorted(functional or overloads))
 
 
 def op_text(op: object) -> str:
-    """The name of an op that was given as a name, an overload, a packet or a custom op.
+    """Returns the name of an op, which may be a name, an overload, a packet or a custom op.
 
     Relies on ``str`` of ``torch._ops.OpOverload`` and ``OpOverloadPacket`` (``aten.softmax.int``)
-    and on ``_qualname`` of what ``torch.library.custom_op`` returns.
+    and on ``_qualname`` of the result of ``torch.library.custom_op``.
 
     Raises:
-        PolicyError: It is none of these.
+        PolicyError: The argument is none of these.
     """
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return str(op).replace(".", "::", 1)
@@ -110,7 +110,7 @@ def op_text(op: object) -> str:
 
 
 def qualified_pattern(text: str) -> str:
-    """A name or a glob for names with its namespace: ``aten::linalg_*`` for ``linalg_*``."""
+    """Adds the namespace to a name or glob: ``aten::linalg_*`` for ``linalg_*``."""
     return _qualified(text)
 
 
@@ -124,11 +124,11 @@ def _qualified(text: str) -> str:
     return _RENAMED.get(name, name)
 
 
-def _unknown_op(text: str, name: str, known: Iterable[str]) -> str:
-    packets = {op.partition(".")[0] for op in known}
+def _unknown_op(text: str, name: str, candidates: Iterable[str]) -> str:
+    packets = {op.partition(".")[0] for op in candidates}
     if "." in name and name.partition(".")[0] in packets:
-        near = sorted(op for op in known if op.startswith(name.partition(".")[0] + "."))
+        similar = sorted(op for op in candidates if op.startswith(name.partition(".")[0] + "."))
     else:
-        near = difflib.get_close_matches(name, packets, n=5, cutoff=0.6)
+        similar = difflib.get_close_matches(name, packets, n=5, cutoff=0.6)
     message = f"torch {torch.__version__} has no op {text!r}"
-    return f"{message}; similar names: {', '.join(near)}" if near else message
+    return f"{message}; similar names: {', '.join(similar)}" if similar else message

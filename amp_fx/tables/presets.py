@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from amp_fx.tables.cast_policy import Table
 
 Version: TypeAlias = tuple[int, int]
-"""A torch version without its patch: ``(2, 13)``."""
+"""A torch version without its patch number, such as ``(2, 13)``."""
 
 _FOLDER = Path(__file__).parent / "measured"
 
@@ -42,7 +42,7 @@ def _version(text: str) -> Version:
 
 
 VERSIONS: tuple[Version, ...] = tuple(sorted(_version(path.name) for path in _FOLDER.iterdir()))
-"""Torch versions that have a file: those that are supported."""
+"""Supported torch versions: those with a file."""
 
 
 def torch_version() -> Version:
@@ -52,17 +52,17 @@ def torch_version() -> Version:
 
 def nearest(version: Version) -> Version:
     """Returns the newest version with a file that is not newer than ``version``."""
-    return max((known for known in VERSIONS if known <= version), default=VERSIONS[0])
+    return max((other for other in VERSIONS if other <= version), default=VERSIONS[0])
 
 
 def warn_unknown_torch(version: Version | None = None) -> None:
-    """Warns if the installed torch has no file of its own."""
+    """Warns if there is no file for the installed torch."""
     version = torch_version() if version is None else version
     if version in VERSIONS:
         return
     warnings.warn(
-        "amp_fx was tested on torch {}.{} to {}.{}; this is {}.{}. It uses the op lists of torch "
-        "{}.{}: `python -m amp_fx policy --check` names the differences".format(
+        "amp_fx was tested with torch {}.{} to {}.{}, but this is torch {}.{}. It uses the op "
+        "lists of torch {}.{}: run `python -m amp_fx policy --check` for the differences".format(
             *VERSIONS[0], *VERSIONS[-1], *version, *nearest(version)
         ),
         TorchVersionWarning,
@@ -72,7 +72,7 @@ def warn_unknown_torch(version: Version | None = None) -> None:
 
 @functools.cache
 def torch_tables(version: Version) -> Mapping[str, Table]:
-    """Returns the tables of ``torch.autocast`` in a version that has a file."""
+    """Returns the tables of ``torch.autocast`` in a supported version."""
     devices = json.loads(measured_file(version).read_text(encoding="utf-8"))
     return {
         device_type: {
@@ -88,9 +88,9 @@ def installed_tables() -> Mapping[str, Table]:
 
 
 def reference_table() -> Table:
-    """Returns the policies that ``ATen/autocast_mode.h`` offers to backends outside of PyTorch.
+    """Returns the policies that ``ATen/autocast_mode.h`` provides for backends outside of PyTorch.
 
-    These are the lists ``AT_FORALL_*``. XPU registers the same, and a ban.
+    These are the lists ``AT_FORALL_*``. XPU registers the same policies, and a ban.
     """
     xpu = installed_tables()["xpu"]
     return {op: policy for op, policy in xpu.items() if policy is not CastPolicy.BANNED}
@@ -109,7 +109,7 @@ def _ipex_tables() -> Mapping[str, Table]:
 
 
 def _functional(packet: str, packets: Mapping[str, list[str]]) -> list[str]:
-    """Returns a packet's functional overloads; a packet that torch has removed stays as it is."""
+    """Returns the functional overloads of a packet; the packet itself if torch has removed it."""
     return [op for op in packets[packet] if is_functional(op)] if packet in packets else [packet]
 
 
@@ -129,7 +129,7 @@ PRESETS: Mapping[str, Callable[[], Mapping[str, Table]]] = {
     **dict.fromkeys(FLOAT8_PRESETS, _float8_tables),
     **dict.fromkeys(MODULE_PRESETS, installed_tables),
 }
-"""Functions that return the tables of a preset, by name."""
+"""Functions that return the tables of each preset."""
 
 
-warn_unknown_torch()  # once, as the first use of amp_fx imports this
+warn_unknown_torch()  # once, because the first use of amp_fx imports this module

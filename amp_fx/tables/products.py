@@ -1,4 +1,4 @@
-"""Policies that are for products alone, and the ops that can have them."""
+"""Policies that only apply to products, and the ops that support them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 FLOAT32_PRODUCTS = tuple(op for op in PRODUCTS if op != "aten::_grouped_mm")
-"""Products that can give float32; kernels of grouped products give bfloat16 alone."""
+"""Products that can return float32; kernels of grouped products only return bfloat16."""
 
 PRODUCT_POLICIES: Mapping[CastPolicy, Collection[str]] = {
     CastPolicy.FLOAT8: PRODUCTS,
     CastPolicy.LOWER_PRECISION_WIDE: FLOAT32_PRODUCTS,
     CastPolicy.BFLOAT16X3: FLOAT32_PRODUCTS,
 }
-"""The ops that can have a policy for products. Where a module or a rule has such a policy, other
-ops are treated as the tables say."""
+"""The ops that support each policy for products. If a module or a rule has such a policy, other ops
+follow the tables."""
 
 MODULE_PRESETS: Mapping[str, Mapping[str, CastPolicy]] = {
     "router": {r"re:(.*\.)?(router|gate)": CastPolicy.LOWER_PRECISION_WIDE},
@@ -27,5 +27,5 @@ MODULE_PRESETS: Mapping[str, Mapping[str, CastPolicy]] = {
         r"re:(.*\.)?(lm_head|embed_out|head|score|classifier)": CastPolicy.LOWER_PRECISION_WIDE
     },
 }
-"""Presets that are torch's tables with a policy for modules, by the names that they have in
-transformers, timm and torchtitan: routers of mixtures of experts, and output heads."""
+"""Presets with torch's tables and a policy for modules with common names (from transformers, timm
+and torchtitan): routers of mixtures of experts, and output heads."""

@@ -1,7 +1,7 @@
-"""The reason for the cast policy of each op, by family.
+"""Reasons of cast policies, by family of ops.
 
-ATen's lists (``ATen/autocast_mode.h`` and ``.cpp``) give no reasons: these are ours. Every measured
-op needs one. The first family with its policy and a pattern that matches the op is its family.
+ATen's lists (``ATen/autocast_mode.h`` and ``.cpp``) contain no reasons, so these are amp_fx's.
+Every measured op has a family: the first one with its policy and a matching pattern.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from amp_fx.tables.op_names import ops
 
 
 class Family(NamedTuple):
-    """Ops that have one policy for one reason.
+    """Ops with the same policy for the same reason.
 
     Attributes:
         policy: The cast policy of the ops.
-        patterns: Globs for names of overloads, without ``aten::``, between blanks.
+        patterns: Globs of overload names without ``aten::``, separated by spaces.
         reason: One or two sentences.
     """
 
@@ -143,13 +143,9 @@ FAMILIES = (
 
 
 def family_of(op: str, policy: CastPolicy) -> Family | None:
-    """Returns the family of an op with a policy, by its qualified overload name, if it has one."""
-    return next(
-        (
-            family
-            for family in FAMILIES
-            if family.policy is policy
-            and any(fnmatch.fnmatchcase(op, pattern) for pattern in ops(family.patterns))
-        ),
-        None,
-    )
+    """Returns the family of an op with a policy, by its qualified overload name, or None."""
+    for family in FAMILIES:
+        is_match = any(fnmatch.fnmatchcase(op, pattern) for pattern in ops(family.patterns))
+        if is_match and family.policy is policy:
+            return family
+    return None

@@ -1,4 +1,4 @@
-"""The table of ops that libraries registered in this process (``amp_fx.register_op``)."""
+"""Table of the ops that were registered with ``amp_fx.register_op``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredOp:
-    """Holds what ``register_op`` got for one overload.
+    """Registration of one overload.
 
     Attributes:
-        policy: How its inputs are cast.
-        args: Arguments that are treated otherwise, as ``Policy.with_args`` takes them.
+        policy: The cast policy.
+        args: Treatments of single arguments, as in ``Policy.with_args``.
     """
 
     policy: CastPolicy
@@ -23,4 +23,4 @@ class RegisteredOp:
 
 
 REGISTERED: dict[str, RegisteredOp] = {}
-"""By qualified overload name; on all devices, and under every policy."""
+"""Registrations by qualified overload name. They apply on all devices and under every policy."""

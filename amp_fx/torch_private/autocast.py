@@ -1,4 +1,4 @@
-"""Autocast's state, and the functions by which graphs change it."""
+"""Autocast's state, and the functions with which graphs change it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ DisableAutocast = torch._C._DisableAutocast
 
 
 def is_any_autocast_enabled() -> bool:
-    """Returns True if autocast is on for any device type in this thread."""
+    """Returns True if autocast is enabled in this thread for any device type except MPS."""
     return torch._C._is_any_autocast_enabled()
 
 
 def privateuse1_name() -> str:
-    """Returns the name that a program gave to the device type ``privateuseone``."""
+    """Returns the name of the device type ``privateuseone``, which programs can change."""
     return torch._C._get_privateuse1_backend_name()
 
 
 def register_device_module(device_type: str, module: object) -> None:
-    """Makes ``torch.<device_type>`` a module."""
+    """Sets ``torch.<device_type>`` to a module."""
     torch._register_device_module(device_type, module)  # type: ignore[no-untyped-call]

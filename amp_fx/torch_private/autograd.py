@@ -34,10 +34,10 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def skip_frames_of(function: type[torch.autograd.Function], *helpers: Callable[..., Any]) -> None:
-    """Keeps Dynamo, if it is imported, from compiling an op's functions by themselves.
+    """Makes Dynamo, if it is imported, skip the frames of an autograd function.
 
-    Where compiled code calls ``backward()``, Dynamo would compile the function's backward. Its
-    guards then unpack saved tensors again, which checkpoints allow once.
+    If compiled code calls ``backward()``, Dynamo would compile the backward of the function. Its
+    guards would unpack saved tensors again, which checkpoints allow only once.
     """
     if "torch._dynamo" in sys.modules:
         _skip_frames_of(function, helpers)
@@ -49,7 +49,7 @@ def _skip_frames_of(
 ) -> None:
     from amp_fx.torch_private.dynamo import skip_frames
 
-    methods = [each for each in vars(function).values() if isinstance(each, staticmethod)]
+    methods = [value for value in vars(function).values() if isinstance(value, staticmethod)]
     skip_frames((*helpers, *(method.__func__ for method in methods)))
 
 
@@ -87,13 +87,13 @@ def below_transform(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
 
 def latest_sequence_number() -> int:
-    """Returns the number of the latest node that autograd recorded in this thread."""
+    """Returns the sequence number of the latest autograd node of this thread."""
     return torch._C._autograd._get_sequence_nr() - 1
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_tracing() -> Iterator[None]:
-    """Context manager in which the user's hooks for saved tensors do not run."""
+    """Context in which hooks for saved tensors do not run."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -103,7 +103,10 @@ def saved_tensors_hooks_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def functorch_levels_restored() -> Iterator[None]:
-    """Pops levels of ``torch.func`` that an exception left, and allows saved tensor hooks again."""
+    """Context that pops levels of ``torch.func`` and re-enables saved tensor hooks on exit.
+
+    An exception may have left levels on the stack and the hooks disabled.
+    """
     stack, hooks = torch._C._functorch, torch._C._autograd
     depth = len(stack.get_interpreter_stack() or ())
     is_forbidden = hooks._saved_tensors_hooks_get_disabled_error_message() is not None

@@ -61,7 +61,7 @@ optimize = torch._dynamo.optimize
 
 
 def current_translator() -> InstructionTranslator | None:
-    """Returns what traces a frame in this thread; None if nothing does."""
+    """Returns the translator of the frame that is traced in this thread, or None."""
     return getattr(symbolic_convert.tls, "current_tx", None)
 
 
@@ -71,7 +71,7 @@ def captured_function_modes() -> list[Any]:
 
 
 def skip_frames(functions: Iterable[Callable[..., Any]]) -> None:
-    """Keeps Dynamo from compiling functions as frames of their own; they may still be inlined."""
+    """Makes Dynamo skip the frames of functions, which may still be inlined."""
     for function in functions:
         skip_code(inspect.unwrap(function).__code__)
 
@@ -79,7 +79,7 @@ def skip_frames(functions: Iterable[Callable[..., Any]]) -> None:
 def skip_this_call(error: Any) -> None:
     """Limits the effect of an exception of Dynamo to the call that raised it.
 
-    torch 2.15 has ``apply_to_code`` besides, which says if later calls are skipped, too.
+    torch 2.15 added ``apply_to_code``, which determines whether later calls are skipped as well.
     """
     error.frame_exec_strategy = _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.SKIP)
     error.apply_to_code = False

@@ -1,4 +1,4 @@
-"""Tensors without data, in which AOTAutograd and the passes trace."""
+"""Fake tensors, with which AOTAutograd and passes trace."""
 
 from __future__ import annotations
 

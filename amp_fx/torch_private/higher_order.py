@@ -1,4 +1,4 @@
-"""Higher-order ops as functions that call other ops."""
+"""Implementations of higher-order ops that call other ops."""
 
 from __future__ import annotations
 

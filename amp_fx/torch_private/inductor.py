@@ -1,4 +1,4 @@
-"""Inductor's compilers of graphs, its lowerings, and its freezing."""
+"""Inductor's graph compilers, lowerings and freezing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler of C++ that inductor uses."""
+"""Inductor's C++ compiler."""
 
 from __future__ import annotations
 

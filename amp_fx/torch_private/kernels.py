@@ -1,4 +1,4 @@
-"""Functions of torch whose names are private, although others rely on them as much."""
+"""Kernels of torch with private names."""
 
 from __future__ import annotations
 

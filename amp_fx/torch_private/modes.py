@@ -1,4 +1,4 @@
-"""Dispatch modes and function modes, and the stacks on which torch keeps them."""
+"""Dispatch modes and function modes, and their stacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ no_dispatch_modes = _disable_current_modes
 
 @contextlib.contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Context manager in which no ``TorchFunctionMode`` of this thread is active."""
+    """Context in which no ``TorchFunctionMode`` of this thread is active."""
     modes = [_pop_mode() for _ in function_modes()]  # type: ignore[no-untyped-call]
     try:
         yield
@@ -35,6 +35,6 @@ def no_function_modes() -> Iterator[None]:
 
 
 def function_modes() -> list[Any]:
-    """Returns the active ``TorchFunctionMode`` objects of this thread, the innermost last."""
+    """Returns the active ``TorchFunctionMode`` objects of this thread, innermost last."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return stack

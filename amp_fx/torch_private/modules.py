@@ -16,12 +16,12 @@ def has_global_module_hooks() -> bool:
 
 
 def code_of_module_calls() -> types.CodeType:
-    """Returns the code in which a module runs its hooks and its ``forward``."""
+    """Returns the code object that runs the hooks and ``forward`` of a module."""
     return torch.nn.Module._call_impl.__code__
 
 
 def states_of_sharded_modules() -> list[Any]:
-    """Returns weak references to the states that ``fully_shard`` gave to modules."""
+    """Returns weak references to the states of modules that ``fully_shard`` sharded."""
     from torch.distributed._composable_state import _module_state_mapping
 
     return list(_module_state_mapping.values())

@@ -1,4 +1,4 @@
-"""Optimizers of torch: their kernels, their hooks, and how their steps are compiled."""
+"""Kernels and hooks of torch's optimizers, and the compilation of their steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def unscale_and_check_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Sets ``found_inf`` to 1 if any gradient is not finite, then multiplies all by ``inv_scale``.
 
-    Takes gradients of one device and dtype, and of one mesh and one list of placements if they are
-    DTensors, where all ranks get the largest flag. The others are float32, 0-dim, on that device.
+    Gradients must have the same device and dtype, and DTensors also the same mesh and placements.
+    For DTensors, the flag is reduced over all ranks. The other arguments are 0-dim float32 tensors
+    on the same device.
     """
     try:
         amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -30,20 +31,19 @@ def unscale_and_check_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor
 
 
 def runs_only_own_code(optimizer: Any, allowed: Collection[Any] = ()) -> bool:
-    """Returns True if a step runs torch's own code only: one of its optimizers, without hooks.
+    """Returns True if an optimizer is one of torch's, without hooks or a replaced ``step``.
 
-    The wrapper that learning-rate schedulers put around ``step`` does not count; any other
-    replacement of ``step`` does.
+    The wrapper of ``step`` that learning-rate schedulers install is allowed.
 
     Args:
         optimizer: The optimizer.
-        allowed: Global hooks after a step that do not count.
+        allowed: Global post-step hooks that are allowed.
     """
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return False
     step = vars(optimizer).get("step")
-    is_around_own = getattr(step, "__wrapped__", None) is type(optimizer).step
-    if step is not None and not (is_around_own and hasattr(step, "_wrapped_by_lr_sched")):
+    wraps_original = getattr(step, "__wrapped__", None) is type(optimizer).step
+    if step is not None and not (wraps_original and hasattr(step, "_wrapped_by_lr_sched")):
         return False
     return not (
         optimizer._optimizer_step_pre_hooks
@@ -54,15 +54,15 @@ def runs_only_own_code(optimizer: Any, allowed: Collection[Any] = ()) -> bool:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tells learning-rate schedulers, which warn otherwise, that the optimizer was stepped."""
+    """Records that the optimizer was stepped, so that learning-rate schedulers do not warn."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def mark_static(tensors: list[Tensor]) -> None:
-    """Tells the compiler that tensors keep their addresses, as a module's parameters do.
+    """Marks the addresses of tensors as static, like those of a module's parameters.
 
-    Inductor makes no CUDA graph of a call that writes other inputs. There is no guard on it: if an
-    address does change, as those of gradients may, the CUDA graph is recorded again.
+    Inductor does not use CUDA graphs for functions that write other inputs. There is no guard: if
+    an address changes, as for gradients, the CUDA graph is recorded again.
     """
     from amp_fx.torch_private.dynamo import mark_static_address
 
@@ -71,10 +71,10 @@ def mark_static(tensors: list[Tensor]) -> None:
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function a code object of its own.
+    """Copies the code object of a function, and returns the function.
 
-    Dynamo caches compiled code by code object, a few variants of each at most
-    (``recompile_limit``): functions that are defined anew for each optimizer would share one.
+    Dynamo caches compiled code per code object, with a limited number of variants
+    (``recompile_limit``). Functions that are created for each optimizer would otherwise share one.
     """
     function.__code__ = function.__code__.replace()
     return function

@@ -1,4 +1,4 @@
-"""Nested lists, tuples and dictionaries of tensors; torch 2.13 to 2.15 have no public module."""
+"""Functions on nested containers. torch 2.13 to 2.15 have no public equivalent."""
 
 from __future__ import annotations
 

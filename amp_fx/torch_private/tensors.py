@@ -11,9 +11,9 @@ __all__ = ("suggest_memory_format",)
 
 
 def data_address(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's first element; unlike ``data_ptr``, it writes nothing.
+    """Returns the address of a tensor's first element.
 
-    A tensor that shares its memory copy-on-write keeps sharing it.
+    Unlike ``data_ptr``, does not count as a write and does not materialize copy-on-write memory.
     """
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return address
@@ -21,12 +21,12 @@ def data_address(tensor: torch.Tensor) -> int:
 
 def is_cow_tensor(tensor: torch.Tensor) -> bool:
     """Returns True if a tensor shares its memory copy-on-write."""
-    found: bool = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
-    return found
+    is_cow: bool = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
+    return is_cow
 
 
 def group_by_device_and_dtype(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups tensors in one C++ call: 0.1 us per tensor, against 1 us for a loop in Python."""
+    """Groups tensors in one C++ call, which takes 0.1 us per tensor (a Python loop takes 1 us)."""
     if not tensors:
         return []
     groups: Any = torch._C._group_tensors_by_device_and_dtype([tensors], False)  # type: ignore[list-item]

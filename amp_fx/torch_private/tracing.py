@@ -1,4 +1,4 @@
-"""Contexts of a compilation, and the tracer of ``make_fx``."""
+"""Compilation contexts, and the tracer of ``make_fx``."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_repair_is_searched_for_and_saved(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--save", "a.toml"], "give both"),
+        (["--save", "a.toml"], "pass --search as well"),
         (["--search", "0.1", "--save", "a.txt"], "end in .toml"),
         (["--search", "-1"], "not a number of at least 0"),
         (["--draw", "a.jpg"], ".svg, .pdf, .png"),

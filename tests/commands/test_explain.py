@@ -109,7 +109,7 @@ def test_inputs() -> None:
     x = parse_input("8,64:int64")
     assert (x.dtype, tuple(x.shape)) == (torch.int64, (8, 64))
     assert parse_input("(3, 4)", is_meta=True).device.type == "meta"
-    with pytest.raises(OptionError, match="write sizes like"):
+    with pytest.raises(OptionError, match="write sizes such as"):
         parse_input("8,b")
     with pytest.raises(OptionError, match="'int63' is not a dtype"):
         parse_input("8:int63")

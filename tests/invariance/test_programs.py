@@ -213,7 +213,7 @@ class Unknown(nn.Module):
         (nn.Dropout(0.1), "native_dropout.default does not keep rows apart: it draws random"),
         (nn.BatchNorm1d(48), "statistics are those of the whole batch"),
         (DropoutAttention(), "scaled_dot_product_attention with dropout"),
-        (Capacity(), "the capacity of an expert makes a row depend on other rows"),
+        (Capacity(), "a row depends on other rows through the capacity of the expert"),
         (Unknown(), "aten._linalg_svd.default does not keep rows apart: nothing is known"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

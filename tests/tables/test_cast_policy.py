@@ -18,5 +18,5 @@ def test_a_name_without_namespace_is_refused(name: str) -> None:
 
 def test_a_value_that_is_no_policy_is_refused_with_those_there_are() -> None:
     policy: Any = "fp32"
-    with pytest.raises(PolicyError, match=r"'fp32'; allowed are .*CastPolicy\.BANNED"):
+    with pytest.raises(PolicyError, match=r"'fp32'; use one of .*CastPolicy\.BANNED"):
         check_entry("aten::exp", policy)
