@@ -93,6 +93,12 @@ class Caching:
         is_inference = not (torch.is_grad_enabled() and self.trained)
         return bool(self.weights if is_inference else self._chosen_in_training())
 
+    @property
+    def _blocks_few_rows(self) -> bool:
+        """True if products of few rows may have other bits than oneDNN's, and are not timed."""
+        is_tuned = _is_any_on(inductor_config(self.options), "max_autotune", "max_autotune_gemm")
+        return not is_tuned and not is_strict(self.options)
+
     def release(self) -> None:
         """Drops the weights when the compilation ends."""
         self.weights.clear()
@@ -151,8 +157,15 @@ class Caching:
     ) -> list[CachedValue]:
         after_autograd(self.options).change_products(gm.graph)
         fakes = {i: inputs[i] for i in names}
-        folds = self.options.fold_batch_norm
-        constants, _, _ = pack(gm, inputs, fakes, names, folds_batch_norm=folds, run=run_fake)
+        constants, _, _ = pack(
+            gm,
+            inputs,
+            fakes,
+            names,
+            folds_batch_norm=self.options.fold_batch_norm,
+            blocks_few_rows=self._blocks_few_rows,
+            run=run_fake,
+        )
         targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
         tensors = {constants.copies[t]: getattr(gm, t) for t in targets if t in constants.copies}
         specs = specs_of(constants.prepare, tensors)
@@ -320,6 +333,7 @@ class Caching:
                 {i: weight.name for i, weight in weights.items()},
                 compile_graph,
                 folds_batch_norm=self.options.fold_batch_norm,
+                blocks_few_rows=self._blocks_few_rows,
                 **kwargs,
             )
         call = self._call(packed.specs, packed.taken, bind=packed.bind)

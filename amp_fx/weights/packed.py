@@ -22,6 +22,7 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
+from amp_fx.weights.few_rows import block_few_rows
 from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
@@ -145,6 +146,7 @@ def compile_packed(
     compile_graph: Callable[..., Any],
     *,
     folds_batch_norm: bool = False,
+    blocks_few_rows: bool = False,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
     """Packs the weights of a graph and compiles it.
@@ -156,6 +158,7 @@ def compile_packed(
         names: Their names in the user's program.
         compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
         folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
+        blocks_few_rows: Whether products of few rows are computed by inductor's C++ template.
         **kwargs: Other arguments of the inner compiler.
 
     Returns:
@@ -166,7 +169,12 @@ def compile_packed(
     """
     with _compiling_constants():
         constants, taken, layout_opt = pack(
-            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm
+            gm,
+            example_inputs,
+            weights,
+            names,
+            folds_batch_norm=folds_batch_norm,
+            blocks_few_rows=blocks_few_rows,
         )
         inputs = [example_inputs[i] for i in taken]
         new = {old: i for i, old in enumerate(taken)}
@@ -227,6 +235,7 @@ def pack(
     names: Mapping[int, str],
     *,
     folds_batch_norm: bool,
+    blocks_few_rows: bool,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
     """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``; edits the graph.
@@ -259,6 +268,9 @@ def pack(
             constants.put(node, weight, copy)
         gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
+        if blocks_few_rows:
+            constants.fold(gm)
+            block_few_rows(gm.graph)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
