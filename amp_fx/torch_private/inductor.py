@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
 import torch
-
-from torch._inductor import aoti_compile_and_package, freezing
+from torch._inductor import aoti_compile_and_package, freezing, ir
 from torch._inductor import compile_fx as compile_fx_module
-from torch._inductor import ir
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
 from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate, expand_bias
 from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec, create_micro_gemm
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
@@ -31,9 +31,8 @@ from torch._inductor.lowering import (
 from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper
-from torch._inductor.utils import fresh_cache
 from torch._inductor.sizevars import SizeVarAllocator
-from torch._inductor.utils import parallel_num_threads
+from torch._inductor.utils import Placeholder, fresh_cache, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 from torch.utils._triton import has_triton
 
@@ -71,8 +70,8 @@ __all__ = (
 def few_rows_block(rows: int, columns: int, depth: int) -> int | None:
     """Returns the columns of a block of the C++ template's weight, if it computes in float32.
 
-    Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of the
-    graph but ``sizevars``.
+    Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of
+    the graph but ``sizevars``.
     """
     with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
         kernel = _micro_gemm(rows, columns, depth)
@@ -94,7 +93,8 @@ def _micro_gemm(rows: int, columns: int, depth: int) -> Any:
 def lower_few_rows_product(op: Any) -> None:
     """Makes inductor lower an op to its C++ template with a weight that is blocked already.
 
-    Relies on ``CppGemmTemplate``, which calls itself with blocked weights under ``max_autotune``.
+    Relies on ``CppGemmTemplate`` taking a blocked weight, as ``max_autotune`` passes it one, and on
+    ``CppTemplateBuffer``. ``CppTemplate.generate`` would generate the code twice, to time it.
 
     Args:
         op: Takes rows, the blocked weight, a bias or None, and the number of columns.
@@ -107,14 +107,19 @@ def lower_few_rows_product(op: Any) -> None:
         inputs = [x, blocked]
         if bias is not None:
             inputs.append(expand_bias(ir.ExternKernel.realize_input(bias), x))
-        layout = ir.FixedLayout(x.get_device(), x.get_dtype(), [rows, columns])
         kernel = _micro_gemm(rows, columns, depth)
         template = CppGemmTemplate(
             inputs,
-            layout,
+            ir.FixedLayout(x.get_device(), x.get_dtype(), [rows, columns]),
             parallel_num_threads(),
             kernel.register_blocking,
             has_bias=bias is not None,
             name=type(kernel).__name__,
         )
-        return template.generate().output_node()
+
+        def make_render(node: Any, **kwargs: Any) -> Any:
+            own = CppTemplateKernel(str(Placeholder.KERNEL_NAME), template.num_threads)
+            return own, functools.partial(own.render, template, template_buffer_node=node, **kwargs)
+
+        buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)
+        return ir.TensorBox.create(buffer)

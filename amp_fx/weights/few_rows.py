@@ -9,13 +9,13 @@ After:
     %blocked = aten.clone(%moved, memory_format=torch.contiguous_format)
     %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257)
 
-A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels read
-a packed weight in jumps, at half of the bandwidth that the template reaches. Constant folding
-computes the blocks, once per update of the weight.
+A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels
+read a packed weight at half of the bandwidth that the template reaches. Constant folding computes
+the blocks, once per update of the weight.
 
-With ``max_autotune`` inductor would find the template by timing it in every process, and compute the
-blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to time:
-the rule is that of ``takes_template``.
+With ``max_autotune`` inductor would find the template by timing it in every process, and compute
+the blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to
+time: the rule is that of ``takes_template``.
 
 Left alone on purpose: small weights, which stay in the processor's caches; many rows, for which
 oneDNN's kernels are faster; sizes that are symbolic; processors with other kernels for bfloat16.
@@ -24,7 +24,7 @@ oneDNN's kernels are faster; sizes that are symbolic; processors with other kern
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -94,7 +94,7 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
     is_plain = not product.kwargs and isinstance(weight, torch.fx.Node) and weight.op == "get_attr"
     if not is_plain:
         return False
-    rows, columns = VALUE.of(product).shape
+    columns = VALUE.of(product).size(1)
     depth = VALUE.of(weight).size(0)
     block = takes_template(VALUE.of(product), depth)
     if block is None or any(VALUE.of(b).shape != (columns,) for b in bias):
