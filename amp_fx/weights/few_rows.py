@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 MAX_ROWS = 4
-MIN_WEIGHTS = 2**18
+MIN_WEIGHTS = 2**16
 """Elements of a weight from which on the template is faster."""
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
