@@ -94,8 +94,8 @@ class Caching:
         return bool(self.weights if is_inference else self._chosen_in_training())
 
     @property
-    def _blocks_few_rows(self) -> bool:
-        """True if products of few rows may have other bits than oneDNN's, and are not timed."""
+    def _chooses_kernels(self) -> bool:
+        """True if products may have other bits than those of oneDNN, and no kernel is timed."""
         is_tuned = _is_any_on(inductor_config(self.options), "max_autotune", "max_autotune_gemm")
         return not is_tuned and not is_strict(self.options)
 
@@ -163,7 +163,7 @@ class Caching:
             fakes,
             names,
             folds_batch_norm=self.options.fold_batch_norm,
-            blocks_few_rows=self._blocks_few_rows,
+            chooses_kernels=self._chooses_kernels,
             run=run_fake,
         )
         targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
@@ -333,7 +333,7 @@ class Caching:
                 {i: weight.name for i, weight in weights.items()},
                 compile_graph,
                 folds_batch_norm=self.options.fold_batch_norm,
-                blocks_few_rows=self._blocks_few_rows,
+                chooses_kernels=self._chooses_kernels,
                 **kwargs,
             )
         call = self._call(packed.specs, packed.taken, bind=packed.bind)

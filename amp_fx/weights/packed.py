@@ -146,7 +146,7 @@ def compile_packed(
     compile_graph: Callable[..., Any],
     *,
     folds_batch_norm: bool = False,
-    blocks_few_rows: bool = False,
+    chooses_kernels: bool = False,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
     """Packs the weights of a graph and compiles it.
@@ -158,7 +158,9 @@ def compile_packed(
         names: Their names in the user's program.
         compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
         folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
-        blocks_few_rows: Whether products of few rows are computed by inductor's C++ template.
+        chooses_kernels: Whether products may add up in another order than each of them does in
+            oneDNN: those of few rows in inductor's C++ template (``few_rows``), those of one input
+            joined.
         **kwargs: Other arguments of the inner compiler.
 
     Returns:
@@ -174,7 +176,7 @@ def compile_packed(
             weights,
             names,
             folds_batch_norm=folds_batch_norm,
-            blocks_few_rows=blocks_few_rows,
+            chooses_kernels=chooses_kernels,
         )
         inputs = [example_inputs[i] for i in taken]
         new = {old: i for i, old in enumerate(taken)}
@@ -235,10 +237,12 @@ def pack(
     names: Mapping[int, str],
     *,
     folds_batch_norm: bool,
-    blocks_few_rows: bool,
+    chooses_kernels: bool,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
     """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``; edits the graph.
+
+    Relies on ``cpp.enable_concat_linear``, which turns on a pattern that joins products.
 
     Returns:
         The constants, the positions of the inputs that are left, and inductor's layout decision.
@@ -251,6 +255,7 @@ def pack(
         record_has_frozen_params,
         view_to_reshape,
     )
+    from amp_fx.torch_private.inductor_config import config
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = written_inputs(gm)
@@ -268,12 +273,13 @@ def pack(
             constants.put(node, weight, copy)
         gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
-        if blocks_few_rows:
+        if chooses_kernels:
             constants.fold(gm)
             block_few_rows(gm.graph)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
+            config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
         ):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)
