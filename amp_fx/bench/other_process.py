@@ -63,6 +63,7 @@ def _serve(connection: Connection, pickled: bytes, num_threads: int) -> None:
             number = connection.recv()
         except EOFError:
             return
+        answer: Any
         try:
             run = run or prepare(contender, workload, settings)
             if number:

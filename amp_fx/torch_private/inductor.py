@@ -73,10 +73,11 @@ def few_rows_block(rows: int, columns: int, depth: int) -> int | None:
     Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of
     the graph but ``sizevars``.
     """
-    with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+    graph: Any = types.SimpleNamespace(sizevars=SizeVarAllocator())
+    with V.set_graph_handler(graph):
         kernel = _micro_gemm(rows, columns, depth)
     is_plain = type(kernel) is CppMicroGemmFP32Vec
-    return kernel.register_blocking.block_n if is_plain else None  # type: ignore[union-attr]
+    return kernel.register_blocking.block_n if is_plain else None
 
 
 def _micro_gemm(rows: int, columns: int, depth: int) -> Any:
@@ -108,7 +109,7 @@ def lower_few_rows_product(op: Any) -> None:
         if bias is not None:
             inputs.append(expand_bias(ir.ExternKernel.realize_input(bias), x))
         kernel = _micro_gemm(rows, columns, depth)
-        template = CppGemmTemplate(
+        template: Any = CppGemmTemplate(
             inputs,
             ir.FixedLayout(x.get_device(), x.get_dtype(), [rows, columns]),
             parallel_num_threads(),
@@ -118,7 +119,8 @@ def lower_few_rows_product(op: Any) -> None:
         )
 
         def make_render(node: Any, **kwargs: Any) -> Any:
-            own = CppTemplateKernel(str(Placeholder.KERNEL_NAME), template.num_threads)
+            name = str(Placeholder.KERNEL_NAME)
+            own = CppTemplateKernel(name, template.num_threads)  # type: ignore[no-untyped-call]
             return own, functools.partial(own.render, template, template_buffer_node=node, **kwargs)
 
         buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)

@@ -24,7 +24,7 @@ oneDNN's kernels are faster; sizes that are symbolic; processors with other kern
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -32,6 +32,8 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.torch_private.inductor import few_rows_block, lower_few_rows_product
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import fx
 
 aten = torch.ops.aten
@@ -90,9 +92,8 @@ def block_few_rows(graph: fx.Graph) -> int:
 
 def _block(graph: fx.Graph, product: fx.Node) -> bool:
     """Rewrites one product if the template is faster; returns True if it did."""
-    *bias, x, weight = product.args
-    is_plain = not product.kwargs and isinstance(weight, torch.fx.Node) and weight.op == "get_attr"
-    if not is_plain:
+    *bias, x, weight = cast("Sequence[fx.Node]", product.args)
+    if product.kwargs or weight.op != "get_attr":
         return False
     columns = VALUE.of(product).size(1)
     depth = VALUE.of(weight).size(0)

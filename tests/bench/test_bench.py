@@ -23,7 +23,7 @@ from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, inference, models, overhead, serving
+from amp_fx.bench.cases import CASES, compile_time, inference, models, overhead
 from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
@@ -43,7 +43,7 @@ from amp_fx.bench.contenders import (
 )
 from amp_fx.bench.other_process import OtherProcess
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import measurement, time_in_turns
+from amp_fx.bench.timing import THREADS, measurement, time_in_turns
 from amp_fx.demo.models import MLP, LoopedCell
 from tests import needs
 from tests.bench import lean
@@ -726,7 +726,7 @@ def test_serving_has_percentiles_and_throughputs_for_each_number_of_threads() ->
     outcomes = list(CASES["serving"].run(TINY, ignore))
     assert torch.get_num_threads() == before
     figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
-    assert len(figures) == len(outcomes) == len(serving.THREADS) * (2 * 3 + 2 + 1)
+    assert len(figures) == len(outcomes) == len(THREADS) * (2 * 3 + 2 + 1)
     for threads in ("1 thread", "2 threads"):
         what = f"Linear(16) x6, batch 1, {threads}"
         for name in (NATIVE, AMP_FX):
