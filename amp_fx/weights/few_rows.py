@@ -18,7 +18,7 @@ the blocks while it generates code, which its cache on disk cannot hold. Here th
 time: the rule is that of ``takes_template``.
 
 Left alone on purpose: small weights, which stay in the processor's caches; many rows, for which
-oneDNN's kernels are faster; sizes that are symbolic; processors with other kernels for bfloat16.
+oneDNN's kernels are faster; sizes that are symbolic; processors with other kernels for bfloat16; other devices.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def takes_template(product: torch.Tensor, depth: int) -> int | None:
         depth: How many elements are added up.
     """
     sizes = *product.shape, depth
-    if product.dtype is not torch.bfloat16 or any(not isinstance(size, int) for size in sizes):
+    is_bfloat16 = product.device.type == "cpu" and product.dtype is torch.bfloat16
+    if not is_bfloat16 or any(not isinstance(size, int) for size in sizes):
         return None
     rows, columns, depth = sizes
     if rows > MAX_ROWS or columns * depth < MIN_WEIGHTS:

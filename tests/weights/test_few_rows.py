@@ -59,7 +59,7 @@ def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.G
         gm.register_buffer("bias", bias)
     gm.register_buffer("weight", weight)
     x = gm.graph.placeholder("x")
-    x.meta["val"] = torch.empty(rows, weight.size(0), dtype=weight.dtype)
+    x.meta["val"] = weight.new_empty(rows, weight.size(0))
     args = [x, gm.graph.get_attr("weight")]
     args[1].meta["val"] = weight
     if bias is not None:
@@ -67,7 +67,7 @@ def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.G
         args[0].meta["val"] = bias
     op = aten.mm.default if bias is None else aten.addmm.default
     product = gm.graph.call_function(op, tuple(args))
-    product.meta["val"] = torch.empty(rows, weight.size(1), dtype=weight.dtype)
+    product.meta["val"] = weight.new_empty(rows, weight.size(1))
     gm.graph.output(product)
     gm.recompile()
     return gm
@@ -96,9 +96,12 @@ def test_the_rewritten_graph_computes_the_same(
     assert torch.equal(gm(x), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
-    assert block_few_rows(graph_of(1, torch.ones(8, 8, dtype=dtype), None).graph) == 0
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float32, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "meta")]
+)
+def test_other_dtypes_and_devices_are_left_alone(dtype: torch.dtype, device: str) -> None:
+    weight = torch.ones(8, 8, dtype=dtype, device=device)
+    assert block_few_rows(graph_of(1, weight, None).graph) == 0
 
 
 def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
