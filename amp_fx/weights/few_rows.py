@@ -18,7 +18,8 @@ the blocks while it generates code, which its cache on disk cannot hold. Here th
 time: the rule is that of ``takes_template``.
 
 Left alone on purpose: small weights, which stay in the processor's caches; many rows, for which
-oneDNN's kernels are faster; sizes that are symbolic; processors with other kernels for bfloat16; other devices.
+oneDNN's kernels are faster; sizes that are symbolic; other devices, and processors with other
+kernels for bfloat16.
 """
 
 from __future__ import annotations
