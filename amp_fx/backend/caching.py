@@ -98,6 +98,12 @@ class Caching:
         chosen = self.weights if is_inference else self._chosen_in_training()
         return bool(chosen) and self.can_watch()
 
+    @property
+    def _chooses_kernels(self) -> bool:
+        """True if products may have other bits than those of oneDNN, and no kernel is timed."""
+        is_tuned = _is_any_on(inductor_config(self.options), "max_autotune", "max_autotune_gemm")
+        return not is_tuned and not is_strict(self.options)
+
     def release(self) -> None:
         """Drops the weights when the compilation ends."""
         self.weights.clear()
@@ -168,6 +174,7 @@ class Caching:
             {i: weight.name for i, weight in weights.items()},
             folds_batch_norm=self.options.fold_batch_norm,
             check=self._check_packed,
+            chooses_kernels=self._chooses_kernels,
             run=run_fake,
         )
         targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
@@ -338,6 +345,7 @@ class Caching:
                 compile_graph,
                 folds_batch_norm=self.options.fold_batch_norm,
                 check=self._check_packed,
+                chooses_kernels=self._chooses_kernels,
                 **kwargs,
             )
         call = self._call(packed.specs, packed.taken, bind=packed.bind)

@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import logging
 import math
+import mmap
 import os
 import statistics
 import sys
@@ -25,6 +26,8 @@ import torch
 from amp_fx import weight_cache
 from amp_fx.bench.contenders import (
     AMP_FX,
+    BY_NAME,
+    FLOAT32,
     LEAN,
     LIMIT,
     LIMIT_FROZEN,
@@ -35,6 +38,7 @@ from amp_fx.bench.contenders import (
     contenders_of,
     prepare,
 )
+from amp_fx.bench.other_process import OtherProcess
 from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
 from amp_fx.demo.train import wait_for
 from amp_fx.torch_private.dynamo import counters
@@ -125,7 +129,7 @@ def _no_standard_error() -> Iterator[None]:
         os.close(kept)
 
 
-CASTS = "casts"
+CASTS, ROOF = "casts", "roof"
 
 OUTSIDE = 0.05
 """How often a figure's interval may miss."""
@@ -142,6 +146,8 @@ class Measured:
         first_call: Seconds of the first call, which compiles; a later contender may find
             kernels of an earlier one. None if not measured.
         num_graphs: Graphs that were compiled for it; None if not counted.
+        error: Norm of the difference from eager float32's result, by that result's norm; None for
+            training.
     """
 
     name: str
@@ -149,6 +155,7 @@ class Measured:
     peak_bytes: int | None = None
     first_call: float | None = None
     num_graphs: int | None = None
+    error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,10 +244,11 @@ def compare(
     runs: dict[str, Run] = {}
     known: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
+    expected = None if workload.micro_batches else _exact(workload, settings)
     for number, contender in enumerate(contenders):
         watch(f"{workload.name}: building {contender.name}", number, total)
         try:
-            run, known[contender.name] = _build(contender, workload, settings)
+            run, known[contender.name] = _build(contender, workload, settings, expected)
         except Exception as error:
             log.debug("%s failed", contender.name, exc_info=True)
             first_line = str(error).strip().partition("\n")[0]
@@ -249,6 +257,8 @@ def compare(
             runs[contender.name] = run
     if workload.micro_batches:
         runs[CASTS] = _casting(workload, settings)
+    if workload.weight_bytes:
+        runs[ROOF] = reading(workload.weight_bytes)
     num_graphs = _num_graphs()
     timings = time_in_turns(
         runs,
@@ -257,11 +267,15 @@ def compare(
         on_round=lambda n: watch(f"{workload.name}: timing", len(contenders) + n, total),
     )
     num_recompiled = _num_graphs() - num_graphs
-    casts = timings.pop(CASTS, None)
+    casts, roof = timings.pop(CASTS, None), timings.pop(ROOF, None)
     measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     pairs = (paired_figure(comparison, *pair) for pair in _PAIRS)
     figures = [figure for figure in pairs if figure is not None]
+    if (best := _fastest_as_exact(comparison)) is not None:
+        figures += filter(None, [paired_figure(comparison, AMP_FX, best)])
+    if roof is not None:
+        figures += _roof_figures(workload, comparison, roof)
     if casts is not None:
         figures += _cast_figures(workload, comparison, casts)
     if AMP_FX in runs and not workload.micro_batches:
@@ -270,23 +284,45 @@ def compare(
     return comparison, figures
 
 
+def _exact(workload: Workload, settings: Settings) -> torch.Tensor:
+    """Returns the result of a model in eager float32."""
+    result = prepare(BY_NAME[FLOAT32], workload, settings)()
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def _error(result: object, expected: torch.Tensor) -> float:
+    assert isinstance(result, torch.Tensor)
+    return float((result.double() - expected).norm() / expected.double().norm())
+
+
 def _build(
-    contender: Contender, workload: Workload, settings: Settings
+    contender: Contender, workload: Workload, settings: Settings, expected: torch.Tensor | None
 ) -> tuple[Run, dict[str, Any]]:
     """A contender that is ready to be timed, and what is known of it before (``Measured``)."""
+    if contender.package is not None:
+        other = OtherProcess(contender, workload, settings)
+        return other, {"error": None if expected is None else _error(other(), expected)}
     num_graphs = _num_graphs()
     meter = MemoryMeter(settings.device)
     run = prepare(contender, workload, settings)
     with compiling(contender):
         start = time.perf_counter()
-        run()
+        result = run()
         wait_for(settings.device)
         first_call = time.perf_counter() - start
+    error = None if expected is None else _error(result, expected)
+    del result
     for _ in range(WARM_UP_CALLS):
         run()
     peak = meter.peak(run)
     compiled = _num_graphs() - num_graphs
-    return run, {"peak_bytes": peak, "first_call": first_call, "num_graphs": compiled}
+    return run, {
+        "peak_bytes": peak,
+        "first_call": first_call,
+        "num_graphs": compiled,
+        "error": error,
+    }
 
 
 def _num_graphs() -> int:
@@ -313,6 +349,43 @@ def _casting(workload: Workload, settings: Settings) -> Run:
             weight.to(settings.dtype)
 
     return run
+
+
+def reading(num_bytes: int) -> Run:
+    """Returns a run that reads so many bytes from memory, in huge pages where Linux has them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1).sum
+
+
+AS_EXACT = 1.5
+"""Contenders whose errors are at most so many times amp_fx's are as exact."""
+
+
+def _fastest_as_exact(comparison: Comparison) -> str | None:
+    """Returns the fastest of the other contenders of float32 models that is as exact as amp_fx."""
+    errors = {m.name: m.error for m in comparison.measured if m.error is not None}
+    limit = AS_EXACT * errors.get(AMP_FX, 0.0)
+    times = {
+        measured.name: measured.timing.median
+        for measured in comparison.measured
+        if errors.get(measured.name, math.inf) <= limit
+        and not (measured.name.startswith((AMP_FX, LIMIT)))
+    }
+    return min(times, key=times.__getitem__, default=None)
+
+
+def _roof_figures(
+    workload: Workload, comparison: Comparison, roof: Measurement
+) -> Iterator[Figure]:
+    name, size = workload.name, workload.weight_bytes
+    yield Figure(f"{name}: reading as many bytes as its weights have", 1e3 * roof.median, "ms")
+    yield Figure(f"{name}: the bandwidth of that", size / roof.median / 1e9, "GB/s")
+    for measured in comparison.measured:
+        pairs = zip(roof.times, measured.timing.times, strict=True)
+        share = statistics.median(limit / seconds for limit, seconds in pairs)
+        yield Figure(f"{name}: {measured.name}, share of that bandwidth", share, "times")
 
 
 _PAIRS = (

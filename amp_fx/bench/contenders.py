@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,14 @@ if TYPE_CHECKING:
 
     from amp_fx.bench.settings import Settings
 
-    Run = Callable[[], None]
+    Run = Callable[[], object]
+    "Does one unit of work; a call of a model returns its result."
 
+FLOAT32 = "float32"
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
+NATIVE_TUNED, TUNED = "native-autotune", "amp_fx-autotune"
+ZENTORCH, OPENVINO = "zentorch", "openvino"
 LEAN, UNFROZEN, CACHED = "amp_fx-lean", "amp_fx-unfrozen", "amp_fx-cached"
 SEED = 0
 LEARNING_RATE = 1e-5
@@ -48,6 +53,8 @@ class Workload:
         micro_batches: Backward passes for each update of the weights; 0 for inference.
         has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
             left, such as a key-value cache, and so are stored low.
+        weight_bytes: Bytes of weights in a 16-bit dtype that a call has to read, if reading them is
+            most of its work; 0 otherwise.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Workload:
     inputs: tuple[torch.Tensor, ...]
     micro_batches: int = 0
     has_low_inputs: bool = False
+    weight_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,8 @@ class Contender:
         options: What is told to amp_fx besides; of native, to inductor.
         is_for_inference: Whether there is no backward of it.
         is_for_training: Whether only that is of interest.
+        package: The package that runs it, in a process of its own, because its import changes what
+            others do; None for torch and amp_fx.
     """
 
     name: str
@@ -84,6 +94,12 @@ class Contender:
     options: tuple[tuple[str, Any], ...] = ()
     is_for_inference: bool = False
     is_for_training: bool = False
+    package: str | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """True if nothing is missing to run it."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
 _native = functools.partial(Contender, is_compiled=True, is_autocast=True)
@@ -92,18 +108,27 @@ _low = functools.partial(Contender, is_compiled=True, is_stored_low=True)
 _STRICT, _EAGER = (("numerics", "strict"),), (("numerics", "eager"),)
 _ROUNDING = "native, with generated code that rounds as eager code does"
 _FREEZING = "native, with inductor's freezing of weights, which sees no write to them"
+_TUNING = (("max_autotune", True),)
 _FOLDING = "amp_fx, with batch norms folded into convolutions"
 _UNFROZEN = "amp_fx that packs no weights"
 _CACHED = "amp_fx with casts of weights cached in training"
 _LEAN = "amp_fx with the lean preset: a low residual stream, float32 gradients of weights"
 
 CONTENDERS = (
-    Contender("float32", "eager float32"),
+    Contender(FLOAT32, "eager float32"),
     Contender("float32-compiled", "torch.compile in float32", is_compiled=True),
     Contender("autocast", "eager torch.autocast", is_autocast=True),
     _native(NATIVE, "torch.compile under torch.autocast"),
     _native(NATIVE_FROZEN, _FREEZING, is_frozen=True, is_for_inference=True),
+    _native(
+        NATIVE_TUNED,
+        "native with freezing and max_autotune",
+        is_frozen=True,
+        options=_TUNING,
+        is_for_inference=True,
+    ),
     _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
+    _ours(TUNED, "amp_fx with max_autotune", options=_TUNING, is_for_inference=True),
     _ours("amp_fx-folding", _FOLDING, options=(("fold_batch_norm", True),), is_for_inference=True),
     _ours(UNFROZEN, _UNFROZEN, options=(("freezing", False),), is_for_inference=True),
     _ours(CACHED, _CACHED, options=(("weight_cache", "training"),), is_for_training=True),
@@ -114,14 +139,31 @@ CONTENDERS = (
     _ours("amp_fx-eager", "amp_fx with the bits of eager autocast", options=_EAGER),
     _low(LIMIT, "stored in the low dtype and compiled"),
     _low(LIMIT_FROZEN, "limit, with inductor's freezing", is_frozen=True, is_for_inference=True),
+    _native(
+        ZENTORCH,
+        "AMD's backend of torch.compile, under torch.autocast, if installed",
+        is_frozen=True,
+        is_for_inference=True,
+        package="zentorch",
+    ),
+    Contender(
+        OPENVINO,
+        "OpenVINO with a hint to compute in the low dtype, if installed",
+        is_for_inference=True,
+        package="openvino",
+    ),
 )
 NAMES = tuple(contender.name for contender in CONTENDERS)
 BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
-    """Returns the contenders of a run."""
-    asked = [contender for contender in CONTENDERS if settings.takes_part(contender.name)]
+    """Returns the contenders of a run; packages that are not installed only if named."""
+    asked = [
+        contender
+        for contender in CONTENDERS
+        if settings.takes_part(contender.name) and (settings.contenders or contender.is_installed)
+    ]
     return [contender for contender in asked if _is_for(contender, workload, settings)]
 
 
@@ -148,12 +190,12 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
     has_low = workload.has_low_inputs and (contender.is_autocast or contender.is_amp_fx)
     is_low = contender.is_stored_low or has_low
     inputs = tuple(_stored(t, settings.dtype) if is_low else t for t in workload.inputs)
-    call = compiled(contender, model, settings)
+    call = compiled(contender, model, inputs, settings)
     region = functools.partial(region_of, contender, settings)
 
-    def infer() -> None:
+    def infer() -> object:
         with torch.no_grad(), region():
-            call(*inputs)
+            return call(*inputs)
 
     if workload.micro_batches == 0:
         return infer
@@ -191,15 +233,40 @@ def with_own_code(model: nn.Module, name: str) -> None:
     model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
 
 
-def compiled(contender: Contender, model: nn.Module, settings: Settings) -> Callable[..., Any]:
+def compiled(
+    contender: Contender, model: nn.Module, inputs: tuple[torch.Tensor, ...], settings: Settings
+) -> Callable[..., Any]:
     """A model as a contender calls it; the model itself where it is eager."""
+    if contender.name == OPENVINO:
+        return with_openvino(model, inputs, settings)
     if not contender.is_compiled:
         return model
+    if contender.package is not None:
+        importlib.import_module(contender.package)
+        return torch.compile(model, backend=contender.package)
     if not contender.is_amp_fx:
-        given = numerics_config(Options.parse(dict(contender.options))) or None
+        parsed = Options.parse(dict(contender.options))
+        given = {**numerics_config(parsed), **dict(parsed.inductor)} or None
         return torch.compile(model, backend=settings.compiler, options=given)
     options = {"dtype": settings.dtype, "compiler": settings.compiler, **dict(contender.options)}
     return torch.compile(model, backend="amp_fx", options=options)
+
+
+def with_openvino(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], settings: Settings
+) -> Callable[..., torch.Tensor]:
+    """A model that OpenVINO has converted and compiled for one call at a time."""
+    openvino = importlib.import_module("openvino")
+    with torch.no_grad():
+        converted = openvino.convert_model(model, example_input=inputs)
+    config = {
+        "INFERENCE_PRECISION_HINT": "bf16" if settings.dtype is torch.bfloat16 else "f16",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    request = openvino.Core().compile_model(converted, "CPU", config).create_infer_request()
+    arrays = [tensor.numpy() for tensor in inputs]
+    return lambda *_: torch.from_numpy(request.infer(arrays, share_outputs=True)[0])
 
 
 def region_of(contender: Contender, settings: Settings) -> contextlib.AbstractContextManager[Any]:

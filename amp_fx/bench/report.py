@@ -110,7 +110,8 @@ def print_footer(console: Console, report: Report) -> None:
     """Prints the meaning of the columns, and what has no figures."""
     console.print(
         "Speed-up: native's median by the contender's. To frozen, to limit: its median by that "
-        "of native-freezing, and of limit-freezing, or of limit where there is none.",
+        "of native-freezing, and of limit-freezing, or of limit where there is none. Error: norm "
+        "of the difference from eager float32's result, by that result's norm.",
         soft_wrap=True,
     )
     if any(m.peak_bytes is not None for _, c in report.comparisons for m in c.measured):
@@ -124,7 +125,7 @@ def comparison_table(case: str, comparison: Comparison) -> Table:
     """A row for each contender."""
     table = Table(title=f"{case}: {comparison.workload}", title_justify="left")
     table.add_column("contender")
-    for column in ("median", "IQR", "speed-up", "to frozen", "to limit", "memory"):
+    for column in ("median", "IQR", "speed-up", "to frozen", "to limit", "memory", "error"):
         table.add_column(column, justify="right")
     for measured in comparison.measured:
         inverse = comparison.ratio(NATIVE, measured.name)
@@ -136,6 +137,7 @@ def comparison_table(case: str, comparison: Comparison) -> Table:
             _ratio(comparison.ratio(measured.name, NATIVE_FROZEN)),
             _ratio(_to_limit(comparison, measured)),
             _bytes(measured.peak_bytes),
+            "-" if measured.error is None else f"{measured.error:.1e}",
         )
     return table
 
@@ -215,6 +217,7 @@ def _measured_as_json(comparison: Comparison, measured: Measured) -> dict[str, A
         "peak_bytes": measured.peak_bytes,
         "first_call": measured.first_call,
         "graphs": measured.num_graphs,
+        "error": measured.error,
     }
 
 

@@ -7,14 +7,18 @@ which waits for the accelerator, and the samples are torch's ``Measurement``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import timeit
 from typing import TYPE_CHECKING
 
+import torch
 from torch.utils import benchmark
 
+from amp_fx.bench.other_process import OtherProcess
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.utils.benchmark import Measurement
 
@@ -24,6 +28,19 @@ BLOCK_SECONDS = 0.05
 """How long a timed block takes at least: far above a clock's grain and a wake-up's cost."""
 MAX_STEPS = 2000
 WARM_UP_CALLS = 3
+THREADS = (1, 2)
+"""Numbers of threads with which inference is timed."""
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Runs kernels on so many threads. Inductor compiles its loops for that number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measurement(name: str, seconds: Sequence[float], steps: int = 1) -> Measurement:
@@ -62,8 +79,11 @@ def time_in_turns(
     """
     before = before or {}
     num_steps = {name: steps or _steps_per_block(run, clock) for name, run in runs.items()}
-    blocks = {}
+    blocks: dict[str, timeit.Timer | OtherProcess] = {}
     for name, run in runs.items():
+        if isinstance(run, OtherProcess):  # times itself
+            blocks[name] = run
+            continue
         # What ran before has taken the processor's caches: a block of several calls begins warm.
         warm = run if num_steps[name] > 1 else "pass"
         blocks[name] = timeit.Timer(run, before.get(name, warm), timer=clock)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from torch._inductor import aoti_compile_and_package, freezing
+import functools
+import types
+from typing import Any
+
+import torch
+from torch._inductor import aoti_compile_and_package, freezing, ir
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
+from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate, expand_bias
+from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec, create_micro_gemm
+from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
@@ -23,8 +31,9 @@ from torch._inductor.lowering import (
 from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper
-from torch._inductor.utils import fresh_cache
-from torch._inductor.virtualized import ops
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.utils import Placeholder, fresh_cache, parallel_num_threads
+from torch._inductor.virtualized import V, ops
 from torch.utils._triton import has_triton
 
 __all__ = (
@@ -56,3 +65,63 @@ __all__ = (
     "tuned_bmm",
     "view_to_reshape",
 )
+
+
+def few_rows_block(rows: int, columns: int, depth: int) -> int | None:
+    """Returns the columns of a block of the C++ template's weight, if it computes in float32.
+
+    Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of
+    the graph but ``sizevars``.
+    """
+    graph: Any = types.SimpleNamespace(sizevars=SizeVarAllocator())
+    with V.set_graph_handler(graph):
+        kernel = _micro_gemm(rows, columns, depth)
+    is_plain = type(kernel) is CppMicroGemmFP32Vec
+    return kernel.register_blocking.block_n if is_plain else None
+
+
+def _micro_gemm(rows: int, columns: int, depth: int) -> Any:
+    dtypes = {
+        "input_dtype": torch.bfloat16,
+        "input2_dtype": torch.bfloat16,
+        "output_dtype": torch.float32,
+        "compute_dtype": torch.float32,
+    }
+    threads = parallel_num_threads()
+    return create_micro_gemm("", rows, columns, depth, **dtypes, num_threads=threads)
+
+
+def lower_few_rows_product(op: Any) -> None:
+    """Makes inductor lower an op to its C++ template with a weight that is blocked already.
+
+    Relies on ``CppGemmTemplate`` taking a blocked weight, as ``max_autotune`` passes it one, and on
+    ``CppTemplateBuffer``. ``CppTemplate.generate`` would generate the code twice, to time it.
+
+    Args:
+        op: Takes rows, the blocked weight, a bias or None, and the number of columns.
+    """
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(x: Any, blocked: Any, bias: Any, columns: int) -> Any:
+        x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
+        rows, depth = x.get_size()
+        inputs = [x, blocked]
+        if bias is not None:
+            inputs.append(expand_bias(ir.ExternKernel.realize_input(bias), x))
+        kernel = _micro_gemm(rows, columns, depth)
+        template: Any = CppGemmTemplate(
+            inputs,
+            ir.FixedLayout(x.get_device(), x.get_dtype(), [rows, columns]),
+            parallel_num_threads(),
+            kernel.register_blocking,
+            has_bias=bias is not None,
+            name=type(kernel).__name__,
+        )
+
+        def make_render(node: Any, **kwargs: Any) -> Any:
+            name = str(Placeholder.KERNEL_NAME)
+            own = CppTemplateKernel(name, template.num_threads)  # type: ignore[no-untyped-call]
+            return own, functools.partial(own.render, template, template_buffer_node=node, **kwargs)
+
+        buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)
+        return ir.TensorBox.create(buffer)

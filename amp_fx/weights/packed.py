@@ -21,6 +21,7 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
+from amp_fx.weights.few_rows import block_few_rows
 from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
@@ -149,6 +150,7 @@ def compile_packed(
     compile_graph: Callable[..., Any],
     *,
     folds_batch_norm: bool = False,
+    chooses_kernels: bool = False,
     check: Check | None = None,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
@@ -162,6 +164,9 @@ def compile_packed(
         compile_graph: Inductor's ``compile_fx_inner`` or an equivalent function.
         folds_batch_norm: Whether batch norms are folded into the weights of convolutions. This
             changes roundings.
+        chooses_kernels: Whether products may add up in another order than each of them does in
+            oneDNN: products of few rows in inductor's C++ template (``few_rows``), and products of
+            one input as one product.
         check: Raises ``CannotPackError`` for a packed graph that must not be compiled.
         **kwargs: Other arguments of the inner compiler.
 
@@ -174,7 +179,13 @@ def compile_packed(
     """
     with _compiling_constants():
         constants, taken, layout_opt = pack(
-            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm, check=check
+            gm,
+            example_inputs,
+            weights,
+            names,
+            folds_batch_norm=folds_batch_norm,
+            chooses_kernels=chooses_kernels,
+            check=check,
         )
         inputs = [example_inputs[i] for i in taken]
         new_positions = {position: i for i, position in enumerate(taken)}
@@ -230,10 +241,13 @@ def pack(
     names: Mapping[int, str],
     *,
     folds_batch_norm: bool,
+    chooses_kernels: bool,
     check: Check | None = None,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
     """Edits a graph with the freezing passes, in the order of ``fw_compiler_freezing``.
+
+    Relies on ``cpp.enable_concat_linear``, which turns on a pattern that joins products.
 
     Returns:
         The constants, the positions of the remaining inputs, and inductor's layout decision.
@@ -246,6 +260,7 @@ def pack(
         record_has_frozen_params,
         view_to_reshape,
     )
+    from amp_fx.torch_private.inductor_config import config
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = written_inputs(gm)
@@ -263,9 +278,13 @@ def pack(
             constants.put(node, weight, copy)
         gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
+        if chooses_kernels:
+            constants.fold(gm)
+            block_few_rows(gm.graph)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
+            config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
         ):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)

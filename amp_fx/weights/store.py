@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.devices.huge_pages import in_huge_pages
 from amp_fx.torch_private.kernels import foreach_copy_
+from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import Entry, compute, computing_values, copied_into, read_only
@@ -206,6 +208,7 @@ class Store:
         weights = entry.weights()
         if weights is not None and entry.value is None:
             entry.slot.adopt(started, positions)
+            value = _moved(entry, value, weights)
             engine().finish((entry.slot,), (value,))
             entry.set_value_bytes(value, weights)
 
@@ -262,7 +265,7 @@ class Store:
             entry.is_in_foreach_copy = is_small and strides == weight.stride()
         else:
             value = compute(entry.spec, weights)
-            value = value if old is None else copied_into(old, value)
+            value = _moved(entry, value, weights) if old is None else copied_into(old, value)
         entry.set_value_bytes(value, weights)
         return value
 
@@ -326,6 +329,14 @@ class Store:
                 break
             if entry.num_bytes and entry not in spared_entries:
                 self.drop(entry)
+
+
+def _moved(entry: Entry, value: Any, weights: Weights) -> Any:
+    """Returns a new value, in huge pages if it is one large tensor with memory of its own."""
+    if entry.spec.is_alias or isinstance(value, tuple):
+        return value
+    is_view = value.layout is torch.strided and data_address(value) in map(data_address, weights)
+    return value if is_view else in_huge_pages(value)
 
 
 def _evict_code(entries: Iterable[Entry]) -> None:

@@ -23,7 +23,7 @@ from amp_fx.bench import compare as comparing
 from amp_fx.bench import compile_worker
 from amp_fx.bench import report as reports
 from amp_fx.bench.__main__ import main
-from amp_fx.bench.cases import CASES, compile_time, models, overhead, serving
+from amp_fx.bench.cases import CASES, compile_time, inference, models, overhead
 from amp_fx.bench.compare import Comparison, Figure, Measured, MemoryMeter, compare
 from amp_fx.bench.contenders import (
     AMP_FX,
@@ -33,14 +33,18 @@ from amp_fx.bench.contenders import (
     LIMIT,
     NAMES,
     NATIVE,
+    OPENVINO,
     UNCACHED,
+    ZENTORCH,
     Workload,
+    contenders_of,
     prepare,
     with_own_code,
 )
+from amp_fx.bench.other_process import OtherProcess
 from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import measurement, time_in_turns
-from amp_fx.demo.models import MLP
+from amp_fx.bench.timing import THREADS, measurement, time_in_turns
+from amp_fx.demo.models import MLP, LoopedCell
 from tests import needs
 from tests.bench import lean
 from tests.bench.lean import POLICIES
@@ -271,6 +275,107 @@ def test_lean_is_compared_with_the_default_policy() -> None:
         assert figures[f"{task}: lean's mean less torch's"] == pytest.approx(losses[1] - losses[0])
         spread = figures[f"{task}: ... from the least to the most"]
         assert spread > 0, "seeds are different runs"
+
+
+IN_TORCH = dataclasses.replace(BY_NAME["float32"], name="other", package="torch")
+"""Eager float32 in a process of its own."""
+
+MISSING = dataclasses.replace(BY_NAME[ZENTORCH], package="no_such_package")
+
+
+def test_another_process_computes_the_same_and_times_itself() -> None:
+    workload = Workload("w", functools.partial(MLP, 8, 2), (torch.randn(2, 8),))
+    contenders = [BY_NAME["float32"], IN_TORCH, MISSING]
+    comparison, _ = compare(workload, TINY, ignore, contenders)
+    here, there = comparison.measured
+    assert (here.error, there.error) == (0.0, 0.0)
+    assert there.timing.median > 0
+    assert comparison.failures.keys() == {ZENTORCH}
+    assert "no_such_package" in comparison.failures[ZENTORCH]
+
+
+def test_another_process_runs_as_often_as_it_is_told() -> None:
+    steps = torch.randn(40, 1, 64)
+    workload = Workload("w", functools.partial(LoopedCell, 64), (steps,))
+    other = OtherProcess(IN_TORCH, workload, TINY)
+    other()
+    assert min(other.timeit(40) for _ in range(3)) > 5 * min(other.timeit(1) for _ in range(3))
+
+
+def test_packages_that_are_not_installed_take_part_only_if_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    [workload, *_] = models.mlp(TINY)
+    inductor = dataclasses.replace(TINY, compiler="inductor")
+    named = dataclasses.replace(inductor, contenders=(OPENVINO, NATIVE))
+    assert {OPENVINO, ZENTORCH}.isdisjoint(c.name for c in contenders_of(workload, inductor))
+    assert [c.name for c in contenders_of(workload, named)] == [NATIVE, OPENVINO]
+
+
+def test_errors_are_those_beside_eager_float32() -> None:
+    workload = Workload("w", functools.partial(MLP, 64, 2), (torch.randn(2, 64),))
+    contenders = [BY_NAME[name] for name in ("float32", "autocast", LIMIT)]
+    comparison, _ = compare(workload, TINY, ignore, contenders)
+    exact, *low = [measured.error for measured in comparison.measured]
+    assert exact == 0
+    assert all(error is not None and 1e-4 < error < 2e-2 for error in low)
+    assert all(
+        c["error"] == m.error
+        for c, m in zip(
+            reports._comparison_as_json("w", comparison)["contenders"],
+            comparison.measured,
+            strict=True,
+        )
+    )
+
+
+def test_the_fastest_contender_is_as_exact_as_amp_fx() -> None:
+    samples = {
+        AMP_FX: (2.0, 0.004),
+        "amp_fx-autotune": (1.0, 0.004),
+        NATIVE: (4.0, 0.004),
+        ZENTORCH: (3.0, 0.005),
+        OPENVINO: (2.5, 0.009),
+        LIMIT: (1.5, 0.004),
+    }
+    measured = tuple(
+        Measured(name, measurement(name, [seconds]), error=error)
+        for name, (seconds, error) in samples.items()
+    )
+    assert comparing._fastest_as_exact(Comparison("w", measured)) == ZENTORCH
+    assert comparing._fastest_as_exact(Comparison("w", measured[1:])) is None
+
+
+def test_times_are_compared_with_reading_the_weights() -> None:
+    settings = dataclasses.replace(TINY, contenders=(AMP_FX,))
+    [workload] = models.gpt_decode(settings)
+    comparison, figures = compare(workload, settings, ignore)
+    values = {figure.name.removeprefix(f"{workload.name}: "): figure.value for figure in figures}
+    limit = values["reading as many bytes as its weights have"]
+    assert values["the bandwidth of that"] == pytest.approx(workload.weight_bytes / limit / 1e6)
+    share = values["amp_fx, share of that bandwidth"]
+    assert 0 < share < 1
+    assert [measured.name for measured in comparison.measured] == [AMP_FX]
+    matrices = [p for p in workload.build().parameters() if p.dim() == 2]
+    *_, position = sorted(matrices, key=lambda p: p.shape == (8, 16))
+    assert workload.weight_bytes == 2 * sum(p.numel() for p in matrices if p is not position)
+
+
+def test_inference_has_every_model_with_each_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inference, "THREADS", (1,))
+    settings = dataclasses.replace(TINY, contenders=(AMP_FX, LIMIT), repeats=1, layers=1)
+    outcomes = list(inference.run(settings, ignore))
+    comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
+    expected = [f"{workload.name}, 1 thread" for workload in inference.workloads(settings)]
+    assert [comparison.workload for comparison in comparisons] == expected
+    for comparison in comparisons:
+        [measured] = comparison.measured
+        assert (measured.name, comparison.failures) == (AMP_FX, {})
+        assert measured.error is not None
+        assert measured.error < 0.02
 
 
 def test_pictures_show_what_they_are_said_to(rng: torch.Generator) -> None:
@@ -621,7 +726,7 @@ def test_serving_has_percentiles_and_throughputs_for_each_number_of_threads() ->
     outcomes = list(CASES["serving"].run(TINY, ignore))
     assert torch.get_num_threads() == before
     figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
-    assert len(figures) == len(outcomes) == len(serving.THREADS) * (2 * 3 + 2 + 1)
+    assert len(figures) == len(outcomes) == len(THREADS) * (2 * 3 + 2 + 1)
     for threads in ("1 thread", "2 threads"):
         what = f"Linear(16) x6, batch 1, {threads}"
         for name in (NATIVE, AMP_FX):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.overrides import BaseTorchFunctionMode
 
+import amp_fx.weights.few_rows  # noqa: F401 (registers an op)
 from amp_fx.torch_private import (
     aot_autograd,
     dynamo,
@@ -369,6 +370,21 @@ def test_the_scheduler_forgets_renamed_buffers_in_this_method() -> None:
 def test_templates_pass_their_inputs_through_this_class() -> None:
     names = inspect.signature(inductor.DataProcessorChoiceCallerWrapper.__init__).parameters
     assert {"wrapped", "preprocessor", "postprocessor"} <= set(names)
+
+
+def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
+    blocks = {inductor.few_rows_block(1, columns, 64) for columns in (96, 64, 16)}
+    assert blocks in ({48, 32, 16}, {24, 16}, {None}), "AVX512, AVX2, others"
+
+
+def test_a_template_takes_a_blocked_weight() -> None:
+    """``tests/weights/test_few_rows.py`` compares results."""
+    parameters = inspect.signature(inductor.CppGemmTemplate.__init__).parameters
+    assert {"register_blocking", "has_bias", "should_block_weights"} <= set(parameters)
+    assert parameters["should_block_weights"].default is True
+    op = torch.ops.amp_fx.few_rows_product.default
+    inductor.lower_few_rows_product(op)
+    assert op in inductor.lowerings
 
 
 def test_the_modules_of_dynamo_are_not_imported_with_amp_fx() -> None:

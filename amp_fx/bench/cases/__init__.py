@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from amp_fx.bench.cases import compile_time, models, overhead, scaler, serving
+from amp_fx.bench.cases import compile_time, inference, models, overhead, scaler, serving
 from amp_fx.bench.compare import compare
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ CASES = {
     "vit": _workloads("a small vision Transformer, inference and training", models.vit),
     "conv": _workloads("shaped like ResNet-18, inference and training", models.conv),
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", models.lstm_cell),
+    "inference": Case("beside OpenVINO, zentorch and the rest, 1 and 2 threads", inference.run),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
     "overhead": Case("what a call and a refresh cost where 300 weights are cached", overhead.run),
     "fairness": Case(

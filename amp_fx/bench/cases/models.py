@@ -41,6 +41,7 @@ def gpt_decode(settings: Settings) -> Iterator[Workload]:
         functools.partial(Decoder, num_tokens, size),
         (token, torch.randn(shape, device=settings.device)),
         has_low_inputs=True,
+        weight_bytes=2 * size.width * (12 * size.depth * size.width + num_tokens),
     )
 
 

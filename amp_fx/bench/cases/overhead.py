@@ -100,7 +100,7 @@ def _refresh(
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
     what = f"refresh of {len(weights)} weights after a step, beside the copying"
     watch(what, 0, 1)
-    call = compiled(BY_NAME[UNFROZEN], model, settings)
+    call = compiled(BY_NAME[UNFROZEN], model, (), settings)
     lows = [weight.to(settings.dtype) for weight in weights]
     # Written by an op that optimizers call, and by no optimizer: hooks on its step may refresh,
     # outside of what is timed.

@@ -6,7 +6,6 @@ threads has models of its own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from torch.utils import benchmark
 
 from amp_fx.bench.compare import Figure
 from amp_fx.bench.contenders import AMP_FX, BY_NAME, NATIVE, Workload, prepare
-from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
+from amp_fx.bench.timing import THREADS, WARM_UP_CALLS, threads, time_in_turns
 from amp_fx.demo.models import MLP
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from amp_fx.bench.contenders import Run
     from amp_fx.bench.settings import Settings
 
-THREADS = (1, 2)
 CLIENTS = 8
 CALLS_PER_ROUND = 20
 PERCENTILES = (50, 95, 99)
@@ -41,21 +39,11 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     for num_threads in THREADS:
         what = f"{workload.name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
         watch(what, num_threads, 1 + len(THREADS))
-        with _threads(num_threads):
+        with threads(num_threads):
             calls = {name: _compiled(name, workload, settings) for name in names}
             yield from _latencies(what, calls, num_threads, settings.repeats)
             yield from _throughputs(f"{what}, {CLIENTS} clients", calls, settings.repeats)
         torch.compiler.reset()
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _compiled(name: str, workload: Workload, settings: Settings) -> Run:

@@ -1,0 +1,137 @@
+"""Computes products of few rows by inductor's C++ template, from weights in its blocks.
+
+Before:
+    %y = aten.addmm(%bias, %x, %weight)       # %x has few rows, %weight is a constant
+After:
+    %padded  = aten.constant_pad_nd(%weight, [0, 15])
+    %blocks  = aten.reshape(%padded, [768, 1048, 48])
+    %moved   = aten.permute(%blocks, [1, 0, 2])
+    %blocked = aten.clone(%moved, memory_format=torch.contiguous_format)
+    %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257)
+
+A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels
+read a packed weight at half of the bandwidth that the template reaches. Constant folding computes
+the blocks, once per update of the weight.
+
+With ``max_autotune`` inductor would find the template by timing it in every process, and compute
+the blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to
+time: the rule is that of ``takes_template``.
+
+Left alone on purpose: small weights, which stay in the processor's caches; many rows, for which
+oneDNN's kernels are faster; sizes that are symbolic; other devices, and processors with other
+kernels for bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.torch_private.inductor import few_rows_block, lower_few_rows_product
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import fx
+
+aten = torch.ops.aten
+
+MAX_ROWS = 4
+MIN_WEIGHTS = 2**16
+"""Elements of a weight from which on the template is faster."""
+
+_library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "few_rows_product(Tensor x, Tensor blocked, Tensor? bias, int columns) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "few_rows_product", "CompositeExplicitAutograd")
+def few_rows_product(
+    x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    """Multiplies rows by a blocked weight, as generated code does but for roundings.
+
+    Args:
+        x: Rows, ``[rows, depth]``.
+        blocked: The weight, ``[blocks, depth, columns of a block]``.
+        bias: Is added to each row; ``[columns]``.
+        columns: The number of columns without padding.
+    """
+    weight = blocked.transpose(0, 1).flatten(1)[:, :columns]
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+@functools.cache
+def _lower() -> None:
+    lower_few_rows_product(torch.ops.amp_fx.few_rows_product.default)
+
+
+def block_few_rows(graph: fx.Graph) -> int:
+    """Rewrites a graph in place.
+
+    Args:
+        graph: A graph whose constants are ``get_attr`` nodes.
+
+    Returns:
+        The number of products that were rewritten.
+    """
+    products = [
+        product
+        for op in (aten.mm.default, aten.addmm.default)
+        for product in graph.find_nodes(op="call_function", target=op)
+        if _block(graph, product)
+    ]
+    if products:
+        _lower()
+        graph.lint()
+    return len(products)
+
+
+def _block(graph: fx.Graph, product: fx.Node) -> bool:
+    """Rewrites one product if the template is faster; returns True if it did."""
+    *bias, x, weight = cast("Sequence[fx.Node]", product.args)
+    if product.kwargs or weight.op != "get_attr":
+        return False
+    columns = VALUE.of(product).size(1)
+    depth = VALUE.of(weight).size(0)
+    block = takes_template(VALUE.of(product), depth)
+    if block is None or any(VALUE.of(b).shape != (columns,) for b in bias):
+        return False
+    padding = -columns % block
+    with graph.inserting_before(product):
+        padded = graph.call_function(aten.constant_pad_nd.default, (weight, [0, padding]))
+        sizes = [depth, (columns + padding) // block, block]
+        blocks = graph.call_function(aten.reshape.default, (padded, sizes))
+        moved = graph.call_function(aten.permute.default, (blocks, [1, 0, 2]))
+        blocked = graph.call_function(
+            aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}
+        )
+        replaced = graph.call_function(
+            torch.ops.amp_fx.few_rows_product.default,
+            (x, blocked, bias[0] if bias else None, columns),
+        )
+    replaced.meta = dict(product.meta)
+    product.replace_all_uses_with(replaced)
+    graph.erase_node(product)
+    return True
+
+
+def takes_template(product: torch.Tensor, depth: int) -> int | None:
+    """Returns the columns of a block of the weight; None if oneDNN is as fast or faster.
+
+    Args:
+        product: The result, ``[rows, columns]``.
+        depth: How many elements are added up.
+    """
+    sizes = *product.shape, depth
+    is_bfloat16 = product.device.type == "cpu" and product.dtype is torch.bfloat16
+    if not is_bfloat16 or any(not isinstance(size, int) for size in sizes):
+        return None
+    rows, columns, depth = sizes
+    if rows > MAX_ROWS or columns * depth < MIN_WEIGHTS:
+        return None
+    return few_rows_block(rows, columns, depth)

@@ -1,0 +1,197 @@
+"""Products of few rows, which inductor's C++ template computes from blocked weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from amp_fx import weight_cache
+from amp_fx.bench.timing import threads
+from amp_fx.torch_private.dynamo import counters
+from amp_fx.torch_private.inductor import few_rows_block
+from amp_fx.weights import few_rows
+from amp_fx.weights.few_rows import MAX_ROWS, MIN_WEIGHTS, block_few_rows
+from tests import needs
+from tests.weights.keeping import FROZEN, Way, batch, check, make_line
+from tests.weights.test_template_constants import WRITES, held
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    needs.FROZEN_GRAPHS,
+    needs.PACKING,
+    pytest.mark.skipif(
+        few_rows_block(1, 512, 512) is None, reason="the template has another kernel here"
+    ),
+]
+
+aten = torch.ops.aten
+
+SHARED = [HealthCheck.function_scoped_fixture]
+"""All examples may share the fixture: it sets the same value."""
+
+
+@pytest.fixture(autouse=True)
+def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "MIN_WEIGHTS", 0)
+
+
+def integers(*sizes: int, seed: int) -> torch.Tensor:
+    """Numbers whose sums of products are exact in bfloat16, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, sizes, generator=generator).float()
+
+
+def blocked() -> list[weight_cache.KeptValue]:
+    return [v for v in weight_cache.stats().values if "constant_pad_nd" in v.ops]
+
+
+def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.GraphModule:
+    """A product with a constant, as constant folding leaves it."""
+    gm = fx.GraphModule({"weight": weight}, fx.Graph())
+    if bias is not None:
+        gm.register_buffer("bias", bias)
+    gm.register_buffer("weight", weight)
+    x = gm.graph.placeholder("x")
+    x.meta["val"] = weight.new_empty(rows, weight.size(0))
+    args = [x, gm.graph.get_attr("weight")]
+    args[1].meta["val"] = weight
+    if bias is not None:
+        args.insert(0, gm.graph.get_attr("bias"))
+        args[0].meta["val"] = bias
+    op = aten.mm.default if bias is None else aten.addmm.default
+    product = gm.graph.call_function(op, tuple(args))
+    product.meta["val"] = weight.new_empty(rows, weight.size(1))
+    gm.graph.output(product)
+    gm.recompile()
+    return gm
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=SHARED)
+@given(
+    rows=st.integers(1, 8),
+    depth=st.integers(1, 70),
+    columns=st.integers(1, 200),
+    is_transposed=st.booleans(),
+    has_bias=st.booleans(),
+)
+def test_the_rewritten_graph_computes_the_same(
+    *, rows: int, depth: int, columns: int, is_transposed: bool, has_bias: bool
+) -> None:
+    weight = integers(depth, columns, seed=0).bfloat16()
+    if is_transposed:
+        weight = weight.t().contiguous().t()
+    gm = graph_of(rows, weight, integers(columns, seed=1).bfloat16() if has_bias else None)
+    x = integers(rows, depth, seed=2).bfloat16()
+    expected = gm(x)
+    assert block_few_rows(gm.graph) == (rows <= MAX_ROWS)
+    assert block_few_rows(gm.graph) == 0
+    gm.recompile()
+    assert torch.equal(gm(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float32, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "meta")]
+)
+def test_other_dtypes_and_devices_are_left_alone(dtype: torch.dtype, device: str) -> None:
+    weight = torch.ones(8, 8, dtype=dtype, device=device)
+    assert block_few_rows(graph_of(1, weight, None).graph) == 0
+
+
+def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "MIN_WEIGHTS", MIN_WEIGHTS)
+    side = int(MIN_WEIGHTS**0.5)
+    for columns in (side - 1, side):
+        gm = graph_of(1, torch.ones(side, columns).bfloat16(), None)
+        assert block_few_rows(gm.graph) == (side * columns >= MIN_WEIGHTS)
+
+
+def test_a_product_with_an_input_is_left_alone() -> None:
+    gm = graph_of(2, torch.ones(8, 8).bfloat16(), None)
+    [weight] = gm.graph.find_nodes(op="get_attr")
+    [product] = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
+    product.replace_input_with(weight, product.all_input_nodes[0])
+    assert block_few_rows(gm.graph) == 0
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
+@given(
+    rows=st.integers(1, MAX_ROWS),
+    depth=st.integers(40, 130),
+    columns=st.integers(40, 130),
+    has_bias=st.booleans(),
+    num_threads=st.sampled_from([1, 2]),
+)
+@torch.no_grad()
+def test_exact_sums_have_the_bits_of_eager_autocast(
+    *, rows: int, depth: int, columns: int, has_bias: bool, num_threads: int
+) -> None:
+    """Of weights with padding, and with an op that is fused into the template."""
+    layer = nn.Linear(depth, columns, bias=has_bias)
+    for parameter in layer.parameters():
+        parameter.copy_(integers(*parameter.shape, seed=depth))
+    model, x = nn.Sequential(layer, nn.ReLU()), integers(rows, depth, seed=columns)
+    torch._dynamo.reset()
+    weight_cache.clear()
+    with threads(num_threads):
+        result = torch.compile(model, backend="amp_fx")(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x).float()
+    assert len(blocked()) == 1
+    assert torch.equal(result, expected)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
+@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
+@torch.no_grad()
+def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
+    model, _ = make_line()
+    program = FROZEN.compile(model)
+    FROZEN.warm(program, batch())
+    assert len(blocked()) >= len(model.layers)
+    for name, i in writes:
+        WRITES[name](model, i)
+        check(FROZEN, program, held(model), batch())
+
+
+@pytest.fixture
+def hits() -> Iterator[dict[str, int]]:
+    counters.clear()
+    yield counters["inductor"]
+    counters.clear()
+
+
+@torch.no_grad()
+def test_code_of_a_cache_on_disk_sees_writes(hits: dict[str, int]) -> None:
+    """A new process compiles nothing: ``reset`` stands for one."""
+    for factor in (1.0, -3.0):
+        torch._dynamo.reset()
+        model, _ = make_line()
+        program = FROZEN.compile(model)
+        FROZEN.call(program, batch())
+        model.weight(1).mul_(factor)
+        check(FROZEN, program, held(model), batch())
+    assert hits["fxgraph_cache_hit"] >= 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way("strict", (("numerics", "strict"),)),
+        Way("eager", (("numerics", "eager"),)),
+        Way("tuned", (("max_autotune", True), ("max_autotune_gemm_backends", "ATEN"))),
+    ],
+    ids=lambda way: way.name,
+)
+def test_other_rules_hold_under_other_options(way: Way) -> None:
+    weight_cache.clear()
+    model, _ = make_line()
+    way.warm(way.compile(model), batch())
+    assert blocked() == []
