@@ -15,8 +15,8 @@ from amp_fx.errors import AccuracyError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.records import record_of
-from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
-from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.report import AccuracyReport, UnexaminedRecord
+from amp_fx.numerics.running import Request, caller_of, run_step
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
@@ -218,11 +218,6 @@ def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
     return dtype
 
 
-def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a caller of a step with which a module's paths begin at the module."""
-    return step.__call__ if isinstance(step, torch.nn.Module) else step
-
-
 def examine(
     step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
@@ -273,7 +268,6 @@ def report_of(
         not_examined=tuple(
             UnexaminedRecord(op, module, why) for (op, module), why in run.not_examined.items()
         ),
-        memory=MemoryRecord(run.predicted_bytes, run.num_bytes),
     )
 
 

@@ -99,7 +99,7 @@ class _Product:
     def compare_forward(self, result: torch.Tensor) -> None:
         """Measures the product, and has its node measure the backward."""
         mode, x, weight = self.mode, self.x, self.weight
-        place = mode.begin(KERNEL, [x, weight])
+        place = mode.place(KERNEL, [x, weight])
         with mode.paused(), below_everything():
             scaling = self.settings.forward
             call = self._call([x, weight], scaling)
@@ -110,12 +110,15 @@ class _Product:
         node, number = result.grad_fn, place[2]
         if node is not None and number is not None:
             mode.measured_nodes.add(number)
-            node.register_prehook(lambda _: mode.pause(True))
+            node.register_prehook(self._pause)
             node.register_hook(lambda grads, outer: self._compare_backward(grads, outer, number))
+
+    def _pause(self, _: Any) -> None:
+        self.mode.is_paused = True
 
     def _compare_backward(self, grads: Any, outer: Any, number: int) -> None:
         mode, grad = self.mode, outer[0]
-        mode.pause(False)
+        mode.is_paused = False
         site = mode.site_of(number)
         if self.x._version != self.version:
             why = "its input was written to before its backward"

@@ -152,29 +152,26 @@ class Places:
 
     def __init__(self, notes: CallNotes) -> None:
         self._notes = notes
-        self._last: tuple[int, str, Site] | None = None
+        self._last: tuple[int, Site] = (-1, Site())
         self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
         """The outermost modules that were called, by ``id``, with their names."""
 
     def here(self, kernel: str) -> Site:
         """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
-        if self._notes.function is not None and self._last is not None:
-            number, name, site = self._last
-            if number == self._notes.number and name == kernel:
-                return site
-        stack = current_stack()
-        self._note_root(stack)
-        file, line = _user_line(sys._getframe(1))
-        site = Site(
-            module=name_of(stack),
-            module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
-            op=policy_op(self._notes.function, kernel),
-            file=file,
-            line=line,
-            code=linecache.getline(file, line).strip() if file else "",
-        )
-        self._last = (self._notes.number, kernel, site)
-        return site
+        number, site = self._last
+        if self._notes.function is None or number != self._notes.number:
+            stack = current_stack()
+            self._note_root(stack)
+            file, line = _user_line(sys._getframe(1))
+            site = Site(
+                module=name_of(stack),
+                module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
+                file=file,
+                line=line,
+                code=linecache.getline(file, line).strip() if file else "",
+            )
+            self._last = (self._notes.number, site)
+        return site._replace(op=policy_op(self._notes.function, kernel))
 
     def _note_root(self, stack: ModuleStack) -> None:
         """Remembers the outermost module that is being called, to name its parameters."""

@@ -23,7 +23,7 @@ from amp_fx.numerics.suspects import (
     policy_of_ranges,
     policy_of_suspects,
 )
-from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
+from amp_fx.reports import Report, as_plain, dtype_cell, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -175,7 +175,6 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
     for missing in report.not_examined[:MOST]:
         where = f" in {missing.module}" if missing.module else ""
         lines.append(f"not examined: {missing.op}{where}: {missing.why}")
-    lines.append(f"took {human(report.memory.actual)} of memory")
     return [Text(line) for line in lines]
 
 
@@ -188,21 +187,8 @@ def _scale_words(report: AccuracyReport) -> str:
 
 MOST_FORETOLD = 2.0
 """How many times the error of the loss its first order may be off by."""
-SCHEMA = 1
+SCHEMA = 2
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryRecord:
-    """Memory of shadows and errors at the end of the forward, in bytes.
-
-    Attributes:
-        predicted: As the run before without shadows foretold it; 0 if there was none.
-        actual: As it was.
-    """
-
-    predicted: int
-    actual: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +225,6 @@ class AccuracyReport(Report):
             low gradients are flushed and the largest has two bits of room; None if there is
             no such scale, or no such gradient.
         not_examined: What could not be examined.
-        memory: What examining took.
         num_batches: How many batches were added up.
     """
 
@@ -259,7 +244,6 @@ class AccuracyReport(Report):
     gradients: tuple[GradientRecord, ...]
     suggested_scale: tuple[float, float] | None
     not_examined: tuple[UnexaminedRecord, ...]
-    memory: MemoryRecord
     num_batches: int = 1
 
     @functools.cached_property

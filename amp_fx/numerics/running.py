@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from amp_fx.errors import AccuracyError
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.places import CallNotes
+from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.shadow import (
     below_everything,
@@ -24,8 +24,7 @@ from amp_fx.numerics.shadow import (
     tensors_in,
     unwrapped,
 )
-from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
-from amp_fx.reports import human
+from amp_fx.numerics.state import StateGuard, guard_of
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from amp_fx.numerics.mode import ShadowMode
     from amp_fx.numerics.records import Seen
-
-log = logging.getLogger(__name__)
 
 
 def backward(
@@ -271,9 +268,8 @@ class Run:
         gradients: Those of leaves.
         not_examined: Ops that could not be, with their modules and the reasons.
         is_probed: Whether a random direction of the outputs stands for a loss.
+        num_healed: How many results overflowed, and were repaired.
         is_repeatable: Whether two runs gave the same loss; None if there was one only.
-        predicted_bytes: Memory of shadows and errors at the end of the forward, as foretold.
-        num_bytes: The same, as it was.
     """
 
     seen: list[Seen]
@@ -284,9 +280,8 @@ class Run:
     gradients: list[GradientRecord]
     not_examined: dict[tuple[str, str], str]
     is_probed: bool
-    is_repeatable: bool | None
-    predicted_bytes: int
-    num_bytes: int
+    num_healed: int
+    is_repeatable: bool | None = None
 
 
 def run_step(
@@ -295,13 +290,20 @@ def run_step(
     """Runs a step under the shadow."""
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
-        plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
-        if plain is not None:
-            guard.refuse_other_dtypes()
-            log.info("examining takes about %s more memory", human(plain.num_bytes))
-            guard.restore()
-            rewind()
-        return _shadow_run(step, args, kwargs, request, guard, plain)
+        if request.is_brief:
+            return _shadow_run(step, args, kwargs, request, guard)
+        with request.region(), CallNotes(), Recorder(guard):
+            loss = loss_of(step(*args, **kwargs), request.loss)
+        plain = None if loss is None else float(loss.detach())
+        guard.refuse_other_dtypes()
+        guard.restore()
+        rewind()
+        run = _shadow_run(step, args, kwargs, request, guard)
+    if run.num_healed:
+        run.low_loss = plain
+    else:
+        run.is_repeatable = str(plain) == str(run.low_loss)  # a NaN is equal to itself
+    return run
 
 
 @contextlib.contextmanager
@@ -331,35 +333,9 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
             rewind_python()
 
 
-@dataclasses.dataclass
-class _Plain:
-    """The outcome of running the step as it is."""
-
-    loss: float | None
-    num_bytes: int
-
-
-def _plain_run(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: Request,
-    guard: StateGuard,
-    rewind: Callable[[], None],
-) -> _Plain:
-    """Runs the step as it is; without a count of memory inside of ``torch.func``."""
-    mode = GuardMode(guard, request.reference)
-    try:
-        with request.region(), mode.counting_saved(), CallNotes(), mode:
-            loss = loss_of(step(*args, **kwargs), request.loss)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        guard.restore()
-        rewind()
-        with request.region(), CallNotes(), mode:
-            loss = loss_of(step(*args, **kwargs), request.loss)
-    return _Plain(None if loss is None else float(loss.detach()), mode.num_bytes)
+def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a caller of a step with which a module's paths begin at the module."""
+    return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -381,7 +357,6 @@ def _shadow_run(
     kwargs: dict[str, Any],
     request: Request,
     guard: StateGuard,
-    plain: _Plain | None,
 ) -> Run:
     mode = Float8ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
     listen(mode)
@@ -394,31 +369,22 @@ def _shadow_run(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
             "that makes a scalar of what the step returns"
         )
-    roundings = [r for several in mode.roundings.values() for r in several]
-    num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
     low, reference, magnitude = _values_of(mode, loss)
     with below_everything():
         compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
     gradients = backward(mode, loss, floats, request.scale)
-    is_same = None if plain is None or mode.num_healed else _is_same(plain.loss, low)
     return Run(
         seen=mode.seen,
-        low_loss=plain.loss if plain is not None and mode.num_healed else low,
+        low_loss=low,
         reference_loss=reference,
         loss_magnitude=magnitude,
         output_error=output_error,
         gradients=gradients,
         not_examined=mode.not_examined,
         is_probed=loss is None,
-        is_repeatable=is_same,
-        predicted_bytes=plain.num_bytes if plain is not None else 0,
-        num_bytes=num_bytes,
+        num_healed=mode.num_healed,
     )
-
-
-def _is_same(one: float | None, other: float | None) -> bool:
-    return one == other or (one != one and other != other)
 
 
 def _float_outputs(outputs: Any) -> list[torch.Tensor]:

@@ -28,21 +28,14 @@ from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
-from amp_fx.numerics.entry import (
-    Asked,
-    caller_of,
-    device_type_of,
-    examine,
-    low_dtype_of,
-    name_of,
-    scale_for,
-)
+from amp_fx.numerics.entry import Asked, device_type_of, examine, low_dtype_of, name_of, scale_for
 from amp_fx.numerics.places import CallNotes, is_inside
+from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, number
-from amp_fx.numerics.running import loss_of, undisturbed
+from amp_fx.numerics.running import caller_of, loss_of, undisturbed
 from amp_fx.numerics.search_result import Evaluation, SearchResult
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import GuardMode, guard_of, modules_of
+from amp_fx.numerics.state import guard_of, modules_of
 from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
@@ -554,7 +547,7 @@ class _Search:
             notes = CallNotes if is_eager else contextlib.nullcontext
             modes.enter_context(notes())
             if is_eager:
-                modes.enter_context(GuardMode(guard, torch.float32))
+                modes.enter_context(Recorder(guard))
             with region, notes():
                 outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
             return self._with_gradients(outputs)

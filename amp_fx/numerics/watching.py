@@ -18,9 +18,9 @@ import torch
 from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
-from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
+from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, report_of
 from amp_fx.numerics.records import number, share
-from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.running import Request, caller_of, run_step
 from amp_fx.numerics.shadow import random_state, tensors_in, unseen_writes
 from amp_fx.torch_private import pytree
 

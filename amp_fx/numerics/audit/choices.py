@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.recording import Event, Marks, Rule
+from amp_fx.numerics.audit.recording import Event, Rule
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import is_move
-from amp_fx.numerics.shadow import address_of
+from amp_fx.numerics.storages import Marks, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,11 +13,12 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.places import short_path
-from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
 from amp_fx.numerics.mode import PRODUCTS
 from amp_fx.numerics.shadow import MOVES
+from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

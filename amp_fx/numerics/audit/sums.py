@@ -11,8 +11,10 @@ import torch.distributed
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
-from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.shadow import is_custom
+from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,7 +154,8 @@ class CollectiveRule(Rule):
             f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
             f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
         )
-        site = event.site if event.site.file else self._mode.here()
+        is_known = event.site.file and not is_custom(event.node)
+        site = event.site if is_known else self._mode.here()
         self._found.append(new_finding("reduction_low", site, message))
 
     def findings(self) -> Iterator[Finding]:

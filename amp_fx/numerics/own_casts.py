@@ -1,6 +1,6 @@
-"""Runs modules that amp_fx compiled with the casts that the backend inserts.
+"""Runs eagerly what amp_fx compiled, with the casts that the backend inserts.
 
-An audit runs compiled code eagerly. Under ``torch.autocast`` and in modules of ``amp_fx.compile``
+Under ``torch.autocast`` and in modules of ``amp_fx.compile``
 the casts are those of the region. ``torch.compile(model, backend="amp_fx")`` casts without a
 region; here it gets one for each call.
 """
@@ -15,6 +15,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_fx.front.settings import RegionSettings
+from amp_fx.numerics.running import caller_of
 from amp_fx.numerics.shadow import backend_of, compiled_with
 from amp_fx.options import Options
 from amp_fx.regions.state import nesting
@@ -35,7 +36,7 @@ def settings_of(compiled: Any) -> RegionSettings | None:
 
 
 _ABOUT_HOOKS = ("Using `torch.compile.module.` when there are global", "steps of .* run eagerly")
-"""Warnings about hooks that are the audit's own."""
+"""Warnings about hooks that are our own."""
 
 
 @contextlib.contextmanager
@@ -71,7 +72,19 @@ def regions_of_compiled_modules() -> Iterator[None]:
             handle.remove()
 
 
-def in_own_region(step: Callable[..., Any], target: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what was compiled, with the backend's region if the step is a compiled function."""
-    settings = None if isinstance(step, torch.nn.Module) else settings_of(step)
-    return target if settings is None else settings.wrap(target, None)
+def with_own_casts(
+    step: Callable[..., Any], target: Callable[..., Any], settings: RegionSettings
+) -> Callable[..., Any]:
+    """Returns a step to be run eagerly, in the region that it was compiled with.
+
+    Args:
+        step: The step.
+        target: What was compiled.
+        settings: The settings of ``amp_fx.compile``.
+    """
+    if getattr(step, "_amp_fx_settings", None) is not None:
+        return settings.wrap(caller_of(target), None)  # a variable would be part of paths
+    if isinstance(target, torch.nn.Module):
+        return caller_of(step)  # its region is entered as that of each compiled module
+    backend = settings_of(step)
+    return target if backend is None else backend.wrap(target, None)
