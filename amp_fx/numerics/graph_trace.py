@@ -60,7 +60,8 @@ def traced(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not is_rewritten:
-            return _compiler(trace, options, NO_FRAME)(gm, example_inputs)
+            plain: Callable[..., Any] = _compiler(trace, options, NO_FRAME)(gm, example_inputs)
+            return plain
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
         found = rewrite(gm, given, options, Reporting())
@@ -151,7 +152,7 @@ def _with_values(
             continue
         shown = place_of(node, frame)
         source = f"{short_path(shown.file)}:{shown.line}: {shown.code}" if shown.file else ""
-        made = _tensors_of(gm.graph, node)
+        made = _tensors_of(gm.graph, node, node.target)
         if made:
             origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
         for part in made:
@@ -165,14 +166,14 @@ def _with_values(
     return values, [() if n is None else origins.get(n, ()) for n in leaves]
 
 
-def _tensors_of(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+def _tensors_of(graph: fx.Graph, node: fx.Node, op: OpOverload) -> list[fx.Node]:
     """Returns nodes with the floating-point results of a node."""
     value = node.meta.get("val")
     if not isinstance(value, (tuple, list)):
         return [node] if is_traced(value) else []
     found = []
     last = node
-    for position, part in enumerate(traced_results(node.target, value)):
+    for position, part in enumerate(traced_results(op, value)):
         if is_traced(part):
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (node, position))

@@ -81,11 +81,11 @@ def compare_rows(
 class _Rows(NamedTuple):
     """The rows of a batch that one of its rows, run alone, is compared with."""
 
-    index: int
+    number: int
 
     def part(self, alone: TracedOp, batch: TracedOp) -> torch.Tensor | None:
         """Returns the part of a result; None if it is not comparable."""
-        return _rows(alone.shape, batch.values.reshape(batch.shape), self.index)
+        return _rows(alone.shape, batch.values.reshape(batch.shape), self.number)
 
 
 def _rows(shape: tuple[int, ...], batch: torch.Tensor, index: int) -> torch.Tensor | None:

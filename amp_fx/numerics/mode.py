@@ -393,7 +393,7 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
     return any(not bool(t.isfinite().all()) for t in floats)
 
 
-class ShadowMode(Recorder):
+class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs everything under it with a shadow."""
 
     def __init__(

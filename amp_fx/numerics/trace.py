@@ -183,7 +183,7 @@ def op_label(op: OpOverload) -> str:
     return str(op._schema.name.partition("::")[2].removesuffix("_"))
 
 
-class TraceMode(Recorder):
+class TraceMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a program as it is, and adds its results to a trace."""
 
     def __init__(self, guard: StateGuard, trace: Trace) -> None:

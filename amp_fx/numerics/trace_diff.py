@@ -159,8 +159,12 @@ class OpDifference:
 
     @property
     def is_rounding(self) -> bool:
-        """True if the op runs in one dtype, and differs by rounding or because its inputs do."""
-        return self.dtypes[0] == self.dtypes[1] and self.amplification <= ROUNDINGS
+        """True if the op runs in one dtype, and differs by rounding or because its inputs do.
+
+        True for results of the program: no inputs of theirs are known.
+        """
+        is_same_dtype = self.dtypes[0] == self.dtypes[1]
+        return is_same_dtype and (self.stage == "result" or self.amplification <= ROUNDINGS)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -188,7 +192,7 @@ class TraceDiff(Report):
     @property
     def amplifiers(self) -> tuple[OpDifference, ...]:
         """The ops that differ by more than rounding, the one that amplifies most first."""
-        found = [op for op in self.ops if not op.is_rounding and op.stage != "result"]
+        found = [op for op in self.ops if not op.is_rounding]
         return tuple(sorted(found, key=lambda op: -op.amplification))
 
     def to_dict(self) -> dict[str, Any]:

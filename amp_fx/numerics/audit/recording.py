@@ -157,7 +157,7 @@ class Uses:
         return tuple(sorted(found, key=lambda use: KINDS.index(use.what)))
 
 
-class AuditMode(Recorder):
+class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a step as it is, and shows each op to rules."""
 
     def __init__(self, guard: StateGuard, modules: list[torch.nn.Module]) -> None:
