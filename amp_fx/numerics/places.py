@@ -188,6 +188,36 @@ class Places:
 _CALL = code_of_module_calls()
 
 
+class Names:
+    """Paths of parameters and buffers, as the sites of ops have them.
+
+    Args:
+        places: Knows the modules that were called, and the variables that hold them.
+        modules: Other modules that the step knows.
+    """
+
+    def __init__(self, places: Places, modules: Iterable[torch.nn.Module]) -> None:
+        self._places, self._modules = places, list(modules)
+        self._paths: dict[int, str] = {}
+        self._num_roots = -1
+
+    def of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
+        """Returns the path of a parameter or buffer, or a default."""
+        if self._num_roots != len(self._places.roots):
+            self._num_roots = len(self._places.roots)
+            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
+            self._paths.clear()
+            for prefix, root in roots:
+                for name, value in (*root.named_parameters(), *root.named_buffers()):
+                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
+                    self._paths.setdefault(id(value), path)
+        return self._paths.get(id(tensor), default)
+
+    def module_of(self, tensor: torch.Tensor) -> str:
+        """Returns the path of the module of a parameter or buffer."""
+        return self.of(tensor).rpartition(".")[0]
+
+
 def _user_line(frame: FrameType | None) -> tuple[str, int]:
     """The innermost line on Python's stack that is neither torch's nor ours."""
     while frame is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from amp_fx.numerics.places import CallNotes, Places, Site
+from amp_fx.numerics.places import CallNotes, Names, Places, Site
 from amp_fx.numerics.shadow import (
     facts_of,
     is_custom,
@@ -28,7 +28,7 @@ from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import FrameType
 
     from amp_fx.numerics.state import StateGuard
@@ -40,11 +40,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
     is_paused = False
 
-    def __init__(self, guard: StateGuard) -> None:
+    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.notes = CallNotes()
         self.places = Places(self.notes)
+        self.names = Names(self.places, modules)
         self._site_of: dict[int, Site] = {}
         self._last_number = latest_node_number()
 

@@ -94,7 +94,7 @@ UNIT = {
 
 @dataclasses.dataclass(frozen=True)
 class OpRecord:
-    """One op of the dispatcher that ran, in one batch or in several.
+    """One op of the dispatcher that ran.
 
     Attributes:
         index: Its number, in the order in which ops ran.
@@ -109,8 +109,7 @@ class OpRecord:
         line: The line's number, or 0.
         code: The line's text.
         inputs: Numbers of the ops that made its inputs.
-        num_batches: How many batches the numbers are of.
-        numel: Elements of its results, in all batches.
+        numel: Elements of its results.
         local: Relative error (L2) of the op itself: against the reference on the same inputs.
         accumulated: Relative error (L2) against the reference program.
         accumulated_in: The largest such error of its inputs.
@@ -147,7 +146,6 @@ class OpRecord:
     line: int
     code: str
     inputs: tuple[int, ...]
-    num_batches: int
     numel: int
     local: float
     accumulated: float
@@ -299,24 +297,9 @@ def record_of(seen: Seen) -> OpRecord:
         **{name: getattr(seen, name) for name in _OF_SEEN},
         **{name: getattr(measures, name) for name in (*_COUNTS, *_ERRORS)},
         dtype=dtype_name(seen.dtype),
-        num_batches=1,
         accumulated_in=seen.error_in,
         effect_rms=math.sqrt(seen.effect_sq),
         norm=math.sqrt(measures.shadow_sq),
-    )
-
-
-def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
-    """The record of an op in two sets of batches: counts add up, errors are the larger ones."""
-    effects = [e for e in (ours.effect, theirs.effect) if e is not None]
-    return dataclasses.replace(
-        ours,
-        **{name: getattr(ours, name) + getattr(theirs, name) for name in ("num_batches", *_COUNTS)},
-        **{name: max(getattr(ours, name), getattr(theirs, name)) for name in (*_ERRORS, *_INPUTS)},
-        effect=sum(effects) if effects else None,
-        effect_rms=math.hypot(ours.effect_rms, theirs.effect_rms),
-        norm=math.hypot(ours.norm, theirs.norm),
-        is_origin=ours.is_origin or theirs.is_origin,
     )
 
 
@@ -328,7 +311,6 @@ _COUNTS = (
     *("numel", "overflows", "fills", "inherited", "poisoned", "singular"),
     *("flushed", "nonzero", "lost", "flips"),
 )
-_INPUTS = ("accumulated_in", "integers")
 _ERRORS = ("local", "accumulated", "max_abs")
 
 

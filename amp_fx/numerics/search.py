@@ -27,8 +27,15 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
-from amp_fx.front.settings import as_dtype, policy_for, unwrap
-from amp_fx.numerics.entry import Asked, device_type_of, examine, low_dtype_of, name_of, scale_for
+from amp_fx.numerics.entry import (
+    Asked,
+    asked_for,
+    device_type_of,
+    examine,
+    low_dtype_of,
+    name_of,
+    scale_for,
+)
 from amp_fx.numerics.places import CallNotes, is_inside
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, number
@@ -322,13 +329,7 @@ def search(
             reach (says what the best is), or the step differs by more than that from run to run.
         AccuracyError: When called: see ``amp_fx.accuracy``.
     """
-    target, given = unwrap(step, "amp_fx.search")
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
-        scale=scale_for(scale),
-    )
+    target, asked = asked_for(step, "amp_fx.search", dtype, policy, scale=scale_for(scale))
     options = _Options(
         tolerance=_tolerance(tolerance),
         metric=metric,

@@ -94,7 +94,7 @@ class OpGraph:
             if 0 < above < FEW_FLIPS:
                 found.add(node.index)
             if node.flips:
-                numel = max(1, math.prod(node.shape) * node.num_batches)
+                numel = max(1, math.prod(node.shape))
                 shares[node.index] = above or node.flips / numel
         return frozenset(found)
 
@@ -252,8 +252,7 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
 
 def _is_telling(node: OpRecord) -> bool:
     """Returns True if its error is one of numbers, and of so many that it is none by chance."""
-    is_long = node.numel // node.num_batches >= LEAST_ELEMENTS
-    return is_long and math.isfinite(node.accumulated)
+    return node.numel >= LEAST_ELEMENTS and math.isfinite(node.accumulated)
 
 
 def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
@@ -357,8 +356,7 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         if node.effect is not None and node.dtype in UNIT and not node.overflows:
             places.setdefault((node.module, node.label), []).append(node)
     for several in places.values():
-        batches = max(n.num_batches for n in several)
-        moved = sum(n.effect or 0.0 for n in several) / batches
+        moved = sum(n.effect or 0.0 for n in several)
         part = abs(moved) / loss
         threshold = max(EFFECT_UNITS * max(UNIT[n.dtype] for n in several), LEAST_EFFECT)
         threshold = threshold / 4 if len(several) >= MANY else threshold

@@ -9,12 +9,11 @@ import torch
 
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
-from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
-from amp_fx.front.settings import policy_for, unwrap
-from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
+from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.invariance import CAUSE, compare_rows
@@ -95,7 +94,7 @@ def verify(
         CompileTargetError: The step is neither a module nor a function.
         OptionError: An option is unknown or has a value that is not allowed.
     """
-    target, given = unwrap(step, "amp_fx.verify")
+    target, asked = asked_for(step, "amp_fx.verify", dtype, policy)
     own, dynamic = compiled_with(step)
     options = {**own, **(options or {})}
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -103,11 +102,6 @@ def verify(
     if optimizer is not None and steps < 1:
         raise OptionError(f"steps={steps!r}: at least one step is needed")
     Options.parse(options)
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
-    )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def verify_call(*args: Any, **kwargs: Any) -> VerifyReport:

@@ -284,19 +284,6 @@ def test_the_reference_may_be_float64(rng: torch.Generator) -> None:
     assert amp_fx.accuracy(step)(x).suspects == ()
 
 
-def test_batches_add_up() -> None:
-    net, (x, y) = Bare(), Bare.inputs()
-    one, other = amp_fx.accuracy(net)(x[:2], y[:2]), amp_fx.accuracy(net)(x[2:], y[2:])
-    both = amp_fx.accuracy(net)([(x[:2], y[:2]), (x[2:], y[2:])])
-    assert both.num_batches == 2
-    assert both.loss == (one.loss or 0) + (other.loss or 0)
-    assert both.predicted_error == pytest.approx(one.predicted_error + other.predicted_error)
-    assert len(both.nodes) == len(one.nodes)
-    assert both.nodes[0].numel == one.nodes[0].numel + other.nodes[0].numel
-    with pytest.raises(AccuracyError, match="one and the same step: dtype"):
-        one + amp_fx.accuracy(net, dtype="float16")(x, y)
-
-
 def test_only_some_modules() -> None:
     net, inputs = TinyGPT(), TinyGPT.inputs()
     report = amp_fx.accuracy(net, modules="h.1")(*inputs)

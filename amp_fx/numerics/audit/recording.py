@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.places import Places, Site
+    from amp_fx.numerics.places import Site
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
 
@@ -66,36 +66,6 @@ class Event:
     def floats(self) -> list[torch.Tensor]:
         """The floating-point inputs."""
         return [tensor for tensor in self.tensors if tensor.is_floating_point()]
-
-
-class Names:
-    """Paths of parameters and buffers, as the sites of ops have them.
-
-    Args:
-        places: Knows the modules that were called, and the variables that hold them.
-        modules: Other modules that the step knows.
-    """
-
-    def __init__(self, places: Places, modules: list[torch.nn.Module]) -> None:
-        self._places, self._modules = places, modules
-        self._paths: dict[int, str] = {}
-        self._num_roots = -1
-
-    def of(self, tensor: torch.Tensor) -> str:
-        """Returns the path of a parameter or buffer."""
-        if self._num_roots != len(self._places.roots):
-            self._num_roots = len(self._places.roots)
-            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
-            self._paths.clear()
-            for prefix, root in roots:
-                for name, value in (*root.named_parameters(), *root.named_buffers()):
-                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
-                    self._paths.setdefault(id(value), path)
-        return self._paths.get(id(tensor), "a leaf tensor")
-
-    def module_of(self, tensor: torch.Tensor) -> str:
-        """Returns the path of the module of a parameter or buffer."""
-        return self.of(tensor).rpartition(".")[0]
 
 
 class Rule:
@@ -160,9 +130,8 @@ class Uses:
 class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a step as it is, and shows each op to rules."""
 
-    def __init__(self, guard: StateGuard, modules: list[torch.nn.Module]) -> None:
-        super().__init__(guard)
-        self.names = Names(self.places, modules)
+    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module]) -> None:
+        super().__init__(guard, modules)
         self.regions = Regions(self.here)
         self.uses = Uses()
         self.rules: list[Rule] = []
