@@ -240,7 +240,7 @@ class GraphReader:
     def _input_place(self, node: fx.Node, kind: str) -> Place:
         """An argument stands at the root, a weight in the module that owns it."""
         owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
-        return Place(owner, "", "", 0, "")
+        return Place(owner)
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(

@@ -20,7 +20,7 @@ from amp_fx.tables.float8 import RECIPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.numerics.places import Site
+    from amp_fx.graphs.places import Place
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"
@@ -65,7 +65,7 @@ class _ProductCall(ShadowedCall):
     def compare(
         self,
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        place: tuple[str, Site, int | None],
+        place: tuple[str, Place, int | None],
         operands: list[tuple[torch.Tensor, Scaling]],
     ) -> None:
         """Compares the result with that in the reference program and on the same operands."""
@@ -76,8 +76,8 @@ class _ProductCall(ShadowedCall):
             is_rounded = RECIPES[self.recipe].has_power_of_two_scales
             data, _ = quantize(operand, scaling, -1, has_power_of_two_scales=is_rounded)
             is_nonzero = operand != 0
-            found.measures.flushed += int((is_nonzero & (data.float() == 0)).sum())
-            found.measures.nonzero += int(is_nonzero.sum())
+            found.flushed += int((is_nonzero & (data.float() == 0)).sum())
+            found.nonzero += int(is_nonzero.sum())
 
 
 @dataclasses.dataclass

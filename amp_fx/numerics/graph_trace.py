@@ -22,7 +22,7 @@ from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
-from amp_fx.graphs.places import place_of, short_path
+from amp_fx.graphs.places import Place, place_of
 from amp_fx.numerics.shadow import facts_of
 from amp_fx.numerics.trace import is_traced, op_label, traced_results
 from amp_fx.regions.module_stack import NO_FRAME
@@ -87,12 +87,12 @@ class _Value(NamedTuple):
     """One value that a graph returns besides its outputs.
 
     Attributes:
-        place: The stage, the module and the line, as ``Trace.add`` takes them.
+        place: The module and the line.
         op: The name of the op.
         inputs: Where the op's inputs come from: other values, and inputs of the graph.
     """
 
-    place: tuple[str, str, str]
+    place: Place
     op: str
     inputs: tuple[_Origin, ...]
 
@@ -111,7 +111,7 @@ def _compile(
     is_backward: bool = False,
 ) -> Callable[..., Any]:
     stage = "backward" if is_backward else "forward"
-    values, outputs = _with_values(gm, stage, frame)
+    values, outputs = _with_values(gm, frame)
     compiled: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
@@ -126,7 +126,7 @@ def _compile(
             return tuple(dict.fromkeys(number for several in numbers for number in several))
 
         for value, result in zip(values, results[len(outputs) :], strict=True):
-            trace.add(value.place, value.op, result, found(value.inputs))
+            trace.add(stage, value.place, value.op, result, found(value.inputs))
         for result, origins in zip(results, outputs, strict=False):
             if isinstance(result, torch.Tensor):
                 trace.mark(result, found(origins))
@@ -136,7 +136,7 @@ def _compile(
 
 
 def _with_values(
-    gm: fx.GraphModule, stage: str, frame: CompileFrame
+    gm: fx.GraphModule, frame: CompileFrame
 ) -> tuple[list[_Value], list[tuple[_Origin, ...]]]:
     """Adds the values of nodes to the outputs of a graph, and describes them and the outputs."""
     values: list[_Value] = []
@@ -150,14 +150,12 @@ def _with_values(
         origins[node] = inputs
         if not isinstance(node.target, OpOverload) or facts_of(node.target).is_view:
             continue
-        shown = place_of(node, frame)
-        source = f"{short_path(shown.file)}:{shown.line}: {shown.code}" if shown.file else ""
         made = _tensors_of(gm.graph, node, node.target)
         if made:
             origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
         for part in made:
             nodes.append(part)
-            values.append(_Value((stage, shown.module, source), op_label(node.target), inputs))
+            values.append(_Value(place_of(node, frame), op_label(node.target), inputs))
     output = gm.graph.output_node()
     given = list(output.args[0])  # type: ignore[arg-type]
     output.args = ((*given, *nodes),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.trace import Trace, TracedOp
-from amp_fx.numerics.trace_diff import FirstDifference, first_difference
+from amp_fx.numerics.trace_diff import OpDifference, op_differences
 from amp_fx.numerics.trial import copied
 from amp_fx.options import Options
 from amp_fx.torch_private import pytree
@@ -27,7 +28,7 @@ class RowComparison(NamedTuple):
 
     num_compared: int
     differences: tuple[Difference, ...]
-    first: FirstDifference | None
+    first: OpDifference | None
 
 
 def compare_rows(
@@ -73,8 +74,8 @@ def compare_rows(
     if found:
         of_batch = trace(inputs)
         rows = ((index, trace(row(index))) for index in range(size))
-        several = (first_difference(alone, of_batch, _Rows(i).part) for i, alone in rows)
-        first = next(filter(None, several), None)
+        several = (op_differences(alone, of_batch, _Rows(i).part) for i, alone in rows)
+        first = next(itertools.chain.from_iterable(several), None)
     return RowComparison(size * len(whole), tuple(found), first)
 
 

@@ -18,7 +18,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
 from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.records import Rounding, Seen
+from amp_fx.numerics.records import OpRecord, Rounding
 from amp_fx.numerics.shadow import (
     OpFacts,
     Shadows,
@@ -36,7 +36,7 @@ from amp_fx.numerics.storages import address_of
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from amp_fx.numerics.places import Site
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
 
@@ -100,7 +100,7 @@ class ShadowedCall:
         stage, site, _ = self.mode.place(self.facts.name, self.tensors)
         seen = self._new_record(stage, site, result)
         seen.is_origin = True
-        seen.measures.max_abs = total
+        seen.max_abs = total
         self.mode.record(seen)
 
     def run(self) -> Any:
@@ -195,13 +195,13 @@ class ShadowedCall:
         device = next((t.device for t in self.tensors), torch.device("cpu"))
         return random_state(device)
 
-    def _maker_of_error(self, seen: Seen) -> Seen:
+    def _maker_of_error(self, seen: OpRecord) -> OpRecord:
         """The op that made the error of a constant, not the one that has passed it on."""
-        while seen.inputs and seen.measures.local < seen.measures.accumulated / 2:
+        while seen.inputs and seen.local < seen.accumulated / 2:
             above = [self.mode.seen[i] for i in seen.inputs if i < len(self.mode.seen)]
             if not above:
                 break
-            seen = max(above, key=lambda s: s.measures.accumulated)
+            seen = max(above, key=lambda s: s.accumulated)
         return seen
 
     def _repeat(self, before: tuple[Any, Any], results: Any, rewind: Any) -> tuple[Any, Any, str]:
@@ -246,9 +246,9 @@ class ShadowedCall:
         results: Any,
         shadow: Any,
         repeated: Any,
-        place: tuple[str, Site, int | None],
+        place: tuple[str, Place, int | None],
         inside: set[int],
-    ) -> Seen | None:
+    ) -> OpRecord | None:
         stage, site, number = place
         low, high = tensors_in(results), tensors_in(shadow)
         same = tensors_in(repeated) if repeated is not None else [None] * len(low)
@@ -262,7 +262,7 @@ class ShadowedCall:
             is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
                 differs = self._compare_discrete(seen, result, second)
-                errors += [(result, seen.error_in)] if differs else []
+                errors += [(result, seen.accumulated_in)] if differs else []
                 continue
             wide = widened(second, self.reference)
             again = None if third is None else widened(third, self.reference)
@@ -280,7 +280,7 @@ class ShadowedCall:
                 self.shadows.put(result, wide, is_fresh=fresh)
         if is_measured and stage == "forward" and self.facts.name in PRODUCTS:
             seen.integers = self._rounded_integers()
-        is_recorded = is_measured and bool(seen.measures.numel or seen.measures.flips)
+        is_recorded = is_measured and bool(seen.numel or seen.flips)
         if is_recorded:
             self.mode.record(seen)
         for result, error in errors:
@@ -301,19 +301,19 @@ class ShadowedCall:
         sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
         return max(sizes, default=0.0)
 
-    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> bool:
+    def _compare_discrete(self, seen: OpRecord, result: torch.Tensor, shadow: torch.Tensor) -> bool:
         """Counts what differs, and says whether anything does."""
         if result is shadow or torch.equal(result, shadow):
             self.shadows.forget(result)
             return False
-        seen.measures.flips += int(torch.count_nonzero(result != shadow))
+        seen.flips += int(torch.count_nonzero(result != shadow))
         if not _is_in(result, self.written):
             self.shadows.put(result, shadow, is_fresh=True)
         return True
 
     def _measure(
         self,
-        seen: Seen,
+        seen: OpRecord,
         position: int,
         result: torch.Tensor,
         shadow: torch.Tensor,
@@ -338,9 +338,9 @@ class ShadowedCall:
         seen.is_origin |= not is_finite and not _has_infinity(
             [self.shadows.of(t) for t in self.tensors]
         )
-        seen.measures.add(found)
+        seen.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
-            seen.exponents = exponents(shadow)
+            self.mode.exponents.append((exponents(shadow), found))
         if eps is not None and number is not None and seen.stage == "forward" and found.local_sq:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
             self._keep(Rounding(seen, position, eps.to(torch.bfloat16)), result, number)
@@ -354,19 +354,18 @@ class ShadowedCall:
                 rounding.geometry = (result.size(), result.stride(), result.storage_offset())
         self.mode.roundings.setdefault(number, []).append(rounding)
 
-    def _new_record(self, stage: str, site: Site, result: torch.Tensor) -> Seen:
+    def _new_record(self, stage: str, site: Place, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
-        return Seen(
+        return OpRecord(
+            **site._asdict(),
             index=len(self.mode.seen),
             stage=stage,
-            site=site,
             kernel=self.facts.name,
-            dtype=self.rounded_to or result.dtype,
+            dtype=dtype_name(self.rounded_to or result.dtype),
             recipe=self.recipe,
             shape=tuple(result.shape),
-            measures=Measures(),
-            error_in=max((entry.error for entry in known), default=0.0),
+            accumulated_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
 
@@ -406,7 +405,9 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(guard)
         self.shadows = Shadows(reference)
-        self.seen: list[Seen] = []
+        self.seen: list[OpRecord] = []
+        self.exponents: list[tuple[torch.Tensor, Measures]] = []
+        """Binary exponents of samples of low gradients, and the numbers of these."""
         self.not_examined: dict[tuple[str, str], str] = {}
         self.roundings: dict[int, list[Rounding]] = {}
         self.roots: list[float] = []
@@ -452,7 +453,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         """Lists an op as not examined."""
         self.not_examined.setdefault((op, module), why)
 
-    def is_wanted(self, site: Site) -> bool:
+    def is_wanted(self, site: Place) -> bool:
         """Returns True if ops of a site are measured."""
         return self._modules is None or is_inside(site.module, self._modules)
 
@@ -470,7 +471,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
             known.update(pending)
         return largest
 
-    def record(self, seen: Seen) -> None:
+    def record(self, seen: OpRecord) -> None:
         """Adds the record of an op; what a checkpoint computes again was there before."""
         if seen.stage != "again":
             self.seen.append(seen)

@@ -14,12 +14,13 @@ import linecache
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
+from amp_fx.graphs.places import Place
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops, name_of
 from amp_fx.regions.module_stack import current_stack
@@ -100,26 +101,6 @@ _OURS = tuple(
 )
 
 
-class Site(NamedTuple):
-    """The place of an op.
-
-    Attributes:
-        module: The path of the innermost module around it; empty in the outermost one.
-        module_type: That module's class.
-        op: What a policy calls it; empty where no policy reaches it.
-        file: The source file of the line that calls it, or empty.
-        line: The line's number, or 0.
-        code: The line's text.
-    """
-
-    module: str = ""
-    module_type: str = ""
-    op: str = ""
-    file: str = ""
-    line: int = 0
-    code: str = ""
-
-
 class CallNotes(TorchFunctionMode):
     """Notes the function of torch that the program is calling, with a number for each call."""
 
@@ -152,18 +133,18 @@ class Places:
 
     def __init__(self, notes: CallNotes) -> None:
         self._notes = notes
-        self._last: tuple[int, Site] = (-1, Site())
+        self._last: tuple[int, Place] = (-1, Place())
         self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
         """The outermost modules that were called, by ``id``, with their names."""
 
-    def here(self, kernel: str) -> Site:
+    def here(self, kernel: str) -> Place:
         """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()
             self._note_root(stack)
             file, line = _user_line(sys._getframe(1))
-            site = Site(
+            site = Place(
                 module=name_of(stack),
                 module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
                 file=file,

@@ -11,9 +11,10 @@ import torch
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
+from amp_fx.graphs.places import Place
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.graph_trace import traced
-from amp_fx.numerics.own_casts import regions_of_compiled_modules, with_own_casts
+from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.shadow import backend_of, compiled_with
 from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
 from amp_fx.numerics.trial import Trial
@@ -72,7 +73,7 @@ def record(
                 outcome = _compiled(trial, trace, step, settings, compiler)
             for what, value in outcome.items():
                 if what.startswith(("output", "gradient")) and is_traced(value):
-                    trace.add(("result", "", ""), what, value)
+                    trace.add("result", Place(), what, value)
         if path is not None:
             trace.save(path)
         return trace
@@ -89,7 +90,7 @@ def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
         with mode.notes, mode:
             yield
 
-    with regions_of_compiled_modules():
+    with regions_of_compiled(trial.step):
         return trial.run(call, watch)
 
 

@@ -386,13 +386,13 @@ class AccuracyReport(Report):
 
 def _node_dict(node: OpRecord) -> dict[str, Any]:
     sqnr = -20 * math.log10(node.local) if node.local > 0 else math.inf
-    return {
-        **dataclasses.asdict(node),
-        "amplification": node.amplification,
-        "underflow": node.underflow,
-        "headroom": node.headroom,
-        "sqnr": sqnr,
-    }
+    fields = {name: value for name, value in vars(node).items() if not name.endswith("_sq")}
+    return {**fields, **{name: getattr(node, name) for name in _DERIVED}, "sqnr": sqnr}
+
+
+_DERIVED = (
+    *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
+)
 
 
 MEASURES = ("effect", "error", "headroom")

@@ -14,7 +14,7 @@ from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.records import GradientRecord, record_of
+from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.numerics.shadow import (
     below_everything,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from amp_fx.numerics.entry import Asked
+    from amp_fx.numerics.measures import Measures
     from amp_fx.numerics.mode import ShadowMode
-    from amp_fx.numerics.records import Seen
 
 
 def backward(
@@ -195,9 +195,9 @@ def _meet(
         effect, square = effect_of(low, shadow, rounding.eps)
         if not math.isfinite(effect) or not math.isfinite(square):
             continue  # where something overflowed there is no first order
-        seen = rounding.seen
-        seen.effect = (seen.effect or 0.0) + effect / scale
-        seen.effect_sq += square / scale**2
+        record = rounding.record
+        record.effect = (record.effect or 0.0) + effect / scale
+        record.effect_sq += square / scale**2
 
 
 def _own_gradients(mode: ShadowMode) -> list[GradientRecord]:
@@ -262,7 +262,7 @@ def run_step(
         mode = Float8ShadowMode(asked.reference, guard, asked.modules, is_brief=is_brief)
         fields = _shadow_run(mode, functools.partial(step, *args, **kwargs), asked, region)
     if dtype == torch.float16:
-        fields["suggested_scale"] = _suggested_scale(mode.seen, asked.scale)
+        fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
     if is_brief:
         return fields
     if mode.num_healed:
@@ -338,7 +338,7 @@ def _shadow_run(
     gradients = backward(mode, loss, floats, asked.scale)
     missing = mode.not_examined.items()
     return {
-        "nodes": tuple(map(record_of, mode.seen)),
+        "nodes": tuple(mode.seen),
         "loss": low,
         "reference_loss": reference,
         "loss_magnitude": magnitude,
@@ -377,9 +377,10 @@ SMALLEST_EXPONENT = -23
 """Of the smallest number of float16, 2**-24, as ``torch.frexp`` has it: in [0.5, 1) * 2**-23."""
 
 
-def _suggested_scale(several: list[Seen], scale: float) -> tuple[float, float] | None:
+def _suggested_scale(
+    samples: list[tuple[torch.Tensor, Measures]], scale: float
+) -> tuple[float, float] | None:
     """Powers of two between which a float16 backward neither flushes much nor overflows."""
-    samples = [(s.exponents, s.measures) for s in several if s.exponents is not None]
     exponents = [e.cpu().long() for e, _ in samples if e.numel()]
     largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
     if not exponents or not largest:

@@ -223,7 +223,7 @@ def known_to(step: Any) -> list[Any]:
     if code is not None:
         known = getattr(function, "__globals__", {})
         found += [known[name] for name in code.co_names if name in known]
-        found += [c.cell_contents for c in function.__closure__ or () if _has_content(c)]
+        found += [c.cell_contents for c in function.__closure__ or () if has_content(c)]
     for value in list(found):
         if isinstance(value, (list, tuple)):
             found += value
@@ -232,7 +232,8 @@ def known_to(step: Any) -> list[Any]:
     return found
 
 
-def _has_content(cell: Any) -> bool:
+def has_content(cell: Any) -> bool:
+    """Returns True if a variable of an enclosing function has a value."""
     try:
         cell.cell_contents  # noqa: B018 - empty cells raise
     except ValueError:

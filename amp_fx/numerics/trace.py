@@ -18,7 +18,6 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
-from amp_fx.graphs.places import short_path
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.shadow import facts_of, is_tracked, tensors_in
 from amp_fx.numerics.storages import Marks
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.state import StateGuard
     from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.torch_private.ops import OpOverload
@@ -92,16 +92,13 @@ class Trace:
             self._makers.put(tensor, makers)
 
     def add(
-        self,
-        place: tuple[str, str, str],
-        op: str,
-        result: torch.Tensor,
-        inputs: tuple[int, ...] = (),
+        self, stage: str, place: Place, op: str, result: torch.Tensor, inputs: tuple[int, ...] = ()
     ) -> None:
         """Adds a result of an op.
 
         Args:
-            place: The stage, the path of the module and the line.
+            stage: ``"forward"``, ``"backward"`` or ``"result"``.
+            place: Its module and line.
             op: The name of the op.
             result: Its result, which the program may write to later.
             inputs: The numbers of the ops that made its inputs.
@@ -112,9 +109,9 @@ class Trace:
         else:
             digest = _digest(values)
             values = values[:: max(1, -(-values.numel() // self._sample))].cpu().clone()
-        stage, module, source = place
         dtype, shape = dtype_name(result.dtype), tuple(result.shape)
-        self.ops.append(TracedOp(stage, module, op, source, dtype, shape, inputs, digest, values))
+        where = stage, place.module, op, place.source
+        self.ops.append(TracedOp(*where, dtype, shape, inputs, digest, values))
 
     def diff(self, other: Trace) -> TraceDiff:
         """Compares with a trace of another run of the same program."""
@@ -202,12 +199,11 @@ class TraceMode(Recorder):  # type: ignore[no-untyped-call]
         stage, site, _ = self.place(facts.name, tensors)
         if stage == "again" or facts.is_view or facts.is_empty:
             return results
-        source = f"{short_path(site.file)}:{site.line}: {site.code}" if site.file else ""
         makers = self.trace.makers(tensors)
         with self.paused():
             for result in filter(is_traced, traced_results(op, tensors_in(results))):
                 self.trace.mark(result, (len(self.trace.ops),))
-                self.trace.add((stage, site.module, source), op_label(op), result, makers)
+                self.trace.add(stage, site, op_label(op), result, makers)
         return results
 
 

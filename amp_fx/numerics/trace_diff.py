@@ -18,7 +18,7 @@ from amp_fx.numerics.shadow import MOVES
 from amp_fx.reports import Report, as_plain, dtype_cell, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.console import RenderableType
 
@@ -31,22 +31,43 @@ ROUNDINGS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstDifference:
-    """The first op whose result differs.
+class OpDifference:
+    """An op whose results in two traces differ.
 
     Attributes:
         stage: ``"forward"``, ``"backward"`` or ``"result"``.
-        op: The name of the op.
         module: The path of its module.
+        op: The name of the op.
         source: Its line in the program: ``"model.py:12: y = x @ w"``.
+        dtypes: The dtype of its result in each trace.
         difference: How its result differs.
+        error: The relative difference (L2) of the results, or of the samples of them.
+        error_in: The largest one of its inputs.
     """
 
     stage: str
-    op: str
     module: str
+    op: str
     source: str
+    dtypes: tuple[str, str]
     difference: Difference
+    error: float
+    error_in: float
+
+    @property
+    def amplification(self) -> float:
+        """The ratio of the difference to that of the inputs, or to one rounding."""
+        unit = max(UNIT.get(dtype, UNIT["float32"]) for dtype in self.dtypes)
+        return self.error / max(self.error_in, unit)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if the op runs in one dtype, and differs by rounding or because its inputs do.
+
+        True for results of the program: no inputs of theirs are known.
+        """
+        is_same_dtype = self.dtypes[0] == self.dtypes[1]
+        return is_same_dtype and (self.stage == "result" or self.amplification <= ROUNDINGS)
 
     def __str__(self) -> str:
         """A line."""
@@ -56,12 +77,15 @@ class FirstDifference:
         return f"{stage}{self.op}{where}{source}; {self.difference}"
 
 
-def first_difference(
+def op_differences(
     before: Trace,
     after: Trace,
     part: Callable[[TracedOp, TracedOp], torch.Tensor | None] | None = None,
-) -> FirstDifference | None:
-    """Returns the first difference of two traces; None if aligned ops are equal.
+) -> Iterator[OpDifference]:
+    """Yields the ops that differ, in the order of the first trace.
+
+    The first one is named by an op that the second trace has before it and the first one lacks, if
+    there is such an op.
 
     Args:
         before: The trace that is compared with.
@@ -69,15 +93,31 @@ def first_difference(
         part: Returns the part of an op of ``after`` that an op of ``before`` is compared with; by
             default ops of equal shapes are compared.
     """
-    pairs = aligned(before, after, has_shapes=part is None)
-    for first, second in pairs:
-        one, other = before.ops[first], after.ops[second]
+    pairs = dict(aligned(before, after, has_shapes=part is None))
+    known, errors = set(pairs.values()), list[float]()
+    for index, one in enumerate(before.ops):
+        error_in = max((errors[i] for i in one.inputs), default=0.0)
+        errors.append(error_in)
+        if index not in pairs:
+            continue
+        other = after.ops[pairs[index]]
         values = other.values if part is None else part(one, other)
         found = None if values is None else _difference(one, other, values)
-        if found is not None:
-            at = _added(after, other, {number for _, number in pairs}) or one
-            return FirstDifference(at.stage, at.op, at.module, at.source, found)
-    return None
+        if found is None or values is None:
+            errors[-1] = 0.0
+            continue
+        errors[-1] = _error(one.values, values.reshape(one.values.shape))
+        at = one if any(errors[:-1]) else _added(after, other, known) or one
+        place, dtypes = (at.stage, at.module, at.op, at.source), (one.dtype, other.dtype)
+        yield OpDifference(*place, dtypes, found, errors[-1], error_in)
+
+
+def _difference(one: TracedOp, other: TracedOp, values: torch.Tensor) -> Difference | None:
+    found = compare(one.op, one.values, values.reshape(one.values.shape))
+    if found is None and one.digest != other.digest:
+        note = "elements differ that are not in the sample"
+        return Difference(one.op, 0, math.prod(one.shape), math.nan, None, note)
+    return found
 
 
 def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
@@ -91,14 +131,6 @@ def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
             if found is not None:
                 return found
     return None
-
-
-def _difference(one: TracedOp, other: TracedOp, values: torch.Tensor) -> Difference | None:
-    found = compare(one.op, one.values, values.reshape(one.values.shape))
-    if found is None and one.digest != other.digest:
-        note = "elements differ that are not in the sample"
-        return Difference(one.op, 0, math.prod(one.shape), math.nan, None, note)
-    return found
 
 
 def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tuple[int, int]]:
@@ -129,44 +161,6 @@ def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tup
     return sorted(pairs)
 
 
-@dataclasses.dataclass(frozen=True)
-class OpDifference:
-    """An op of both traces whose results differ.
-
-    Attributes:
-        stage: ``"forward"``, ``"backward"`` or ``"result"``.
-        module: The path of its module.
-        op: The name of the op.
-        source: Its line in the program.
-        dtypes: The dtype of its result in each trace.
-        error: The relative difference (L2) of the results, or of the samples of them.
-        error_in: The largest one of its inputs.
-    """
-
-    stage: str
-    module: str
-    op: str
-    source: str
-    dtypes: tuple[str, str]
-    error: float
-    error_in: float
-
-    @property
-    def amplification(self) -> float:
-        """The ratio of the difference to that of the inputs, or to one rounding."""
-        unit = max(UNIT.get(dtype, UNIT["float32"]) for dtype in self.dtypes)
-        return self.error / max(self.error_in, unit)
-
-    @property
-    def is_rounding(self) -> bool:
-        """True if the op runs in one dtype, and differs by rounding or because its inputs do.
-
-        True for results of the program: no inputs of theirs are known.
-        """
-        is_same_dtype = self.dtypes[0] == self.dtypes[1]
-        return is_same_dtype and (self.stage == "result" or self.amplification <= ROUNDINGS)
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class TraceDiff(Report):
     """The differences between two traces.
@@ -177,7 +171,6 @@ class TraceDiff(Report):
         num_aligned: How many results both have.
         only_before: How many results the first trace alone has.
         only_after: How many results the second trace alone has.
-        first: The first difference; None without any.
         ops: The results that differ, in order.
     """
 
@@ -186,8 +179,12 @@ class TraceDiff(Report):
     num_aligned: int
     only_before: int
     only_after: int
-    first: FirstDifference | None
     ops: tuple[OpDifference, ...]
+
+    @property
+    def first(self) -> OpDifference | None:
+        """The first difference; None without any."""
+        return self.ops[0] if self.ops else None
 
     @property
     def amplifiers(self) -> tuple[OpDifference, ...]:
@@ -196,10 +193,11 @@ class TraceDiff(Report):
         return tuple(sorted(found, key=lambda op: -op.amplification))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, and ``amplifiers``."""
-        plain: dict[str, Any] = as_plain(
-            {**dataclasses.asdict(self), "amplifiers": [*map(dataclasses.asdict, self.amplifiers)]}
-        )
+        """The fields by name, ``first``, and ``amplifiers``."""
+        amplifiers = [dataclasses.asdict(op) for op in self.amplifiers]
+        first = None if self.first is None else dataclasses.asdict(self.first)
+        fields = {**dataclasses.asdict(self), "first": first, "amplifiers": amplifiers}
+        plain: dict[str, Any] = as_plain(fields)
         return plain
 
     def _render(self) -> RenderableType:
@@ -237,33 +235,6 @@ class TraceDiff(Report):
         return f"<TraceDiff: {len(self.ops)} of {self.num_aligned} results differ>"
 
 
-def compare_traces(before: Trace, after: Trace) -> TraceDiff:
-    """Compares two traces."""
-    pairs = dict(aligned(before, after))
-    errors: list[float] = []
-    found = []
-    for index, one in enumerate(before.ops):
-        error_in = max((errors[i] for i in one.inputs), default=0.0)
-        if index not in pairs:
-            errors.append(error_in)
-            continue
-        other = after.ops[pairs[index]]
-        is_equal = _difference(one, other, other.values) is None
-        errors.append(0.0 if is_equal else _error(one.values, other.values))
-        if not is_equal:
-            dtypes, place = (one.dtype, other.dtype), (one.stage, one.module, one.op, one.source)
-            found.append(OpDifference(*place, dtypes, errors[-1], error_in))
-    return TraceDiff(
-        before=before.name,
-        after=after.name,
-        num_aligned=len(pairs),
-        only_before=len(before.ops) - len(pairs),
-        only_after=len(after.ops) - len(pairs),
-        first=first_difference(before, after),
-        ops=tuple(found),
-    )
-
-
 def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     """The relative difference (L2); infinite where one side alone is not finite."""
     one, other = before.double().cpu(), after.double().cpu()
@@ -272,3 +243,16 @@ def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     whole = torch.where(one.isfinite(), one, 0.0)
     found = relative(float(error.square().sum()), float(whole.square().sum()))
     return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf
+
+
+def compare_traces(before: Trace, after: Trace) -> TraceDiff:
+    """Compares two traces."""
+    num_aligned = len(aligned(before, after))
+    return TraceDiff(
+        before=before.name,
+        after=after.name,
+        num_aligned=num_aligned,
+        only_before=len(before.ops) - num_aligned,
+        only_after=len(after.ops) - num_aligned,
+        ops=tuple(op_differences(before, after)),
+    )

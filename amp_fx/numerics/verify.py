@@ -19,7 +19,7 @@ from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.invariance import CAUSE, compare_rows
 from amp_fx.numerics.shadow import compiled_with
 from amp_fx.numerics.trace import Trace
-from amp_fx.numerics.trace_diff import first_difference
+from amp_fx.numerics.trace_diff import op_differences
 from amp_fx.numerics.trial import Trial
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from amp_fx.numerics.trace_diff import FirstDifference
+    from amp_fx.numerics.trace_diff import OpDifference
     from amp_fx.numerics.trial import Outcome
     from amp_fx.policies.policy import Policy
 
@@ -203,7 +203,7 @@ class _Comparison:
             return NEEDED, {}
         return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
-    def _first(self, remedy: dict[str, Any]) -> FirstDifference | None:
+    def _first(self, remedy: dict[str, Any]) -> OpDifference | None:
         """The first op that the remedy changes, or else rewriting; None if that is unknown."""
 
         def trace(more: Mapping[str, Any], *, is_rewritten: bool = True) -> Trace:
@@ -214,8 +214,9 @@ class _Comparison:
 
         try:
             if remedy:
-                return first_difference(trace(remedy), trace({}))
-            return first_difference(trace({"compiler": "eager"}, is_rewritten=False), trace({}))
+                return next(op_differences(trace(remedy), trace({})), None)
+            native = trace({"compiler": "eager"}, is_rewritten=False)
+            return next(op_differences(native, trace({})), None)
         except Exception:  # noqa: BLE001 - the comparison stands without the place
             return None
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from amp_fx.numerics.equality import Difference
-    from amp_fx.numerics.trace_diff import FirstDifference
+    from amp_fx.numerics.trace_diff import OpDifference
 
 _MOST = 12
 
@@ -41,7 +41,7 @@ class VerifyReport(Report):
     device_type: str
     num_compared: int
     differences: tuple[Difference, ...]
-    first: FirstDifference | None = None
+    first: OpDifference | None = None
     cause: str = ""
     remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_graphs: int = 1

@@ -16,9 +16,9 @@ from amp_fx.numerics.storages import Marks, address_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.audit.rounding import Roundings
-    from amp_fx.numerics.places import Site
 
 CHOICES = frozenset(("topk", "sort", "argmax", "argmin", "max", "min"))
 COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
@@ -49,7 +49,7 @@ class Choice:
         num_choices: The number of choices.
     """
 
-    site: Site
+    site: Place
     name: str
     dtype: torch.dtype
     roots: frozenset[int]

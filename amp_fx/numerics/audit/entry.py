@@ -19,7 +19,7 @@ from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
 from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
-from amp_fx.numerics.own_casts import regions_of_compiled_modules, with_own_casts
+from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
 from amp_fx.progress import working
@@ -126,7 +126,7 @@ class _Audit:
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)
         torch.clear_autocast_cache()
         try:
-            with mode.regions, regions_of_compiled_modules(), updates, hooks, mode.notes, mode:
+            with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.notes, mode:
                 loss = loss_of(call(*args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
                 mode.regions.close()

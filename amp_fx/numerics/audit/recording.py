@@ -23,9 +23,9 @@ from amp_fx.numerics.storages import address_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.places import Site
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
 
@@ -56,7 +56,7 @@ class Event:
     args: tuple[Any, ...]
     tensors: list[torch.Tensor]
     results: list[torch.Tensor]
-    site: Site
+    site: Place
     node: Any
     region: Region | None
     flops: int
@@ -197,7 +197,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
             for rule in self.rules:
                 rule.see(event)
 
-    def here(self) -> Site:
+    def here(self) -> Place:
         """Returns the module and the line of the program that is running."""
         return self.places.here("")
 

@@ -23,8 +23,8 @@ from amp_fx.numerics.storages import Marks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.places import Site
 
 CASTS = frozenset(
     ("to", "type", "type_as", "float", "double", "half", "bfloat16", "copy_", "_to_copy")
@@ -65,7 +65,7 @@ class Rounding:
     """
 
     dtype: torch.dtype
-    cast: Site | None = None
+    cast: Place | None = None
 
 
 class Roundings(Rule):
@@ -116,7 +116,7 @@ class LossRule(Rule):
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
-        self._scalars: Marks[Site] = Marks()
+        self._scalars: Marks[Place] = Marks()
         self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
@@ -146,7 +146,7 @@ class LossRule(Rule):
         """Yields the losses and norms that were found."""
         yield from self._found
 
-    def _add(self, site: Site, what: str, dtype: torch.dtype, cast: Site | None = None) -> None:
+    def _add(self, site: Place, what: str, dtype: torch.dtype, cast: Place | None = None) -> None:
         name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
         if cast is None:
             how = f"is computed in {name}, outside of an autocast region"
@@ -156,7 +156,7 @@ class LossRule(Rule):
         self._found.append(new_finding("loss_low", site, message))
 
 
-def _line(site: Site) -> str:
+def _line(site: Place) -> str:
     return f"{short_path(site.file)}:{site.line}" if site.file else "a cast"
 
 
@@ -164,7 +164,7 @@ class IntegerRule(Rule):
     """Finds ``integer_low``."""
 
     def __init__(self) -> None:
-        self._rounded: Marks[tuple[float, torch.dtype, Site]] = Marks()
+        self._rounded: Marks[tuple[float, torch.dtype, Place]] = Marks()
         self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
@@ -208,7 +208,7 @@ class IntegerRule(Rule):
         yield from self._found
 
     def _add(
-        self, event: Event, largest: float, dtype: torch.dtype, cast: Site, name: str = ""
+        self, event: Event, largest: float, dtype: torch.dtype, cast: Place, name: str = ""
     ) -> None:
         name = name or dtype_name(dtype)
         exact = int(2 / torch.finfo(dtype).eps)
@@ -242,9 +242,9 @@ class Upcast:
         is_used: Whether an op computed with it.
     """
 
-    site: Site
+    site: Place
     dtype: torch.dtype
-    rounded: Site | None = None
+    rounded: Place | None = None
     is_used: bool = False
 
 
