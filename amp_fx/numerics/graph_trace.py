@@ -25,7 +25,7 @@ from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.places import Place, place_of
 from amp_fx.numerics.shadow import facts_of
 from amp_fx.numerics.trace import is_traced, op_label, traced_results
-from amp_fx.regions.module_stack import NO_FRAME
+from amp_fx.regions.module_stack import compile_frame
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
@@ -60,8 +60,8 @@ def traced(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not is_rewritten:
-            plain: Callable[..., Any] = _compiler(trace, options, NO_FRAME)(gm, example_inputs)
-            return plain
+            compiler = _compiler(trace, options, compile_frame())
+            return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
         found = rewrite(gm, given, options, Reporting())

@@ -64,7 +64,7 @@ def record(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def record_call(*args: Any, **kwargs: Any) -> Trace:
         name = f"{name_of(target)}, {how}, torch {torch.__version__}"
-        trace = Trace(name, None if path is None else SAMPLE)
+        trace = Trace(name, SAMPLE)
         trial = Trial(target, args, kwargs)
         with working(f"recording {name_of(target)}"), trial.undisturbed(is_eager=compiler is None):
             if compiler is None:

@@ -110,8 +110,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = latest_node_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if is_own or (not torch.is_grad_enabled() and number > self._last_number):
-            self._site_of[number] = site  # a custom function makes its node before its forward
+        # A custom function makes its node before its forward; other ops may make none.
+        if number > self._last_number and (is_own or not torch.is_grad_enabled()):
+            self._site_of[number] = site
         self.count_node()
         is_again = node is not None and is_in_checkpoint()
         return ("again" if is_again else "forward"), site, number if is_own else None

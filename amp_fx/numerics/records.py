@@ -167,8 +167,6 @@ class GradientRecord:
         shape: Its sizes.
         error: Relative error (L2) against the reference program.
         cosine: Of the angle between both.
-        flushed: The share of elements that are zero, and none in the reference program.
-        max_abs: The largest absolute value in the reference program.
         norm: Its norm (L2) there. What is zero but for rounding, as the gradient of the bias of
             attention's keys, has errors as large as itself, and they do no harm.
     """
@@ -177,8 +175,6 @@ class GradientRecord:
     shape: tuple[int, ...]
     error: float
     cosine: float
-    flushed: float
-    max_abs: float
     norm: float
 
 

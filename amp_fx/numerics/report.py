@@ -11,18 +11,12 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.errors import AccuracyError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import number, share
-from amp_fx.numerics.suspects import (
-    LEAST_EFFECT,
-    find_suspects,
-    policy_of_ranges,
-    policy_of_suspects,
-)
+from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
 from amp_fx.reports import Report, as_plain, dtype_cell, new_table, times
 
 if TYPE_CHECKING:
@@ -316,23 +310,6 @@ class AccuracyReport(Report):
             base: What to start from; None takes the policy of the report.
         """
         return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
-
-    def policy(self, max_abs: float = 512.0, base: Policy | None = None) -> Policy:
-        """A policy that keeps float32 where values come near the limits of the low dtype.
-
-        That is the rule of NVIDIA's ModelOpt (``data_max``) and Torch-TensorRT, by values that
-        were seen here, with an entry and a reason for each op.
-
-        Args:
-            max_abs: The largest absolute value that may stay low.
-            base: What to start from; None takes the policy of the report.
-
-        Raises:
-            AccuracyError: ``max_abs`` is no positive number.
-        """
-        if isinstance(max_abs, bool) or not isinstance(max_abs, (int, float)) or not max_abs > 0:
-            raise AccuracyError(f"max_abs={max_abs!r} is not a positive number")
-        return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
 
     def diff(self, other: AccuracyReport) -> ReportDiff:
         """Compares with another report of the same step.

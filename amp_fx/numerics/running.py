@@ -214,17 +214,12 @@ def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRec
         low_norm = float(torch.linalg.vector_norm(low))
         error = float(torch.linalg.vector_norm(low - shadow))
         dot = float((low * shadow).sum())
-        nonzero = int(torch.count_nonzero(shadow))
-        flushed = int(((low == 0) & (shadow != 0)).sum())
-        max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
     is_zero = norm == 0 and low_norm == 0
     return GradientRecord(
         name=name,
         shape=tuple(gradient.shape),
         error=0.0 if error == 0 else error / norm if norm else float("inf"),
         cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
-        flushed=flushed / nonzero if nonzero else 0.0,
-        max_abs=max_abs,
         norm=norm,
     )
 

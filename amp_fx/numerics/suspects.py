@@ -22,7 +22,6 @@ from amp_fx.numerics.records import (
     OpRecord,
     Suspect,
     flush_words,
-    limit_of,
     number,
     overflow_words,
     share,
@@ -439,29 +438,3 @@ def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
         chosen = [s for s in found if bool(s.recipe) is is_float8]
         base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)
     return base
-
-
-def policy_of_ranges(nodes: Iterable[OpRecord], max_abs: float, base: Policy) -> Policy:
-    """A policy that runs ops in float32 whose inputs or results exceed a value."""
-    seen: dict[tuple[str, str], OpRecord] = {}
-    for node in nodes:
-        is_narrow = node.result_dtype in ("float16", "bfloat16")
-        is_low = node.stage == "forward" and node.op and is_narrow
-        if not is_low or not node.max_abs > max_abs:
-            continue
-        key = (node.module, node.op)
-        if key not in seen or node.max_abs > seen[key].max_abs:
-            seen[key] = node
-    entries = [
-        (common_pattern([module]), op, _range_words(node, max_abs))
-        for (module, op), node in seen.items()
-    ]
-    return with_reasons(base, entries)
-
-
-def _range_words(node: OpRecord, max_abs: float) -> str:
-    limit = limit_of(node.result_dtype)
-    return (
-        f"|x| is up to {number(node.max_abs)}, more than {max_abs:g}; "
-        f"the limit of {node.result_dtype} is {limit:.6g}"
-    )

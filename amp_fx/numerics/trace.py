@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import hashlib
 import pickle
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,8 +177,8 @@ def _digest(values: torch.Tensor) -> str:
 
 
 def op_label(op: OpOverload) -> str:
-    """Returns the name of an op without its namespace and overload: ``"add"`` for ``add_``."""
-    return str(op._schema.name.partition("::")[2].removesuffix("_"))
+    """Returns the name of an op, and of its variants in place or without writes: ``"add"``."""
+    return re.sub(r"^_?(native_)?|(_legit|_no_training|_functional)|_$", "", op._opname)
 
 
 class TraceMode(Recorder):  # type: ignore[no-untyped-call]

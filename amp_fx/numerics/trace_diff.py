@@ -125,7 +125,7 @@ def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
     for index in op.inputs:
         if index not in known:
             above = trace.ops[index]
-            is_cast = above.op == "_to_copy" and above.values.itemsize >= op.values.itemsize
+            is_cast = above.op == "to_copy" and above.values.itemsize >= op.values.itemsize
             is_exact = is_cast or f"aten::{above.op}" in MOVES
             found = _added(trace, above, known) or (None if is_exact else above)
             if found is not None:

@@ -36,6 +36,8 @@ class Trial:
         self.step, self.args, self.kwargs, self.region = step, args, kwargs, region
         self.loss, self.optimizer = loss, optimizer
         self.num_steps = steps if optimizer is not None else 1
+        self.outputs: Any = None
+        """Copies of what the last run has returned."""
         modules = modules_of(step)
         self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
         self.buffers = _named([m.named_buffers() for m in modules])
@@ -75,9 +77,11 @@ class Trial:
             args, kwargs = copied((self.args, self.kwargs))
             with self.region(), watch():
                 result = call(*args, **kwargs)
+            self.outputs = _detached(result)
             found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
             found = {name: value.detach().clone() for name, value in found.items()}
-            _differentiate(result, self.loss, watch)
+            if all(parameter.grad is None for parameter in self.parameters.values()):
+                _differentiate(result, self.loss, watch)
             leaves = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
             for name, leaf in {**leaves, **self.parameters}.items():
                 if leaf.requires_grad and leaf.grad is not None:
@@ -114,7 +118,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:
-    """Calls the backward of a loss or of all outputs, unless the step has done so."""
+    """Calls the backward of a loss or of all outputs, unless the graph is freed already."""
     with watch():
         found = result if loss is None else loss(result)
     outputs = [t for t in tensors_in(found) if t.requires_grad]
@@ -133,6 +137,10 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Contex
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
+
+
+def _detached(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), tree)
 
 
 def copied(tree: Any) -> Any:

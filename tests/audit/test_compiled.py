@@ -70,7 +70,7 @@ def whole_step(model: nn.Module) -> Any:
 
 
 def compiled_function(model: nn.Module) -> Any:
-    return loss_of(torch.compile(lambda x: model(x) + 0, backend="amp_fx", options=EAGER))
+    return loss_of(torch.compile(model.__call__, backend="amp_fx", options=EAGER))
 
 
 def compiled_method(model: nn.Module) -> Any:

@@ -349,28 +349,6 @@ def test_a_program_that_differs_from_run_to_run() -> None:
 # A range rule, data, and what is refused.
 
 
-def test_a_policy_by_range() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 8)
-            nn.init.constant_(self.large.weight, 200.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.large(self.small(x)).float().mean()
-            return result
-
-    x = torch.rand(4, 8) + 1
-    report = amp_fx.accuracy(Net(), dtype="float16")(x)
-    policy = report.policy(max_abs=150)
-    assert [(m.text, m.op) for m in policy.modules] == [("large", "linear")]
-    assert "more than 150; the limit of float16 is 65504" in str(policy)
-    assert amp_fx.Policy.loads(str(policy)) == policy
-    assert report.policy(max_abs=1e5) == amp_fx.Policy.default()
-    with pytest.raises(AccuracyError, match="not a positive number"):
-        report.policy(max_abs=0)
-
-
 def test_json_and_texts() -> None:
     report = amp_fx.accuracy(Bare())(*Bare.inputs())
     again = json.loads(report.to_json())

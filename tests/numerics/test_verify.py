@@ -103,7 +103,7 @@ def _through_float8(value: torch.Tensor) -> torch.Tensor:
     [
         ("gelu", "tanh_form", "gelu", "1"),
         ("gelu", "rounded", "", "1"),
-        ("layer_norm", "eps", "native_layer_norm", "2"),
+        ("layer_norm", "eps", "layer_norm", "2"),
         ("layer_norm", "shifted", "", "2"),
         ("tanh", "other", "", "4"),
         ("tanh", "scaled", "", "4"),

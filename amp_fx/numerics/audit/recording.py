@@ -21,7 +21,7 @@ from amp_fx.numerics.shadow import facts_of, is_wrapped, running_node, tensors_i
 from amp_fx.numerics.storages import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.regions import Region
@@ -71,12 +71,17 @@ class Event:
 class Rule:
     """A group of findings that a step is examined for."""
 
+    @functools.cached_property
+    def found(self) -> list[Finding]:
+        """The findings so far."""
+        return []
+
     def see(self, event: Event) -> None:
         """Examines one op after it ran."""
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the findings at the end of the step."""
-        yield from ()
+    def findings(self) -> Iterable[Finding]:
+        """Returns the findings at the end of the step."""
+        return self.found
 
 
 def is_below_float32(dtype: torch.dtype) -> bool:

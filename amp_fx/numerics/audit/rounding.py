@@ -117,7 +117,6 @@ class LossRule(Rule):
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
         self._scalars: Marks[Place] = Marks()
-        self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
@@ -142,10 +141,6 @@ class LossRule(Rule):
         if site is not None and is_below_float32(root.dtype):
             self._add(site, "the loss", root.dtype)
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the losses and norms that were found."""
-        yield from self._found
-
     def _add(self, site: Place, what: str, dtype: torch.dtype, cast: Place | None = None) -> None:
         name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
         if cast is None:
@@ -153,7 +148,7 @@ class LossRule(Rule):
         else:
             how = f"takes values that {_line(cast)} rounded from float32 to {name}"
         message = f"{what} {how}: each value is off by up to {eps:.2%}."
-        self._found.append(new_finding("loss_low", site, message))
+        self.found.append(new_finding("loss_low", site, message))
 
 
 def _line(site: Place) -> str:
@@ -165,7 +160,6 @@ class IntegerRule(Rule):
 
     def __init__(self) -> None:
         self._rounded: Marks[tuple[float, torch.dtype, Place]] = Marks()
-        self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
         """Examines casts of integers, and the products that they enter."""
@@ -203,10 +197,6 @@ class IntegerRule(Rule):
             if 0 < largest <= _LARGEST:
                 self._add(event, largest, torch.float16, event.site, "TF32")
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the products that were found."""
-        yield from self._found
-
     def _add(
         self, event: Event, largest: float, dtype: torch.dtype, cast: Place, name: str = ""
     ) -> None:
@@ -216,7 +206,7 @@ class IntegerRule(Rule):
             f"Integers up to {largest:.0f} are rounded to {name} ({_line(cast)}), which holds "
             f"integers up to {exact} exactly; {event.name} gets the same number for several."
         )
-        self._found.append(new_finding("integer_low", event.site, message))
+        self.found.append(new_finding("integer_low", event.site, message))
 
 
 _LARGEST = 2.0**24

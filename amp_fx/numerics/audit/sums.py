@@ -137,7 +137,6 @@ class CollectiveRule(Rule):
 
     def __init__(self, mode: AuditMode) -> None:
         self._mode = mode
-        self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
         """Examines a collective."""
@@ -156,11 +155,7 @@ class CollectiveRule(Rule):
         )
         is_known = event.site.file and not is_custom(event.node)
         site = event.site if is_known else self._mode.here()
-        self._found.append(new_finding("reduction_low", site, message))
-
-    def findings(self) -> Iterator[Finding]:
-        """Yields the collectives that were found."""
-        yield from self._found
+        self.found.append(new_finding("reduction_low", site, message))
 
 
 def _is_sum(args: tuple[Any, ...]) -> bool:

@@ -64,7 +64,6 @@ class UpdateRule(Rule):
         self._mode = mode
         self._before: dict[int, tuple[list[_Before], Any]] = {}
         self._site = Place()
-        self._found: list[Finding] = []
         self.num_steps = 0
         self._handles: list[Any] = []
 
@@ -78,10 +77,6 @@ class UpdateRule(Rule):
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def findings(self) -> Iterator[Finding]:
-        """Yields what was found in the steps."""
-        yield from self._found
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -149,7 +144,7 @@ class UpdateRule(Rule):
                 f"unit in the last place of {dtype_name(first.parameter.dtype)}."
             )
             module = first.name.rpartition(".")[0]
-            self._found.append(new_finding("update_lost", self._site, message, module))
+            self.found.append(new_finding("update_lost", self._site, message, module))
         self._see_states(optimizer, before, twin)
 
     def _see_states(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
@@ -177,7 +172,7 @@ class UpdateRule(Rule):
             f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost{measured}."
         )
         module = next(iter(before)).name.rpartition(".")[0]
-        self._found.append(new_finding("state_low", self._site, message, module))
+        self.found.append(new_finding("state_low", self._site, message, module))
 
 
 def _is_tensor(value: Any) -> bool:
