@@ -95,7 +95,7 @@ class OpRecord(Measures):
 
     @property
     def effect_rms(self) -> float:
-        """What it would do to the loss if the signs of the errors were by chance."""
+        """The effect on the loss if the signs of the errors were by chance."""
         return math.sqrt(self.effect_sq)
 
     @property

@@ -103,6 +103,15 @@ def test_another_dtype_is_told() -> None:
     assert ("bfloat16", "float32") in {op.dtypes for op in found.amplifiers}
 
 
+def test_a_backward_has_the_module_of_its_forward() -> None:
+    """Dropout makes an op without a node of autograd between the nodes of the norm and its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    trace = amp_fx.record(model)(x())
+    modules = {op.op: op.module for op in trace.ops if op.stage == "backward"}
+    assert (modules["batch_norm_backward"], modules["mm"]) == ("1", "0")
+
+
 @INDUCTOR
 def test_compiled_code_is_aligned_with_eager_code() -> None:
     before = amp_fx.record(loss_of(stack()))(x())
