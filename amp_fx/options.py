@@ -38,58 +38,61 @@ class Options:
     """Options of ``torch.compile(..., backend="amp_fx", options={...})``.
 
     Attributes:
-        dtype: What low-precision ops run in, where no ambient autocast says it: a dtype or its
-            name (``"bfloat16"``, ``"bf16"``, ``"half"``). By default what the policy says, else
+        dtype: Low-precision dtype outside of a ``torch.autocast`` region, as a dtype or a name
+            (``"bfloat16"``, ``"bf16"``, ``"half"``). The default is the policy's dtype, else
             ``default_dtype`` of the device.
-        policy: Which op is cast how: a ``Policy``, the name of a preset, or the path of a
-            policy file (``*.toml``), which is read when a graph is compiled.
+        policy: A ``Policy``, the name of a preset, or the path of a policy file (``*.toml``). A
+            file is read each time a graph is compiled.
         compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
-        output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program;
-            ``"autocast"``: those that autocast leaves, but for what goes into code of the program
-            at a graph break. Under an ambient autocast they are one and the same.
-        weight_cache: Whether values computed from weights are cached across calls; ``"training"``:
-            also those of weights that get gradients on the CPU, which pays with several
+        output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program.
+            ``"autocast"``: outputs have the dtypes that autocast leaves, except values that the
+            program reads after a graph break. Inside a region, both are the same.
+        weight_cache: True caches values computed from weights across calls. ``"training"`` also
+            caches values of weights that get gradients on the CPU, which is faster with several
             micro-batches per update.
-        verify: How much each call compares cached values with the weights: ``"sample"``, an
-            element or two of each weight; ``"full"`` (or True), all, raising ``StaleWeightError``;
-            ``"off"`` (or False), nothing. What is noticed is told in ``amp_fx.weight_cache``.
-        freezing: Whether cached values of graphs without gradients are constants of the generated
-            code, packed for its kernels and computed again after writes; None: on the CPU, and
-            where inductor's own ``freezing`` is on. On accelerators, not under inductor's CUDA
-            graphs.
-        fold_batch_norm: Whether packing folds batch norms into convolutions, which changes
-            roundings.
-        weight_grads: ``"float32"``: products of gradients of weights give float32, as the
-            hardware sums them, where the device has that (CUDA): more exact than autocast, and
-            fewer bytes; ``"autocast"``: they are rounded to the low dtype first; None: float32
-            under policies by which residual sums are low, such as the preset ``"lean"``.
-        numerics: How generated code rounds, under inductor. ``"eager"``: every value has the bits
-            of eager autocast, where torch can give them (``amp_fx.backend.numerics``);
-            what generated code would compute otherwise runs in ATen's kernels, products are not
-            computed in float32 (``amp_fx.devices.wide_products``) and the range guard is off.
-            ``"invariant"``: in addition, a row of a batch depends on that row alone
-            (``amp_fx.passes.isolate_rows``), and what cannot be compiled so raises an error.
-            ``"strict"`` and the like: inductor's own, since torch 2.15; what amp_fx adds then
-            changes no bit. None: as inductor is set.
-        range_guard: Whether numbers that a low dtype cannot hold are looked for, as
-            ``amp_fx.graphs.range_guard`` says; False gives eager autocast's numbers everywhere.
-        narrow_gathers: Whether a cast that every reader of a gathered tensor makes is made before
-            it is gathered (``amp_fx.passes.narrow_gathers``).
-        raise_casts: Whether narrowing casts stand in front of views in the graphs that inductor
-            gets (``amp_fx.passes.raise_casts``). No value changes; kernels fuse otherwise, and
-            what inductor keeps in float32 inside of one may be rounded elsewhere.
-        bare_region: Whether a graph under no enabled autocast region is a region of its own.
-            ``amp_fx.compile`` brings its region along and turns this off.
-        fallback: Whether, instead of raising, a graph that cannot be rewritten runs under
-            native autocast, and one (or a backward) that cannot be compiled, op by op.
-        passes: Passes of your own (``amp_fx.passes.base.Pass``), which run after ``fold_casts``;
-            ``amp_fx.register_pass`` adds one to every graph, and says where.
-        disable_passes: Names of passes that do not run, to find out which one is at fault;
-            ``AMP_FX_DISABLE_PASSES`` has more of them, with commas between. Those that results
-            would be wrong without are refused.
-        mode: A mode of inductor. ``torch.compile`` takes ``mode=`` or ``options=``, not both;
-            with options of ours, it goes here.
-        inductor: Everything else, handed to inductor.
+        verify: How much each call compares cached values with the weights. ``"sample"``: one or
+            two elements of each weight. ``"full"`` (or True): everything; a difference raises
+            ``StaleWeightError``. ``"off"`` (or False): nothing. ``amp_fx.weight_cache`` reports
+            what was found.
+        freezing: True makes cached values constants of the generated code in graphs without
+            gradients, packed for its kernels and refreshed after writes. None does so on the CPU,
+            and wherever inductor's own ``freezing`` is on. On accelerators, constants cannot be
+            used together with inductor's CUDA graphs.
+        fold_batch_norm: True folds batch norms into packed convolutions, which changes roundings.
+        weight_grads: ``"float32"``: on CUDA, products that compute gradients of weights return
+            float32, the dtype in which the hardware sums; this is more exact than autocast and
+            moves fewer bytes. ``"autocast"``: they round to the low-precision dtype first. None:
+            ``"float32"`` for policies with low-precision residual sums, such as the preset
+            ``"lean"``.
+        numerics: Rounding in generated code. ``"eager"``: every value has the bits of eager
+            autocast where torch can compute them (``amp_fx.backend.numerics``). Ops with other
+            roundings in generated code run in ATen's kernels, products are not widened to float32
+            (``amp_fx.passes.widen_products``), and ``range_guard`` is off. ``"invariant"``: in
+            addition, a row of a batch depends on that row alone
+            (``amp_fx.passes.isolate_rows``); graphs that cannot be compiled this way raise.
+            ``"strict"``, ``"strict_pointwise"``, ``"strict_reduction"``: inductor's own modes,
+            since torch 2.15; casts that amp_fx caches or moves change no bit. None: inductor's
+            current setting.
+        range_guard: True looks for constants that the low-precision dtype cannot represent
+            (``amp_fx.graphs.range_guard``). False computes eager autocast's numbers everywhere.
+        narrow_gathers: True casts a tensor before it is gathered if every reader of the gathered
+            tensor makes this cast (``amp_fx.passes.narrow_gathers``).
+        raise_casts: True moves narrowing casts in front of views in the graphs that inductor gets
+            (``amp_fx.passes.raise_casts``). No value of the graph changes, but kernels fuse
+            differently, so values that inductor does not round inside a kernel may be rounded
+            elsewhere.
+        bare_region: True gives a graph outside of an enabled autocast region a region of its own.
+            ``amp_fx.compile`` enters its own region and turns this off.
+        fallback: True runs a graph under native autocast if it cannot be rewritten, and op by op
+            if it or its backward cannot be compiled. False raises instead.
+        passes: Your own passes (``amp_fx.passes.base.Pass``), which run after ``fold_casts``.
+            ``amp_fx.register_pass`` adds a pass to every graph.
+        disable_passes: Names of passes to skip, to find the one at fault. The environment variable
+            ``AMP_FX_DISABLE_PASSES`` adds names, separated by commas. Passes that results depend
+            on cannot be disabled.
+        mode: A mode of inductor. ``torch.compile`` takes either ``mode=`` or ``options=``; next to
+            other options, pass the mode here.
+        inductor: All other options, passed to inductor.
     """
 
     dtype: torch.dtype | None = None
@@ -254,7 +257,7 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 _EAGER = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
-_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "freezing": False, "fallback": False}}
+_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "fallback": False}}
 """Values of other options without which numbers are not those that ``numerics`` promises."""
 
 

@@ -179,6 +179,23 @@ def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
     return counts
 
 
+PACKED = ("mkldnn", "mkl", "onednn")
+"""Namespaces of the ops that inductor's freezing passes pack weights for."""
+
+
+def mixes_packed_rows(graph: fx.Graph) -> bool:
+    """Returns True if a packed kernel of a graph was not found to keep rows apart."""
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", "") not in PACKED:
+            continue
+        if _name(node) != "_linear_pointwise":
+            return True
+        rows, result = (VALUE.of(each) for each in (node.all_input_nodes[0], node))
+        if differing_rows(result.dtype, int(rows.shape[-1]), int(result.shape[-1])):
+            return True
+    return False
+
+
 def why_not(node: fx.Node) -> str:
     """Returns the reason why an op may make a row depend on others; empty if it does not."""
     op, name = node.target, _name(node)

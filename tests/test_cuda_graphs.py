@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx import csrc
-from amp_fx.backend.cuda_graphs import apart
+from amp_fx.backend.cuda_graphs import separate_inputs
 from tests import needs
 
 ON = {"triton.cudagraphs": True}
@@ -36,9 +36,9 @@ def graph_of(*places: tuple[str, bool]) -> fx.GraphModule:
 def test_only_inputs_that_nothing_reads_get_dummies_and_only_for_cuda_graphs() -> None:
     gm = graph_of(("meta", True), ("meta", False), ("cpu", False), ("meta", True))
     with config.patch(ON):
-        dummies = apart(gm, ()).dummies
+        dummies = separate_inputs(gm, ()).dummies
     assert {i: dummy.device.type for i, dummy in dummies.items()} == {1: "meta"}
-    assert not apart(gm, ()).dummies
+    assert not separate_inputs(gm, ()).dummies
 
 
 @needs.WATCH
@@ -53,7 +53,7 @@ def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_wei
         given.extend(each.data_ptr() for each in inputs)
         return []
 
-    parts = dataclasses.replace(apart(graph_of(), ()), dummies={0: torch.empty(1)})
+    parts = dataclasses.replace(separate_inputs(graph_of(), ()), dummies={0: torch.empty(1)})
     for _ in range(2):
         parts.wrap(replay)([weight, x])
         assert watch.watched(weight)
@@ -64,7 +64,7 @@ def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_wei
 def test_outputs_that_are_static_inputs_are_given_back_around_the_graph() -> None:
     gm, inputs = graph_of(("cpu", True), ("cpu", True)), [torch.ones(4), -torch.ones(4)]
     with config.patch(ON):
-        parts = apart(gm, [0])
+        parts = separate_inputs(gm, [0])
 
     def recorded(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
         found = list(gm(*given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -19,6 +20,9 @@ import torch
 
 import amp_fx
 from amp_fx import errors
+from amp_fx.commands.parsers import ADD
+from amp_fx.options import Options
+from amp_fx.policies.policy import preset_names
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES
 from tests.snippets import PAGES, ROOT, fenced
 
@@ -123,8 +127,28 @@ def test_links_lead_somewhere(page: Path, link: str) -> None:
 def test_the_readme_is_one_screen_and_the_rest_is_linked() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 120
-    assert "| native |" in text
+    first_screen = "\n".join(text.splitlines()[:40])
+    for part in ("```python", "| GPT-2 small, one token |", "docs/assets/attention.svg"):
+        assert part in first_screen
     assert "docs/assets/attention.svg" in text
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("Functions and classes", set(amp_fx.__all__) - {"__version__"}),
+        ("Options", {field.name for field in dataclasses.fields(Options)}),
+        ("Cast policies", {policy.value for policy in amp_fx.CastPolicy}),
+        ("Presets", set(preset_names())),
+        ("Commands", set(ADD)),
+    ],
+)
+def test_the_reference_lists_every_name(heading: str, names: set[str]) -> None:
+    page = (ROOT / "docs" / "reference" / "index.md").read_text(encoding="utf-8")
+    section = page.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith(("| `", "| [`"))]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert listed - {"integrations", "errors", "options"} == names
 
 
 def test_the_table_of_signals_is_that_of_the_code() -> None:

@@ -1,7 +1,8 @@
-"""The Dynamo backend: from a captured graph to what Dynamo calls.
+"""The Dynamo backend.
 
-``entry`` is where Dynamo comes in. ``rewrite`` runs the passes of ``pipeline``; ``freezing`` and
-``inner`` hand graphs to inductor; ``fallback`` says what could not be compiled.
+Dynamo calls ``entry`` with a captured graph. ``rewrite`` runs the passes of ``pipeline``, ``inner``
+compiles the result, ``caching`` decides which values of weights are cached, and ``fallback`` runs
+graphs that cannot be rewritten or compiled.
 """
 
 from __future__ import annotations

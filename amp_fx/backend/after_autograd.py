@@ -1,10 +1,8 @@
-"""Rewrites of the graphs that AOTAutograd makes: ``weight_grads``, ``raise_casts``, wide products.
+"""Rewrites the graphs of AOTAutograd: ``weight_grads``, ``raise_casts`` and the products.
 
-Autocast's product of a weight's gradient is low, and a cast makes it float32 for the weight: it is
-rounded, written, read and written again. ``aten.mm.dtype``, and ``aten.bmm.dtype`` for weights of
-experts, give the sums of the product in float32 as the hardware makes them: one rounding less, and
-6 of 8 bytes per element less in between.
-Products on CPUs without units for their dtype are the matter of ``widen_products``.
+Autocast computes the gradient of a weight in low precision and casts it to float32: it is rounded,
+written, read and written again. ``aten.mm.dtype`` (``aten.bmm.dtype`` for weights of experts)
+returns the float32 sums of the hardware, which saves a rounding and 6 of 8 bytes per element.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 DEVICES = ("cuda",)
-"""Device types on which gradients of weights come from ``aten.mm.dtype`` and ``aten.bmm.dtype``.
+"""Device types on which ``aten.mm.dtype`` and ``aten.bmm.dtype`` compute gradients of weights.
 
-XPU has the kernels, too (``WITH_OUT_DTYPE``); gradients there are autocast's.
+XPU has these kernels too (``WITH_OUT_DTYPE``), but nobody has run gradients there.
 """
 
 _PASSES = (*(m.__file__ for m in (casting, flattening, generated, keeping, raising, widening)),)
@@ -50,17 +48,17 @@ _PASSES = (*(m.__file__ for m in (casting, flattening, generated, keeping, raisi
 
 @functools.cache
 def _wide_products() -> dict[Any, Any]:
-    """The products that give float32, by the ones that they take the place of.
+    """Returns the product with a float32 result for each product.
 
-    Relies on inductor's lowering of ``aten.bmm`` taking an ``out_dtype`` where ``aten.bmm.dtype``
-    is lowered.
+    Relies on inductor's lowering of ``aten.bmm`` having a parameter ``out_dtype`` if
+    ``aten.bmm.dtype`` can be lowered.
     """
     from amp_fx.torch_private.inductor import tuned_bmm
 
-    found = {aten.mm.default: aten.mm.dtype}
+    products = {aten.mm.default: aten.mm.dtype}
     if "out_dtype" in inspect.signature(tuned_bmm).parameters:
-        found[aten.bmm.default] = aten.bmm.dtype
-    return found
+        products[aten.bmm.default] = aten.bmm.dtype
+    return products
 
 
 _VIEWS = (
@@ -76,16 +74,15 @@ _VIEWS = (
 class AfterAutograd(CustomGraphPass):
     """Rewrites every graph before inductor lowers it.
 
-    Relies on inductor running ``post_grad_custom_pre_pass`` on every graph, and on inputs of a
-    backward that are gradients being called ``tangents``.
+    Relies on inductor running ``post_grad_custom_pre_pass`` on every graph, and on the names of a
+    backward's inputs: gradients are called ``tangents``.
 
     Args:
-        has_wide_grads: Whether gradients that leave a backward in float32 are products with
-            float32 results.
-        widens_products: Whether products run in float32 where the CPU has no units for the dtype.
+        has_wide_grads: Whether products that compute float32 gradients return float32.
+        widens_products: Whether products run in float32 on a CPU without units for their dtype.
         raises_casts: ``Options.raise_casts``.
-        keeps_kernels: Whether ops run by ATen's kernels where generated code has other bits.
-        following: A pass of the user's own, which runs after this one.
+        keeps_kernels: Whether ops run in ATen's kernels if generated code has other bits.
+        following: The user's ``post_grad_custom_pre_pass``, which runs after this pass.
     """
 
     def __init__(
@@ -116,17 +113,16 @@ class AfterAutograd(CustomGraphPass):
             self.following(graph)
 
     def change_products(self, graph: fx.Graph) -> None:
-        """Flattens products, and computes some in float32; weights are packed after that."""
+        """Flattens products and widens some to float32. Must run before weights are packed."""
         counts = Counter(flattened_products=flatten_products(graph))
         if self.widens_products:
             counts["wide_products"] = widen_products(graph)
         record(+counts)
 
     def uuid(self) -> Any:
-        """Returns its part of the keys of inductor's caches; None if there is none.
+        """Returns a key for inductor's caches; None if the user's pass has none.
 
-        It says for which dtypes this CPU has units: caches that machines share, or one with other
-        settings, would give low products to one without units.
+        The key contains the dtypes for which this CPU has units, because machines share caches.
         """
         files = (__file__, *_PASSES)
         has_units = units() if self.widens_products else ()
@@ -139,27 +135,30 @@ class AfterAutograd(CustomGraphPass):
 
 
 def is_backward(graph: fx.Graph) -> bool:
-    """Returns True if a graph takes gradients."""
+    """Returns True if a graph has gradients as inputs."""
     return any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
 
 
 def widen_weight_grads(graph: fx.Graph) -> int:
-    """Makes low products return float32 if their results are cast to float32 and returned.
+    """Makes low-precision products return float32 if the graph casts and returns their results.
 
     Returns:
-        How many there were.
+        The number of changed products.
     """
-    products = [found for cast in _returned_casts(graph) if (found := _product(cast)) is not None]
-    for cast, product in products:
-        _widen(graph, cast, product)
-    if products:
+    num_changed = 0
+    for cast in list(_returned_casts(graph)):
+        product = _product(cast)
+        if product is not None:
+            _widen(graph, cast, product)
+            num_changed += 1
+    if num_changed:
         graph.eliminate_dead_code()
         graph.lint()
-    return len(products)
+    return num_changed
 
 
 def _returned_casts(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Casts to float32 whose results, or sums of them, are returned and nothing else."""
+    """Yields casts to float32 whose results, or sums of them, are only returned."""
     for node in graph.find_nodes(op="call_function", target=CONVERT):
         if node.args[1] == torch.float32 and _is_returned(node):
             yield node
@@ -173,8 +172,8 @@ def _is_returned(node: fx.Node) -> bool:
     )
 
 
-def _product(cast: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """A cast and the product behind it, if only views lie between and nobody else reads them."""
+def _product(cast: fx.Node) -> fx.Node | None:
+    """Returns the product that a cast reads through views, if it has no other readers."""
     node = cast.all_input_nodes[0]
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.all_input_nodes[0]
@@ -182,7 +181,7 @@ def _product(cast: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     value = node.meta["val"]
     is_known = value.device.type in DEVICES and is_low(value.dtype)
-    return (cast, node) if is_known else None
+    return node if is_known else None
 
 
 def _widen(graph: fx.Graph, cast: fx.Node, product: fx.Node) -> None:
@@ -192,7 +191,7 @@ def _widen(graph: fx.Graph, cast: fx.Node, product: fx.Node) -> None:
     wide.meta = dict(product.meta)
     product.replace_all_uses_with(wide)
     node = cast
-    while node is not wide:  # the cast has nothing left to do, and views are of float32
+    while node is not wide:  # the cast is a no-op now, and the views are float32
         node = node.all_input_nodes[0]
         node.meta["val"] = node.meta["val"].to(torch.float32)
     cast.replace_all_uses_with(cast.all_input_nodes[0])

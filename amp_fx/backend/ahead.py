@@ -1,8 +1,8 @@
-"""Graphs that Dynamo compiles ahead of time: what can be saved, and loaded in another process.
+"""Graphs that are compiled ahead of time, saved, and loaded in another process.
 
-``torch.compile(model, backend="amp_fx", fullgraph=True).forward.aot_compile(...)`` wants a
-compiled graph that can be written to a file. Inductor's can; this file adds the state that calls
-run in. Weights are cast in every call, because cached values cannot be written.
+``torch.compile(model, backend="amp_fx", fullgraph=True).forward.aot_compile(...)`` writes a
+compiled graph to a file. Inductor's graphs can be written; this module adds the autocast state of
+their calls. Weights are cast in every call, because cached values cannot be written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SavedGraph(SerializableCallable):
 
     Args:
         compiled: The graph that inductor compiled.
-        is_off: Whether autocast is off in each call: casts are in the graph.
-        has_regions: Whether an exception may leave it in the midst of a region.
+        is_off: Whether to turn autocast off in each call, because the graph contains its casts.
+        has_regions: Whether an exception may leave the graph inside of a region.
     """
 
     def __init__(self, compiled: Any, *, is_off: bool, has_regions: bool) -> None:
@@ -33,13 +33,13 @@ class SavedGraph(SerializableCallable):
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: Any) -> bytes:
-        """The graph as bytes."""
+        """Returns the graph as bytes."""
         saved = BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(fn.compiled)
         return pickle.dumps((saved, fn.is_off, fn.has_regions))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> Any:
-        """The graph that was saved."""
+        """Returns the graph that was saved as ``data``."""
         saved, is_off, has_regions = pickle.loads(data)
         compiled = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(saved)
         return cls(compiled, is_off=is_off, has_regions=has_regions)
@@ -55,9 +55,9 @@ class SavedGraph(SerializableCallable):
 
 
 def is_ahead_of_time() -> bool:
-    """Returns True if the backend is asked for a graph that can be saved.
+    """Returns True if the backend must return a graph that can be saved.
 
-    Relies on ``torch._dynamo.aot_compile`` setting these for as long as it calls the backend.
+    Relies on ``torch._dynamo.aot_compile`` setting both options while it calls the backend.
     """
     from amp_fx.torch_private.aot_autograd import config
 
@@ -68,10 +68,11 @@ def is_ahead_of_time() -> bool:
 
 
 def as_saved(compiled: Any, *, is_off: bool, has_regions: bool) -> SavedGraph:
-    """A compiled graph that can be saved.
+    """Returns a compiled graph in a form that can be saved.
 
     Raises:
-        AheadOfTimeError: It is none of inductor's, or AOTAutograd cannot write it.
+        AheadOfTimeError: Another compiler than inductor compiled the graph, or AOTAutograd cannot
+            write it.
     """
     if getattr(compiled, "serialize", None) is None:
         raise AheadOfTimeError(

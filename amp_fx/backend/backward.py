@@ -1,14 +1,15 @@
-"""The autocast state in which AOTAutograd traces the backward of a graph.
+"""Compiles graphs with the autocast state in which eager code would run their backward.
 
-Casts of the forward are nodes, so it is traced with autocast off. Eager code runs the backward in
-the state in which ``backward()`` is called. That is
+The forward is traced with autocast off, because its casts are nodes. Eager code runs the backward
+in the autocast state of the call of ``backward()``:
 
-- with autocast off, if it is called outside of the region, as PyTorch recommends, and
-- in the region of the graph, if Dynamo has ended the graph at the call.
+- autocast is off if the call is outside of the region, as PyTorch recommends;
+- the region is active if the compiled function itself calls ``backward()``: Dynamo ends the graph
+  at the call.
 
-A backward that multiplies values of several dtypes, such as a float32 gradient and a bfloat16 value
-that a ``torch.autograd.Function`` has saved, is traced in the region, too. With autocast off, eager
-code fails there; ``torch.compile`` does not, as it traces every backward in the region.
+A backward that multiplies values of several dtypes is also traced in the region. An example is a
+float32 gradient and a bfloat16 tensor that a ``torch.autograd.Function`` saved. Eager code fails
+there with autocast off; ``torch.compile`` works, because it traces every backward in the region.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PRODUCTS = (
     aten.mm.default,
     aten.mv.default,
 )
-"""Ops whose kernels take one dtype, and whose fake kernels take several."""
+"""Ops whose kernels require inputs of one dtype, while their fake kernels accept several."""
 
 
 class MixedDtypesError(Exception):
@@ -57,7 +58,7 @@ class RefuseMixedDtypes(CustomGraphPass):
     """Raises if a product of a joint graph has inputs of several floating-point dtypes.
 
     Args:
-        following: A pass of the user's own, which runs after this one.
+        following: The user's ``joint_custom_pre_pass``, which runs after this pass.
     """
 
     def __init__(self, following: Any = None) -> None:
@@ -76,7 +77,7 @@ class RefuseMixedDtypes(CustomGraphPass):
             self.following(graph)
 
     def uuid(self) -> Any:
-        """Returns its part of the keys of inductor's caches; None if there is none."""
+        """Returns a key for inductor's caches; None if the user's pass has none."""
         own = get_hash_for_files((__file__,))
         if self.following is None:
             return own
@@ -95,10 +96,10 @@ def compile_with_backward(
     options: Options,
     cache: Caching | None,
 ) -> Compiled:
-    """Compiles a rewritten graph, and its backward if it has one.
+    """Compiles a rewritten graph and its backward.
 
     Args:
-        state: The state of autocast where the graph begins.
+        state: The autocast state at the beginning of the graph.
         gm: The graph; it is edited.
         example_inputs: Its inputs.
         options: The options of the backend.
@@ -121,6 +122,6 @@ def compile_with_backward(
 
 
 def _compile_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
-    """Compiles a rewritten graph with its backward in a state of autocast."""
+    """Compiles a rewritten graph whose backward is traced in an autocast state."""
     with state.applied():
         return compile_inner(with_autocast_off(gm, state), *args)

@@ -27,6 +27,7 @@ from amp_fx.backend.numerics import is_strict
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
+from amp_fx.passes.isolate_rows import mixes_packed_rows
 from amp_fx.stats import record
 from amp_fx.torch_private.aot_autograd import make_boxed_func, min_cut_rematerialization_partition
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
@@ -77,6 +78,8 @@ class Caching:
         options: The options of the backend.
         owner: Name under which ``stats`` counts the values.
         is_packable: Whether values may be constants of generated code.
+        can_watch: Returns True if writes to weights can be detected. The first call on a machine
+            waits for a C++ compiler.
         is_counted: Whether ``amp_fx.stats`` counts the casts; those of an explanation are not.
     """
 
@@ -86,12 +89,14 @@ class Caching:
     options: Options
     owner: str
     is_packable: bool
+    can_watch: Callable[[], bool] = is_available
     is_counted: bool = True
 
     def is_on(self) -> bool:
         """Returns True if the forward graph may cache anything."""
         is_inference = not (torch.is_grad_enabled() and self.trained)
-        return bool(self.weights if is_inference else self._chosen_in_training())
+        chosen = self.weights if is_inference else self._chosen_in_training()
+        return bool(chosen) and self.can_watch()
 
     def release(self) -> None:
         """Drops the weights when the compilation ends."""
@@ -131,28 +136,40 @@ class Caching:
         def note(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
             is_inference = bool(kwargs.get("is_inference"))
             chosen = self._chosen_in(graph, kwargs)
-            if chosen:
-                own = copy_graph_module(graph)
-                if is_inference and self.is_packable:
-                    names = {i: weight.name for i, weight in chosen.items()}
-                    found.extend(self._packed_values(own, given, names))
-                else:
-                    split_graph = self._split_graph(own, chosen, kwargs)
-                    specs = split_graph.values if split_graph is not None else ()
-                    found.extend(CachedValue(s, tuple(map(VALUE.of, s.outputs))) for s in specs)
+            if chosen and is_inference and self.is_packable:
+                try:
+                    found.extend(self._packed_values(copy_graph_module(graph), given, chosen))
+                except CannotPackError:
+                    found.extend(self._split_values(copy_graph_module(graph), chosen, kwargs))
+            elif chosen:
+                found.extend(self._split_values(copy_graph_module(graph), chosen, kwargs))
             return make_boxed_func(graph.forward)
 
         with without_autograd_cache(), self.partitioning():
             compile_with_inductor(gm, inputs, self.options, note)
         return tuple(value for value in found if not value.spec.is_alias)
 
+    def _split_values(
+        self, gm: fx.GraphModule, weights: Mapping[int, Weight], kwargs: Mapping[str, Any]
+    ) -> list[CachedValue]:
+        split_graph = self._split_graph(gm, weights, kwargs)
+        specs = split_graph.values if split_graph is not None else ()
+        return [CachedValue(spec, tuple(map(VALUE.of, spec.outputs))) for spec in specs]
+
     def _packed_values(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]
+        self, gm: fx.GraphModule, inputs: Sequence[Any], weights: Mapping[int, Weight]
     ) -> list[CachedValue]:
         after_autograd(self.options).change_products(gm.graph)
-        fakes = {i: inputs[i] for i in names}
-        folds = self.options.fold_batch_norm
-        constants, _, _ = pack(gm, inputs, fakes, names, folds_batch_norm=folds, run=run_fake)
+        fakes = {i: inputs[i] for i in weights}
+        constants, _, _ = pack(
+            gm,
+            inputs,
+            fakes,
+            {i: weight.name for i, weight in weights.items()},
+            folds_batch_norm=self.options.fold_batch_norm,
+            check=self._check_packed,
+            run=run_fake,
+        )
         targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
         tensors = {constants.copies[t]: getattr(gm, t) for t in targets if t in constants.copies}
         specs = specs_of(constants.prepare, tensors)
@@ -320,6 +337,7 @@ class Caching:
                 {i: weight.name for i, weight in weights.items()},
                 compile_graph,
                 folds_batch_norm=self.options.fold_batch_norm,
+                check=self._check_packed,
                 **kwargs,
             )
         call = self._call(packed.specs, packed.taken, bind=packed.bind)
@@ -327,6 +345,11 @@ class Caching:
             with unset_fake_temporarily():
                 call.adopt(values, started, tensors)
         return call
+
+    def _check_packed(self, graph: fx.Graph) -> None:
+        """Raises ``CannotPackError`` if packed kernels may break the promise of ``numerics``."""
+        if self.options.numerics == "invariant" and mixes_packed_rows(graph):
+            raise CannotPackError("a packed kernel may give a row other bits in a batch")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
         if self.is_counted:
@@ -435,7 +458,7 @@ def caching(
     """
     weights: dict[int, Weight] = {}
     is_allowed = options.weight_cache and found.state.cache_enabled
-    if is_allowed and options.compiler != "eager" and can_watch():
+    if is_allowed and options.compiler != "eager":
         stored = set() if options.freezing else stored_tensors(found.frame.modules())
         weights = cacheable_weights(captured, found.gm, example_inputs, stored=stored)
     trained = {
@@ -450,6 +473,7 @@ def caching(
         options,
         owner_of(found.gm, found.root),
         _is_on(found.gm.graph) and may_pack(options, example_inputs),
+        can_watch,
     )
 
 

@@ -1,4 +1,4 @@
-"""Narrows what AOTAutograd's graphs gather from other processes, and counts what they send."""
+"""Narrows the collectives in AOTAutograd's graphs, and counts the bytes that they send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("amp_fx.inner")
 
 
 def narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """Returns a compiler of AOTAutograd's graphs that narrows their collectives first."""
+    """Wraps an inner compiler so that it narrows collectives first."""
     if not is_distributed():
         return compile_inside
 
@@ -37,7 +37,7 @@ def narrowing(compile_inside: Callable[..., Any], options: Options) -> Callable[
 
 
 def narrow_and_count(gm: fx.GraphModule, *, narrows: bool) -> None:
-    """Narrows what a graph of AOTAutograd gathers, if asked to, and counts the bytes it sends."""
+    """Narrows gathers in a graph if ``narrows`` is True, and counts the bytes that it sends."""
     before = collective_bytes(gm.graph)
     if not before:
         return
@@ -54,7 +54,7 @@ def narrow_and_count(gm: fx.GraphModule, *, narrows: bool) -> None:
 
 
 def narrowing_in_keys(options: Options) -> contextlib.AbstractContextManager[None]:
-    """Adds to the keys of on-disk caches whether what a graph gathers is narrowed.
+    """Adds the option ``narrow_gathers`` to the keys of on-disk caches.
 
     Relies on ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
     """

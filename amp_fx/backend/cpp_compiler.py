@@ -1,4 +1,4 @@
-"""Finds the C++ compiler that inductor needs for kernels of the CPU."""
+"""Finds the C++ compiler that inductor needs for CPU kernels."""
 
 from __future__ import annotations
 

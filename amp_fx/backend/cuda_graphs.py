@@ -1,12 +1,14 @@
-"""Keeps inductor's CUDA graphs from asking for weights, and from holding cached values.
+"""Prevents inductor's CUDA graphs from touching weights and from holding cached values.
 
-The store computes values again in the same memory unless somebody may be reading them. A recording
-is valid as long as its static inputs stay where they are. Two habits of recordings break that:
+The store recomputes values in the same memory unless something may still read them, so a recording
+stays valid: the addresses of its static inputs do not change. Two properties of recordings conflict
+with that:
 
-- They ask all static inputs for their addresses in each replay, also those that the graph does not
-  read. Asking for a weight's address looks like a write. Such inputs are replaced by dummies.
-- They hold outputs that are static inputs: what a forward returns for its backward. The store would
-  take them for readers. Such outputs are removed from the graph and returned by a wrapper.
+- Each replay reads the addresses of all static inputs, even of those that the graph does not use.
+  Reading the address of a weight counts as a write. Unused inputs are replaced by dummies.
+- A recording holds references to outputs that are static inputs, such as values that a forward
+  saves for its backward. The store counts them as readers. Such outputs are removed from the graph
+  and returned by a wrapper.
 
 Relies on ``torch._inductor.cudagraph_trees``: ``CUDAGraphNode`` compares ``static_input_data_ptrs``
 where ``graph_partition`` is off, and holds ``static_output_tensors``.
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Context manager: AOTAutograd reads no graphs that ``apart`` changes from its caches."""
+    """Turns AOTAutograd's caches off if ``separate_inputs`` changes graphs."""
     if is_ahead_of_time() or not _is_on(settings):
         return contextlib.nullcontext()
     return without_autograd_cache()
@@ -46,55 +48,56 @@ def _is_on(settings: Mapping[str, Any]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart:
-    """Inputs and outputs that a wrapper around a graph passes and returns in the graph's place.
+class CudagraphInputs:
+    """Inputs and outputs that a wrapper handles instead of the recorded graph.
 
     Attributes:
-        dummies: Replacements of inputs, by position.
-        returned: Positions of the inputs that are outputs, by the positions of the outputs.
+        dummies: Replacements of unused inputs, by position.
+        returned: For each output that is an input, its position and the position of the input.
     """
 
     dummies: Mapping[int, torch.Tensor]
     returned: Mapping[int, int]
 
     def wrap(self, compiled: Compiled) -> Compiled:
-        """Returns a boxed callable with the inputs and outputs of AOTAutograd's graph."""
+        """Wraps a compiled graph in a boxed callable with the original inputs and outputs."""
 
         def call(inputs: list[Any]) -> Any:
-            given = {k: inputs[i] for k, i in self.returned.items()}
+            returned = {k: inputs[i] for k, i in self.returned.items()}
             for i, dummy in self.dummies.items():
                 inputs[i] = dummy
             outputs = compiled(inputs)
-            return [given.get(k, out) for k, out in enumerate(outputs)] if given else outputs
+            return [returned.get(k, out) for k, out in enumerate(outputs)] if returned else outputs
 
         return call if self.dummies or self.returned else compiled
 
 
-def apart(gm: fx.GraphModule, static: Iterable[int]) -> Apart:
-    """Removes what a recording would ask or hold from a graph, where CUDA graphs are on."""
+def separate_inputs(gm: fx.GraphModule, static: Iterable[int]) -> CudagraphInputs:
+    """Removes returned static inputs from a graph and finds unused ones, if CUDA graphs are on."""
     if not _is_on({}):
-        return Apart({}, {})
-    returned = {} if is_ahead_of_time() else _taken_out(gm, static)
+        return CudagraphInputs({}, {})
+    returned = {} if is_ahead_of_time() else _remove_returned(gm, static)
     unused = _unused_inputs(gm)
     with unset_fake_temporarily():
-        return Apart({i: torch.empty(1, device=d) for i, d in unused.items()}, returned)
+        dummies = {i: torch.empty(1, device=device) for i, device in unused.items()}
+    return CudagraphInputs(dummies, returned)
 
 
-def _taken_out(gm: fx.GraphModule, static: Iterable[int]) -> dict[int, int]:
-    """Removes outputs that are static inputs; returns the inputs by position of the output."""
+def _remove_returned(gm: fx.GraphModule, static: Iterable[int]) -> dict[int, int]:
+    """Removes outputs that are static inputs; returns positions of inputs by those of outputs."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     sources = {placeholders[i]: i for i in static}
     output = gm.graph.output_node()
     outputs: Any = output.args[0]
-    found = {k: sources[node] for k, node in enumerate(outputs) if node in sources}
-    if found:
-        output.args = (type(outputs)(None if k in found else o for k, o in enumerate(outputs)),)
+    returned = {k: sources[node] for k, node in enumerate(outputs) if node in sources}
+    if returned:
+        output.args = (type(outputs)(None if k in returned else o for k, o in enumerate(outputs)),)
         gm.recompile()
-    return found
+    return returned
 
 
 def _unused_inputs(gm: fx.GraphModule) -> dict[int, torch.device]:
-    """Returns the devices of inputs that nothing in a graph reads, those on the CPU aside."""
+    """Returns the devices of inputs without users, by position; CPU inputs are omitted."""
     values = {
         i: node.meta.get("val")
         for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))

@@ -1,4 +1,4 @@
-"""Tells the on-disk caches of AOTAutograd and inductor what their keys lack."""
+"""Settings of the on-disk caches of AOTAutograd and inductor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which AOTAutograd reads no caches; patches more of its settings."""
+    """Turns AOTAutograd's caches off and patches ``more`` of its settings, in a context."""
     patch: contextlib.AbstractContextManager[None] = functorch_config.patch(
         enable_autograd_cache=False, enable_remote_autograd_cache=False, **more
     )
@@ -24,12 +24,12 @@ def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[Non
 
 
 def region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which AOTAutograd's on-disk cache stores graphs with opaque regions.
+    """Makes AOTAutograd's on-disk cache store graphs with opaque regions, in a context.
 
-    Before torch 2.15 it passes over ``_enter_autocast`` because the ambient state is not in its
-    key; ours spell out device and dtype as constant arguments, which are. Those that carry a
-    policy mean another one in another process, and keep the graph out of the cache, which would
-    take it since 2.15.
+    Before torch 2.15, the cache rejects graphs with ``_enter_autocast``, because its key lacks the
+    ambient state. The calls that amp_fx inserts have the device and the dtype as constant
+    arguments, which are in the key. Graphs with policies are never cached: the number of a policy
+    differs between processes.
 
     Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``, and on
     ``torch._functorch.config.enable_autograd_cache`` and ``enable_remote_autograd_cache``.

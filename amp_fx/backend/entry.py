@@ -59,14 +59,14 @@ def amp_fx(
         gm: The graph that Dynamo captured.
         example_inputs: Its inputs.
         mode: A mode of inductor, as in ``torch.compile(mode=...)``.
-        options: See ``amp_fx.options.Options``; inductor's own options may be among them.
+        options: Options of amp_fx (``amp_fx.options.Options``) and of inductor.
 
     Returns:
-        What Dynamo calls with the graph's inputs.
+        The function that Dynamo calls with the inputs of the graph.
 
     Raises:
         OptionError: An option is unknown or has a value that is not allowed.
-        BannedOpError: The graph makes an op that autocast bans on its device.
+        BannedOpError: The graph calls an op that autocast bans on its device.
     """
     csrc.start()
     with working(f"compiling a graph of {len(gm.graph.nodes)} nodes"):
@@ -90,7 +90,9 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     with in_cache_keys(found.passes):
         try:
             compile_graph = functools.partial(compile_with_backward, found.state)
-            compiled = _compile(found.gm, compile_graph, example_inputs, parsed, cache)
+            compiled = _compile(
+                found.gm, compile_graph, example_inputs, parsed, cache if cache.is_on() else None
+            )
         finally:
             cache.release()
     if attributes:
@@ -98,7 +100,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     if enters_regions(found.gm):
         compiled = called_in(markers_left_on_error, compiled)
     if AutocastState.ambient().enabled:
-        return called_in(no_autocast, compiled)  # the casts are in the graph already
+        return called_in(no_autocast, compiled)  # the graph contains its casts
     return compiled
 
 
@@ -107,7 +109,7 @@ restore_regions()
 
 
 def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:
-    """Compiles a rewritten graph so that it can be saved; it casts weights in every call."""
+    """Compiles a rewritten graph in a form that can be saved. It casts weights in every call."""
     has_regions = enters_regions(found.gm)
     options = dataclasses.replace(options, fallback=False)
     with no_autocast(), in_cache_keys(found.passes):
@@ -117,7 +119,7 @@ def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Opt
 
 
 def _is_compiled_autograd() -> bool:
-    """Returns True if Dynamo compiles a backward that compiled autograd has captured.
+    """Returns True if the graph is a backward that compiled autograd captured.
 
     Relies on ``CompileId.compiled_autograd_id``.
     """
@@ -132,18 +134,18 @@ def _compile(
     options: Options,
     cache: Caching | None = None,
 ) -> Compiled:
-    """Hands a graph to the inner compiler; if that fails, runs it op by op."""
+    """Calls the inner compiler; if it fails, returns a function that runs the graph op by op."""
     if not options.fallback or options.compiler == "eager":
         return compile_graph(gm, example_inputs, options, cache)
-    ours = copy_graph_module(gm)  # inner compilers edit the graph they get
+    uncompiled = copy_graph_module(gm)  # inner compilers edit their graph
     try:
         return compile_graph(gm, example_inputs, options, cache)
     except (RestartAnalysis, SkipFrame):
-        raise  # Dynamo's own way of asking for another try
+        raise  # Dynamo catches these and tries again
     except Exception as error:
         log.debug("falling back", exc_info=True)
-        warn_eager(error, options.compiler, ours.graph)
-        return ours.forward
+        warn_eager(error, options.compiler, uncompiled.graph)
+        return uncompiled.forward
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:
@@ -157,7 +159,7 @@ def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled
 def called_in(
     context: Callable[[], AbstractContextManager[Any]], compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A callable with every call of it inside of a context."""
+    """Returns a function that calls ``compiled`` inside of a context."""
 
     @functools.wraps(compiled)
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a graph that cannot be rewritten under native autocast."""
+"""Runs graphs that cannot be rewritten under native autocast, and warns of fallbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("amp_fx.fallback")
 def as_native_region(
     gm: fx.GraphModule, state: AutocastState, *, restores_outputs: bool
 ) -> fx.GraphModule:
-    """Makes one region of a whole graph as Dynamo captured it, in place."""
+    """Surrounds a captured graph with one native autocast region, in place."""
     remember_captured(gm.graph)
     surround(gm.graph, state.markers(), state.policy if state.enabled else None)
     if restores_outputs:
@@ -34,9 +34,9 @@ def as_native_region(
 
 
 def with_autocast_off(gm: fx.GraphModule, state: AutocastState) -> fx.GraphModule:
-    """Makes one disabled region of a whole graph whose casts are nodes, in place.
+    """Surrounds a rewritten graph with a region in which autocast is off, in place.
 
-    Traced in ``state``, only its backward has autocast on.
+    If AOTAutograd traces the graph in ``state``, autocast is on only in the backward.
     """
     dtypes = dict(state.low_dtypes)
     surround(gm.graph, [(d, dtypes[d], False, state.cache_enabled) for d in state.enabled])
@@ -55,13 +55,13 @@ def _restore_outputs(graph: fx.Graph) -> None:
 
 
 def warn_fallback(error: Exception, graph: fx.Graph) -> None:
-    """Warns once per cause that a graph was not rewritten, with the place and how to see more."""
+    """Warns once per cause that a graph could not be rewritten."""
     head = "a graph runs under native autocast because it could not be rewritten"
     _warn_once(head, str(error), error, graph)
 
 
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
-    """Warns once per cause that a rewritten graph was not compiled, with the place."""
+    """Warns once per cause that a rewritten graph could not be compiled."""
     reason = f"{type(error).__name__}: {_first_lines(error)}"
     _warn_once(
         f"a {what} runs op by op, with its casts, because {compiler!r} failed", reason, error, graph
@@ -69,10 +69,10 @@ def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "gr
 
 
 def _first_lines(error: Exception) -> str:
-    """The first line of a message, and the op that inductor names on the second."""
+    """Returns the first line of a message, and the second if inductor names an op there."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    named = [line for line in lines[1:2] if line.startswith("target:")]
-    return ", ".join([*lines[:1], *named]) or "no message"
+    targets = [line for line in lines[1:2] if line.startswith("target:")]
+    return ", ".join(lines[:1] + targets) or "no message"
 
 
 def _warn_once(head: str, reason: str, error: Exception, graph: fx.Graph) -> None:
@@ -93,11 +93,11 @@ _seen: set[tuple[str, str]] = set()
 def describe_place(error: BaseException, graph: fx.Graph) -> str:
     """Describes the place of an error in the user's program: op, module path, source line.
 
-    That is the node that was worked on when it did, or one that the message names; failing
-    that, the first op of the graph.
+    The place is that of the node being processed, else of a node that the message names, else of
+    the first op of the graph.
     """
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
-    node = _node_at_work(error) or _named_node(str(error), calls)
+    node = _node_in_traceback(error) or _named_node(str(error), calls)
     if node is not None:
         return f"; at {op_name(node)}{_place(node)}"
     placed = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
@@ -110,17 +110,17 @@ def _is_ours(node: fx.Node) -> bool:
     return CAST.is_on(node) or str(node.target).startswith("amp_fx.")
 
 
-def _node_at_work(error: BaseException) -> fx.Node | None:
-    """The node that the innermost function on the error's way was called with."""
-    found = None
+def _node_in_traceback(error: BaseException) -> fx.Node | None:
+    """Returns the innermost local variable ``node`` in the traceback of an error."""
+    innermost = None
     current: BaseException | None = error
     while current is not None:
         frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
         nodes = [frame.f_locals.get("node") for frame in frames]
         nodes = [n for n in nodes if isinstance(n, fx.Node) and n.meta.get("stack_trace")]
-        found = nodes[-1] if nodes else found
+        innermost = nodes[-1] if nodes else innermost
         current = current.__cause__
-    return found
+    return innermost
 
 
 def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:

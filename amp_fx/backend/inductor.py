@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from amp_fx.backend.collectives import narrowing, narrowing_in_keys
-from amp_fx.backend.cuda_graphs import apart, settled
+from amp_fx.backend.cuda_graphs import separate_inputs, settled
 from amp_fx.backend.disk_caches import region_markers_cacheable, without_autograd_cache
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
@@ -47,7 +47,7 @@ def compile_cached_with_inductor(
     compile_inside = _backward_or_eager if options.fallback else compile_graph
     with contextlib.ExitStack() as stack:
         stack.enter_context(_joint_pass_added(joint_pass))
-        if cache is not None and cache.is_on():
+        if cache is not None:
             compile_inside = cache.wrap(compile_inside)
             stack.enter_context(without_autograd_cache())  # that cache lacks the call wrapper
             stack.enter_context(cache.partitioning())
@@ -57,7 +57,7 @@ def compile_cached_with_inductor(
 def _joint_pass_added(
     joint_pass: type[RefuseMixedDtypes] | None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Makes inductor run a pass over joint graphs, before one of the user's own."""
+    """Makes inductor run a pass over joint graphs, before the user's own pass."""
     from amp_fx.torch_private.inductor_config import config
 
     if joint_pass is None:
@@ -74,13 +74,14 @@ def compile_with_inductor(
     options: Options,
     compile_inside: Callable[..., Any],
 ) -> Compiled:
-    """Compiles a rewritten graph, and the graphs that AOTAutograd makes of it.
+    """Compiles a rewritten graph with AOTAutograd and inductor.
 
     Args:
         gm: The graph; it is edited.
         example_inputs: Its inputs.
         options: The options of the backend.
-        compile_inside: Compiles each graph of AOTAutograd, as inductor's ``compile_fx_inner``.
+        compile_inside: Compiles each graph of AOTAutograd; has the signature of inductor's
+            ``compile_fx_inner``.
     """
     from amp_fx.torch_private.inductor import compile_fx_module
     from amp_fx.torch_private.inductor_config import config
@@ -89,9 +90,9 @@ def compile_with_inductor(
     lower_rounded()
     with contextlib.ExitStack() as stack:
         stack.enter_context(markers_left_on_error())  # tracing runs the graph
-        # Kernels get buffers of fixed dtypes, also where backward() is called in a region.
+        # Kernels write to buffers of fixed dtypes, also if backward() is called in a region.
         stack.enter_context(called_without_autocast())
-        # Inductor's own freezing would treat cached values, and weights, as constants.
+        # Inductor's own freezing would treat cached values and weights as constants.
         stack.enter_context(config.patch(freezing=False))
         stack.enter_context(region_markers_cacheable(gm))
         stack.enter_context(repaired())
@@ -108,7 +109,7 @@ def compile_with_inductor(
 
 
 def inductor_config(options: Options) -> dict[str, Any]:
-    """Returns the settings of inductor that graphs are compiled with."""
+    """Returns the settings of inductor for the options of the backend."""
     from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper, config
 
     wrapper = TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ def inductor_config(options: Options) -> dict[str, Any]:
 
 
 def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
-    """Returns the rewrite of AOTAutograd's graphs that inductor runs before it lowers them."""
+    """Returns the pass that inductor runs on AOTAutograd's graphs before it lowers them."""
     from amp_fx.backend.after_autograd import AfterAutograd
 
     return AfterAutograd(
@@ -132,10 +133,10 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
 
 
 def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
-    """Returns settings under which kernels of graphs with float8 products are as long as on a CPU.
+    """Returns settings that let inductor fuse as many ops on GPUs as on CPUs, for float8 products.
 
-    On GPUs it ends a kernel after 30 ops. Scales, and what undoes them, are 20 of those: it then
-    writes float32 tensors in the midst of a norm's backward, which others read again.
+    By default, inductor ends a GPU kernel after 30 ops. Scaling and unscaling take 20 of them, so
+    the backward of a norm would be split and float32 tensors written between its parts.
     """
     from amp_fx.torch_private.inductor_config import config
 
@@ -146,7 +147,7 @@ def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _whole_ops(options: Options) -> dict[Any, Any] | None:
-    """Returns decompositions that keep ops whose kernels are needed; None: those of inductor."""
+    """Returns decompositions that keep ops of ATen's kernels whole; None means inductor's."""
     from amp_fx.torch_private.inductor import select_decomp_table
     from amp_fx.torch_private.inductor_config import config
 
@@ -157,37 +158,40 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compiles one graph of AOTAutograd: a backward at any later time, hence the context."""
+    """Compiles one graph of AOTAutograd.
+
+    A backward may be compiled long after its forward, so the context is entered here.
+    """
     from amp_fx.torch_private.inductor import compile_fx_module
 
-    parts = apart(gm, kwargs.get("static_input_idxs") or ())
+    separated = separate_inputs(gm, kwargs.get("static_input_idxs") or ())
     stage = "backward" if kwargs.get("is_backward") else "forward"
     with working(f"inductor's {stage}"), repaired():
         compiled = compile_fx_module.compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "current_callable"):
-        compiled.current_callable = parts.wrap(compiled.current_callable)
+        compiled.current_callable = separated.wrap(compiled.current_callable)
     return compiled
 
 
 def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Compiles one graph of AOTAutograd; if that fails for a backward, runs it op by op.
+    """Compiles one graph of AOTAutograd. A backward that cannot be compiled runs op by op.
 
-    A backward is compiled when it is first run, where nobody could fall back from it. What
-    fails in a forward is left to the caller, who has the graph before differentiation.
+    A backward is compiled at its first run, when the backend can no longer fall back. Errors of a
+    forward are raised: the caller falls back to the graph before differentiation.
     """
     if not kwargs.get("is_backward"):
         return compile_graph(gm, example_inputs, **kwargs)
-    ours = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
+    uncompiled = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits its graph
     try:
         return compile_graph(gm, example_inputs, **kwargs)
     except Exception as error:
         log.debug("falling back", exc_info=True)
-        warn_eager(error, "inductor", ours.graph, "backward graph")
+        warn_eager(error, "inductor", uncompiled.graph, "backward graph")
 
         def run(inputs: list[Any]) -> Any:
             args = list(inputs)
             inputs.clear()
-            return ours(*args)
+            return uncompiled(*args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

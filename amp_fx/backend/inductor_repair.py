@@ -1,10 +1,9 @@
-"""Repairs a fault of inductor's CPU scheduler that gives wrong gradients.
+"""Repairs a bug of inductor's CPU scheduler that computes wrong gradients (pytorch#185509).
 
-When the scheduler recomputes a loop body, it forgets that a buffer which is scattered into has
-another name afterwards; a kernel that reads the sum may then run before the scatter. Interpolation
-and max pooling scatter in their backward, and casts around them are enough to cause it. See
-pytorch#185509; the repair is that of pytorch#185873, which torch 2.13 lacks and which does nothing
-where torch has it.
+When the scheduler recomputes a loop body, it drops the new name of a buffer that a scatter mutates.
+A kernel that reads the sum may then run before the scatter. Casts around the backward of
+interpolation or max pooling trigger the bug. The repair is that of pytorch#185873, which torch 2.13
+lacks; on a torch that has it, the repair changes nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from amp_fx.tables import float8 as tables_float8
 
 
 def repaired() -> contextlib.AbstractContextManager[None]:
-    """Context manager to compile in: repairs inductor, and tells keys of on-disk caches so.
+    """Repairs inductor and adds the repair to the keys of on-disk caches, in a context.
 
-    The repair stays for the process: another thread may be compiling.
+    The repair stays active for the process, because another thread may be compiling.
 
     Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, and on
     ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
@@ -54,7 +53,7 @@ def _repair() -> None:
 
 @functools.cache
 def _tag() -> str:
-    """Returns what keys of caches lack: the repair, and code of ops that are traced through."""
+    """Returns a tag for keys of caches: the repair, and the source of ops that are traced."""
     code = ""
     with contextlib.suppress(OSError):  # where only compiled files are installed
         code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))

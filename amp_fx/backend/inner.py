@@ -60,7 +60,7 @@ def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
 
 
 def _can_use_inductor(example_inputs: Sequence[Any]) -> bool:
-    """Inductor builds C++ for CPU tensors; without a compiler the graph runs by AOTAutograd."""
+    """Returns False for CPU tensors without a C++ compiler; AOTAutograd then runs the graph."""
     has_cpu = any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in example_inputs)
     if not has_cpu or has_cpp_compiler():
         return True

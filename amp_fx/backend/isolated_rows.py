@@ -1,4 +1,4 @@
-"""Keeps the rows of a batch apart in the graphs of AOTAutograd, under ``numerics="invariant"``."""
+"""Applies ``isolate_rows`` to the graphs of AOTAutograd under ``numerics="invariant"``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def isolating(compile_inside: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """Returns a compiler of AOTAutograd's graphs that isolates rows first, except in a backward."""
+    """Wraps an inner compiler so that it isolates rows first, except in a backward."""
     if options.numerics != "invariant":
         return compile_inside
 
@@ -33,7 +33,7 @@ def isolating(compile_inside: Callable[..., Any], options: Options) -> Callable[
 
 
 def _static_inputs() -> list[int]:
-    """Returns the positions of the inputs of AOTAutograd's graphs that are weights.
+    """Returns the positions of the weights among the inputs of AOTAutograd's graphs.
 
     Relies on ``TracingContext.fw_metadata`` and its ``static_input_indices``, as inductor does.
     """
@@ -44,7 +44,7 @@ def _static_inputs() -> list[int]:
 
 @contextlib.contextmanager
 def composites_isolated(options: Options) -> Iterator[None]:
-    """Context manager in which AOTAutograd traces composite ops in forms that keep rows apart.
+    """Makes AOTAutograd trace composite ops in forms that isolate rows, in a context.
 
     AOTAutograd's on-disk cache is off: its keys contain the captured graph only.
     """

@@ -1,4 +1,4 @@
-"""Turns the option ``numerics`` into settings of inductor."""
+"""Translates the option ``numerics`` into settings of inductor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger("amp_fx.inner")
 
 
 def numerics_config(options: Options) -> dict[str, Any]:
-    """Returns the settings of inductor that the option ``numerics`` stands for.
+    """Returns the settings of inductor for the option ``numerics``.
 
-    ``numerics`` of inductor is there since torch 2.15; before, ``emulate_precision_casts`` rounds
-    where eager code does. Patterns are off under ``"eager"``: they make other ops of several, as
-    attention of its parts; so are other layouts, in which kernels add up in another order. Random
-    numbers are those of eager code.
+    Inductor has a setting ``numerics`` since torch 2.15. Before, ``emulate_precision_casts`` rounds
+    where eager code rounds. ``"eager"`` turns patterns off, which replace several ops by one, such
+    as attention. It turns layout optimization off, which changes the order of sums. Random numbers
+    are those of eager code.
     """
     from amp_fx.torch_private.inductor_config import config
 
@@ -38,14 +38,17 @@ def numerics_config(options: Options) -> dict[str, Any]:
 
 
 def is_strict(options: Options) -> bool:
-    """Returns True if generated code must round as eager code does, here or in all of a process."""
+    """Returns True if generated code must round where eager code rounds.
+
+    Both the options of the backend and the settings of the process can demand it.
+    """
     from amp_fx.torch_private.inductor_config import config
 
     if options.numerics is not None:
         return options.numerics != "default"
-    given = dict(options.inductor)
+    passed = dict(options.inductor)
     names = ("numerics", "emulate_precision_casts")
-    return any(given.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
+    return any(passed.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
 
 
 def check_devices(device_types: set[str], options: Options) -> None:

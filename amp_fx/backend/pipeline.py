@@ -1,4 +1,4 @@
-"""The passes in order, and the runner that does for all of them what none does itself."""
+"""The passes in order, and the runner that lints, checks, times and logs each of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PASSES: tuple[type[Pass], ...] = (
     WidenOps,
     WrapIslands,
 )
-"""All passes, in the order in which they run; some are for exported programs alone."""
+"""All passes in the order in which they run. Some run only on exported programs."""
 
 
 def default_passes(
@@ -72,17 +72,17 @@ def default_passes(
     quantizes: QuantizeProducts | None = None,
     output_dtypes: tuple[torch.dtype | None, ...] | None = None,
 ) -> tuple[Pass, ...]:
-    """The pipeline.
+    """Returns the passes for a captured graph.
 
     Args:
-        policy: Which op is cast how.
-        site: Autocast state and grad mode at the graph's start.
+        policy: The cast policy of each op.
+        site: Autocast state and grad mode at the beginning of the graph.
         restores_outputs: Whether outputs get the dtypes of the uncompiled program.
         weights: Names of the placeholders that are weights.
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
-        guards_range: Whether numbers that the low dtype cannot hold are looked for.
-        quantizes: Runs products in float8; None if the policy has none.
-        output_dtypes: Those of the uncompiled program (``RestoreOutputs``).
+        guards_range: The option ``range_guard``.
+        quantizes: The pass for float8 products; None if the policy has none.
+        output_dtypes: Output dtypes of the uncompiled program (``RestoreOutputs``).
     """
     return (
         MarkRegions(site),
@@ -106,15 +106,15 @@ def run_passes(
 
     Args:
         gm: The graph.
-        passes: What to run, in order.
-        check: Whether to check the graph's invariants after every pass; by default if
-            the environment variable ``AMP_FX_CHECK`` is ``1``.
-        observer: Told of each pass.
+        passes: The passes, in order.
+        check: Whether to check the graph's invariants after every pass. The default is True if the
+            environment variable ``AMP_FX_CHECK`` is ``1``.
+        observer: Called after each pass.
 
     Raises:
-        PassError: A pass failed, or what it requires or ensures does not hold; the message names
-            it and those that ran before.
-        AmpFxError: A pass refused the graph on purpose.
+        PassError: A pass failed, or a condition that it requires or ensures does not hold. The
+            message names the pass and those that ran before it.
+        AmpFxError: A pass rejected the graph.
     """
     is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
     reports: list[PassReport] = []
@@ -144,7 +144,7 @@ def run_passes(
 
 
 class _ConditionError(Exception):
-    """A graph is not what a pass states."""
+    """A graph does not meet a condition of a pass."""
 
 
 def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
@@ -183,7 +183,7 @@ _BUILT_IN = {kind.name: index for index, kind in enumerate(PASSES)}
 
 @dataclasses.dataclass(frozen=True)
 class AddedPass:
-    """A pass of a user's own."""
+    """A pass that a user added, and the name of the pass before it."""
 
     added: Pass
     after: str = DEFAULT_AFTER
@@ -196,16 +196,16 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
     """Runs a pass over every graph that is compiled or explained from now on.
 
     Args:
-        new: The pass (``amp_fx.passes.base.Pass``). One that was registered under its name is
-            replaced.
-        after: The name of the pass that it runs after; where that one does not run, it takes
-            its place.
+        new: The pass (``amp_fx.passes.base.Pass``). It replaces a registered pass of the same name.
+        after: The name of the pass to run after. In graphs where that pass does not run, the new
+            pass runs at its position.
 
     Returns:
-        A handle whose ``remove()`` takes the pass out again.
+        A handle; its ``remove()`` unregisters the pass.
 
     Raises:
-        OptionError: It is no pass, has the name of one of amp_fx, or there is no pass ``after``.
+        OptionError: ``new`` is not a pass or has the name of a built-in one, or no pass is called
+            ``after``.
     """
     check_pass("register_pass", new)
     if after not in _BUILT_IN and after not in _registered:
@@ -217,7 +217,7 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
 
 
 def check_pass(where: str, value: Any) -> None:
-    """Refuses what is no pass that a user can add."""
+    """Raises ``OptionError`` if a value is not a pass or has the name of a built-in pass."""
     name = getattr(value, "name", None)
     if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
         raise OptionError(
@@ -232,7 +232,7 @@ def _call_of(value: Any) -> Any:
 
 
 def check_disabled(where: str, names: Iterable[str], added: Sequence[Pass]) -> None:
-    """Refuses to switch off what does not exist, or what correctness needs."""
+    """Raises ``OptionError`` for names of missing passes and of passes that results depend on."""
     for name in names:
         if name not in _BUILT_IN and name not in _registered and name not in _names(added):
             raise OptionError(f"{where}: {_no_such_pass(name, added)}")
@@ -253,20 +253,20 @@ def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
 def with_added(
     passes: Iterable[Pass], added: Sequence[Pass], disabled: Iterable[str]
 ) -> tuple[Pass, ...]:
-    """The passes to run: those of amp_fx, registered ones and given ones, but disabled ones."""
-    found = list(passes)
-    own: set[str] = set()
-    for entry in (*_registered.values(), *map(AddedPass, added)):
-        position = _position(found, entry.after)
-        while position < len(found) and found[position].name in own:
-            position += 1
-        found.insert(position, entry.added)
-        own.add(entry.added.name)
-    return tuple(each for each in found if each.name not in disabled)
+    """Inserts registered and added passes, and removes disabled ones."""
+    pipeline = list(passes)
+    inserted: set[str] = set()
+    for entry in [*_registered.values(), *map(AddedPass, added)]:
+        position = _position(pipeline, entry.after)
+        while position < len(pipeline) and pipeline[position].name in inserted:
+            position += 1  # passes that were added earlier run earlier
+        pipeline.insert(position, entry.added)
+        inserted.add(entry.added.name)
+    return tuple(each for each in pipeline if each.name not in disabled)
 
 
 def _position(passes: Sequence[Pass], after: str) -> int:
-    """Finds the position after another pass, or after where that pass would be."""
+    """Returns the position after a pass, or the position that the pass would have."""
     names = _names(passes)
     if after in names:
         return names.index(after) + 1
@@ -277,34 +277,34 @@ def _position(passes: Sequence[Pass], after: str) -> int:
 
 
 def passes_of_users(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Returns the passes that are not built in: graphs that are compiled later need only these."""
+    """Returns the passes that are not built in."""
     return tuple(each for each in passes if each.name not in _BUILT_IN)
 
 
 @contextlib.contextmanager
 def in_cache_keys(passes: Iterable[Pass]) -> Iterator[None]:
-    """Compile inside it: on-disk caches tell apart what passes of a user's own have done.
+    """Context manager that adds the user's passes to the keys of on-disk caches.
 
     Relies on ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
     """
-    own = passes_of_users(passes)
-    if not own:
+    users = passes_of_users(passes)
+    if not users:
         yield
         return
     from amp_fx.torch_private.aot_autograd import config as functorch_config
 
     config: Any = torch.compiler.config
-    keys = [f"{each.name}={getattr(each, 'cache_key', '')}" for each in own]
+    keys = [f"{each.name}={getattr(each, 'cache_key', '')}" for each in users]
     tag = " ".join(filter(None, [config.cache_key_tag, f"amp_fx: {'; '.join(keys)}"]))
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(cache_key_tag=tag))
-        if cache_options(own):
+        if cache_options(users):
             stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
         yield
 
 
 def cache_options(passes: Iterable[Pass]) -> dict[str, bool]:
-    """Options for inductor that keep graphs out of its caches where a pass gives no key."""
+    """Returns options that turn inductor's caches off if a pass has no ``cache_key``."""
     if all(each.name in _BUILT_IN or hasattr(each, "cache_key") for each in passes):
         return {}
     return {"fx_graph_cache": False, "fx_graph_remote_cache": False}

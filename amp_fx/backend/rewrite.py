@@ -1,4 +1,4 @@
-"""Rewrites a captured graph: inserts the casts that its region demands."""
+"""Rewrites captured graphs: inserts the casts of their autocast regions."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ log = logging.getLogger("amp_fx.rewrite")
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
-    """Holds the rewritten form of a captured graph.
+    """A rewritten copy of a captured graph.
 
     Attributes:
-        gm: A rewritten copy of it; one under native autocast if a pass failed.
-        state: The state of autocast where it begins.
-        frame: The modules around the frame that it was captured from.
-        passes: All passes that ran over it.
-        root: The class of the outermost module that is compiled, if it is one.
+        gm: The copy. If a pass failed, its ops run under native autocast.
+        state: The autocast state at the beginning of the graph.
+        frame: The modules around the captured frame.
+        passes: The passes that ran.
+        root: The class name of the outermost compiled module; None for a function.
     """
 
     gm: fx.GraphModule
@@ -68,12 +68,12 @@ class Rewritten:
 def rewrite(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, observer: Observer
 ) -> Rewritten:
-    """Puts casts into a copy of a captured graph, as the ambient region or the options say.
+    """Inserts casts into a copy of a captured graph, following the ambient region or the options.
 
     Raises:
-        OptionError: The device cannot autocast to the dtype that was asked for.
-        BannedOpError: The graph makes an op that autocast bans on its device.
-        PassError: A pass failed, and ``fallback`` is off.
+        OptionError: The device cannot autocast to the requested dtype.
+        BannedOpError: The graph calls an op that autocast bans on its device.
+        PassError: A pass failed and the option ``fallback`` is False.
     """
     ambient = AutocastState.ambient()
     state = start_state(gm, options)
@@ -118,7 +118,7 @@ def _weights_of(
 def _quantizes(
     gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
 ) -> QuantizeProducts | None:
-    """The pass for products in float8; None if no policy can have any."""
+    """Returns the pass for float8 products; None if no policy of the graph has float8."""
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
@@ -130,7 +130,7 @@ def _quantizes(
         else tuple(
             node.name
             for path, end in ends.items()
-            for node, tensor in pairs  # which is a fake one where nothing is compiled
+            for node, tensor in pairs  # a fake tensor if the graph is only explained
             if tensor is end or input_path(node, frame) == path
         )
     )
@@ -140,11 +140,11 @@ def _quantizes(
 def _program_dtypes(
     gm: fx.GraphModule, state: AutocastState
 ) -> tuple[torch.dtype | None, ...] | None:
-    """Returns the dtypes of the outputs in the uncompiled program; None for those of capture.
+    """Returns the output dtypes of the uncompiled program; None if Dynamo captured them.
 
-    Dynamo captures a region with a policy under native autocast, and fake tensors know nothing of
-    casts inside of kernels. Where there is such a region, or such a kernel, the dtypes are those
-    that the graph has with the casts of its own regions alone.
+    Dynamo captures a region with a policy under native autocast, and fake tensors ignore casts
+    inside of kernels. In graphs with such a region or kernel, the output dtypes are those of the
+    graph with the casts of its own regions only.
     """
     if not any(annotated_policy(gm, node) or is_opened(node) for node in gm.graph.nodes):
         return None
@@ -161,12 +161,12 @@ def _program_dtypes(
 
 
 def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
-    """The state of autocast where a graph begins, with the policy that holds there."""
+    """Returns the autocast state and policy at the beginning of a graph."""
     return start_state_on(graph_devices(gm), options)
 
 
 def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
-    """Returns ``start_state`` for a program whose tensors are on some devices."""
+    """Returns ``start_state`` for a program with tensors on ``devices``."""
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:
@@ -178,12 +178,10 @@ def start_state_on(devices: set[torch.device], options: Options) -> AutocastStat
 def bare_state(
     devices: set[torch.device], ambient: AutocastState, options: Options
 ) -> AutocastState:
-    """The region that a whole graph is, where no ambient autocast is on.
+    """Returns the autocast state of a graph outside of any enabled autocast region.
 
-    It is none in a disabled region: ``torch.autocast(..., enabled=False)`` switches off what the
-    name of the backend switches on. Else it is one for the device that the graph's tensors are
-    on: an accelerator, if any is among them, else the CPU, as a user of ``torch.autocast`` would
-    choose.
+    The graph becomes a region for the device of its tensors: the accelerator if there is one, else
+    the CPU. In a region with ``enabled=False``, autocast stays off.
     """
     is_region = options.bare_region and not in_disabled_region()
     device_type = region_device_type(devices) if is_region else None
@@ -199,20 +197,20 @@ def bare_state(
 
 
 def region_device_type(devices: set[torch.device]) -> str | None:
-    """The device type of the region for tensors on some; None if autocast knows none of them."""
+    """Returns the device type to autocast on; None if autocast supports none of the devices."""
     present = {device.type for device in devices}
     known = [device for device, _ in AutocastState.ambient().low_dtypes if device in present]
     return known[0] if known else None
 
 
 def graph_devices(gm: fx.GraphModule) -> set[torch.device]:
-    """The devices that a graph's tensors are on."""
+    """Returns the devices of a graph's tensors."""
     values = [recorded_value(node) for node in gm.graph.nodes]
     return {tensor.device for tensor in tensors_in(values)}
 
 
 def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ...]:
-    """Returns the indices of the devices of one type."""
+    """Returns the indices of the devices of ``device_type``."""
     return tuple(sorted({d.index or 0 for d in devices if d.type == device_type}))
 
 
@@ -235,15 +233,15 @@ def _run_passes(
 
 
 class Reporting:
-    """Counts what was done, and warns of what could not be done."""
+    """Observer that counts rewrites in ``amp_fx.stats`` and warns of fallbacks."""
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """The runner has logged it."""
+        """Does nothing: the runner logs each pass."""
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:
-        """Warns, once per cause."""
+        """Warns once per cause."""
         warn_fallback(error, graph)
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
-        """Counts (``amp_fx.stats``)."""
+        """Adds the counts of all passes to ``amp_fx.stats``."""
         record_graph(reports)

@@ -1,8 +1,8 @@
-"""Calls of compiled programs under ``torch.vmap`` and its like, which Dynamo does not compile.
+"""Handles calls of compiled functions under eager ``torch.func`` transforms.
 
-Where ``torch.vmap``, ``torch.func.grad`` or ``jvp`` is called from eager code on a compiled
-function (pytorch/pytorch#128711), Dynamo runs it uncompiled, and by default also all later calls,
-plain ones included. Here a warning reports the call, and later calls are compiled.
+If eager code applies ``torch.vmap``, ``torch.func.grad`` or ``jvp`` to a compiled function, Dynamo
+runs that call uncompiled, and by default also every later call of the function
+(pytorch/pytorch#128711). This module warns of the call and lets Dynamo compile later calls.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger("amp_fx.transforms")
 
 
 def compile_after_transforms(backend: Callable[..., Any]) -> None:
-    """Makes Dynamo compile a frame later that it first meets under a ``torch.func`` transform.
+    """Makes Dynamo skip only one call under a ``torch.func`` transform, not the whole frame.
 
-    Relies on ``InstructionTranslator._throw_if_in_functorch`` being where Dynamo refuses such a
-    frame. Under ``fullgraph=True`` the exception reaches the user.
+    Relies on Dynamo rejecting such a frame in ``InstructionTranslator._throw_if_in_functorch``.
+    With ``fullgraph=True``, the exception reaches the user.
     """
     refuse = InstructionTranslator._throw_if_in_functorch
 
@@ -47,7 +47,7 @@ def compile_after_transforms(backend: Callable[..., Any]) -> None:
 
 
 def _is_compiled_by(backend: Callable[..., Any], compiler_fn: Any) -> bool:
-    """Returns True if a backend is what Dynamo's wrappers of it call."""
+    """Returns True if ``compiler_fn`` is ``backend`` or a wrapper of Dynamo's around it."""
     inner: Any = innermost_backend(compiler_fn)
     return getattr(inner, "compiler_fn", inner) is backend
 

@@ -1,8 +1,8 @@
-"""The compiled part, built on first use and kept on disk (``amp_fx.csrc.build``).
+"""C++ extensions, built on first use and cached on disk (``amp_fx.csrc.build``).
 
-``watch.cpp`` watches weights, and ``rows.cpp`` has the kernels of ``numerics="invariant"``. Where a
-part cannot be built (no compiler, torch before 2.13), ``load`` and ``load_rows`` return None.
-Weights are then cast on every call, and the mode raises an error.
+``watch.cpp`` watches weights, and ``rows.cpp`` contains the kernels of ``numerics="invariant"``. If
+an extension cannot be built (no compiler, torch before 2.13), ``load`` and ``load_rows`` return
+None. Every call then casts the weights again, and ``numerics="invariant"`` raises an error.
 """
 
 from __future__ import annotations
@@ -31,33 +31,30 @@ FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "watch.cpp"
 ROWS_SOURCE = FOLDER / "rows.cpp"
 SWITCH = "AMP_FX_NATIVE"
-"""Environment variable; ``0`` has Python do all."""
+"""Environment variable; ``0`` disables the extensions."""
 
 
 def parts() -> dict[str, Path]:
-    """Returns the source of each compiled part, by the name of its module."""
+    """Returns the source of each extension by the name of its module."""
     return {"amp_fx_watch": SOURCE, "amp_fx_rows": ROWS_SOURCE}
 
 
 def why_off() -> str:
-    """Returns why nothing compiled is to be used; an empty string if it is to be.
-
-    The compiled parts rely on the GIL to order what they do.
-    """
+    """Returns the reason why the extensions are disabled; empty if they are enabled."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         return "torch before 2.13 has no hook on storages"
+    # The extensions rely on the GIL for mutual exclusion.
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return "" if has_gil else "this Python runs without the GIL"
 
 
 def start() -> None:
-    """Starts to build what looks at weights, if it is not on disk, and returns at once.
+    """Starts building ``watch.cpp`` in the background, unless it is on disk.
 
-    The compiler is a process of its own, which a thread waits for. It runs beside all that this
-    process does until ``load`` is first called, so the backend calls this first, and ``load``
-    late. A failure is not reported here: ``load`` reports it.
+    The compiler runs in another process until ``load`` needs the result, so the backend calls this
+    function first and ``load`` as late as possible. Failures are reported by ``load``.
     """
     if why_off():
         return
@@ -66,21 +63,21 @@ def start() -> None:
             if "amp_fx_watch" not in _state.started and build.find("amp_fx_watch", SOURCE) is None:
                 _state.started["amp_fx_watch"] = build.start("amp_fx_watch", SOURCE)
     except Exception:
-        log.debug("not started", exc_info=True)
+        log.debug("could not start building watch.cpp", exc_info=True)
 
 
 @functools.cache
 def load() -> Any:
-    """Returns the module of ``watch.cpp``; None if there is none.
+    """Returns the module of ``watch.cpp``; None if it is unavailable.
 
-    The first call on a machine waits for the compiler, some 10 seconds.
+    The first call on a machine waits about 10 seconds for the compiler.
     """
     return _load("amp_fx_watch", SOURCE)
 
 
 @functools.cache
 def load_rows() -> Any:
-    """Returns the module of ``rows.cpp``, which registers ops; None if there is none."""
+    """Returns the module of ``rows.cpp``, which registers ops; None if it is unavailable."""
     return _load("amp_fx_rows", ROWS_SOURCE)
 
 
@@ -90,19 +87,19 @@ def _load(name: str, source: Path) -> Any:
     try:
         return imported(name, source)
     except Exception as error:
-        log.debug("no compiled part", exc_info=True)
+        log.debug("could not load %s", source.name, exc_info=True)
         log.info("continuing without %s, which cannot be built: %s", source.name, error)
         return None
 
 
 class _State:
-    """The state that threads share."""
+    """State that threads share."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Starts afresh, as in a forked process: it has no thread that builds."""
+        """Resets the state; called in forked processes, where building threads do not exist."""
         self.lock = threading.Lock()
         self.started: dict[str, Future[Path]] = {}
 
@@ -113,11 +110,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def imported(name: str, source: Path) -> ModuleType:
-    """Imports a part, and builds it first if it is not on disk.
+    """Imports an extension, and builds it first if it is not on disk.
 
     Raises:
-        UnsupportedError: It cannot be built.
-        ImportError: It can be built, and not be imported.
+        UnsupportedError: The extension cannot be built.
+        ImportError: The extension was built but cannot be imported.
     """
     with _state.lock:
         return _imported(name, source)
@@ -125,13 +122,13 @@ def imported(name: str, source: Path) -> ModuleType:
 
 def _imported(name: str, source: Path) -> ModuleType:
     building = _state.started.pop(name, None)
-    found = build.find(name, source) if building is None else None
-    if found is not None:
+    path = build.find(name, source) if building is None else None
+    if path is not None:
         try:
-            return _import(name, found)
+            return _import(name, path)
         except ImportError as error:  # built against a newer C library, for example
             log.info("building %s again: %s", source.name, error)
-    building = building or build.start(name, source, rejected=found)
+    building = building or build.start(name, source, rejected=path)
     with working(f"building {source.name}, once on this machine"):
         return _import(name, building.result())
 

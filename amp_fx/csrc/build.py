@@ -1,7 +1,7 @@
-"""Builds the compiled parts, and keeps them on disk for other processes.
+"""Builds C++ extensions and caches them on disk.
 
-A library depends on its source, on torch and on Python, and not on where those lie. Another
-virtual environment and another layer of a container image find it again.
+The cache key contains the source and the versions of torch and Python, but no paths. Other virtual
+environments and other layers of a container image can therefore reuse a library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import filelock  # torch needs it too
+import filelock  # also a dependency of torch
 import torch
 
 from amp_fx.errors import UnsupportedError
@@ -34,35 +34,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "AMP_FX_CACHE_DIR"
-"""Environment variable; the folder of the libraries."""
+"""Environment variable with the folder of the libraries."""
 
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX") or ".so")
-OPTIMIZE = "O1"  # O3 doubles the time, and a call of a graph takes as long
+OPTIMIZE = "O1"  # with O3, the build takes twice as long and calls are not faster
 GCC_FLAGS = ("-param ggc-min-expand=1000", "-param ggc-min-heapsize=4000000")
-"""g++ collects no garbage: a tenth of the time, for 700 MB of memory instead of 500."""
+"""Disables g++'s garbage collector: saves a tenth of the build time, for 700 MB of memory instead
+of 500 MB."""
 
 PARALLEL = b"<ATen/Parallel.h>"
-"""A source that includes this is compiled with OpenMP, which its loops need."""
+"""Sources that include this header are compiled with OpenMP."""
 
 PATIENCE = 120.0
-"""Seconds to wait for another process that builds the same; then this one builds too."""
+"""Seconds to wait for another process that builds the same library before building it as well."""
 
 
 def cache_folder() -> Path:
     """Returns the folder of all libraries; it may not exist yet."""
-    chosen = os.environ.get(FOLDER_VARIABLE)
-    if chosen:
-        return Path(chosen).absolute()
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder:
+        return Path(folder).absolute()
     from amp_fx.torch_private.inductor_build import cache_dir
 
     return Path(cache_dir()) / "amp_fx"
 
 
 def key(source: Path) -> str:
-    """Returns a digest of what a library depends on.
+    """Returns the cache key of a library.
 
-    The compiler is not in it: an image without one uses what was built elsewhere. If the library
-    cannot be imported, for example because it wants a newer C library, it is built again.
+    The key does not contain the compiler, so that an image without a compiler can use a library
+    from another image. A library that cannot be imported, for example because it requires a newer
+    C library, is built again.
     """
     abi = (
         torch.__version__,
@@ -77,46 +79,45 @@ def key(source: Path) -> str:
 
 
 def find(name: str, source: Path) -> Path | None:
-    """Returns the library of a source if it was built before and is whole.
+    """Returns the cached library of a source; None if there is none.
 
-    A file's name ends with the digest of its content. A truncated file is not loaded: that could
-    end the process.
+    The name of a library ends with the digest of its content. Truncated files are ignored, because
+    loading them could crash the process.
     """
     folders = [cache_folder() / key(source)]
     if _private_folder.cache_info().currsize:
         folders.append(_private_folder() / key(source))
-    found = (path for folder in folders for path in _libraries(folder, name) if _is_whole(path))
-    return next(found, None)
+    paths = (path for folder in folders for path in _libraries(folder, name))
+    return next(filter(_is_complete, paths), None)
 
 
 def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]:
-    """Starts to build a library in a thread, and returns its path to come.
+    """Starts building a library in a thread; returns a future of its path.
 
-    The thread waits for the compiler, a process of its own, and for other processes that build
-    the same. It imports nothing: two threads that import inductor at once could get in each
-    other's way.
+    The thread waits for the compiler, and for other processes that build the same library.
 
     Raises:
-        UnsupportedError: No compiler is found.
+        UnsupportedError: There is no compiler.
     """
+    # Prepared here, because importing inductor in two threads at once is not safe.
     job = _job(name, source, rejected)
     future: Future[Path] = Future()
 
     def run() -> None:
         try:
             future.set_result(job.run())
-        except Exception as error:  # whatever it is, who waits is to have it
-            log.debug("not built", exc_info=True)
+        except Exception as error:  # re-raised by future.result()
+            log.debug("could not build %s", source.name, exc_info=True)
             future.set_exception(error)
 
-    # A daemon: a program that ends meanwhile does not wait.
+    # A daemon thread does not delay the end of the program.
     threading.Thread(target=run, name=f"build {name}", daemon=True).start()
     return future
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """Holds what a thread needs to build one library."""
+    """Build of one library."""
 
     name: str
     folder: Path
@@ -126,19 +127,15 @@ class _Job:
     rejected: Path | None
 
     def run(self) -> Path:
-        """Builds the library unless another process has done so meanwhile; returns its path."""
+        """Builds the library unless another process has built it; returns its path."""
         with self.scratch, _locked(self.folder / f"{self.name}.lock"):
-            return self._built_by_others() or self._build()
-
-    def _built_by_others(self) -> Path | None:
-        usable = (path for path in self._libraries() if path != self.rejected)
-        return next(filter(_is_whole, usable), None)
-
-    def _libraries(self) -> list[Path]:
-        return _libraries(self.folder, self.name)
+            for path in _libraries(self.folder, self.name):
+                if path != self.rejected and _is_complete(path):
+                    return path
+            return self._build()
 
     def _build(self) -> Path:
-        done = subprocess.run(
+        process = subprocess.run(
             self.command,
             cwd=self.scratch.name,
             stdout=subprocess.PIPE,
@@ -147,19 +144,21 @@ class _Job:
             errors="replace",
             check=False,
         )
-        if done.returncode != 0:
-            raise UnsupportedError(f"{shlex.join(self.command)}\n{done.stdout}")
-        for path in self._libraries():
-            if path == self.rejected or not _is_whole(path):
+        if process.returncode != 0:
+            raise UnsupportedError(
+                f"the compiler failed: {shlex.join(self.command)}\n{process.stdout}"
+            )
+        for path in _libraries(self.folder, self.name):
+            if path == self.rejected or not _is_complete(path):
                 path.unlink(missing_ok=True)
-        # The name is that of this content: two processes never write to one file.
+        # The name contains a digest of the content, so two processes never write the same file.
         path = self.folder / f"{self.name}-{_digest(self.output)}{SUFFIX}"
         return self.output.replace(path)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from building the same, where the file system has locks."""
+    """Context that excludes other processes, if the file system supports locks."""
     lock = filelock.FileLock(path, timeout=PATIENCE)
     try:
         lock.acquire()
@@ -172,10 +171,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _job(name: str, source: Path, rejected: Path | None) -> _Job:
-    """Prepares a build, and says in one line what is about to be built.
+    """Prepares a build and announces it in the log.
 
     Raises:
-        UnsupportedError: No compiler is found.
+        UnsupportedError: There is no compiler.
     """
     scratch = _scratch(source)
     folder = Path(scratch.name).parent
@@ -194,7 +193,7 @@ def _job(name: str, source: Path, rejected: Path | None) -> _Job:
 
 
 def _scratch(source: Path) -> tempfile.TemporaryDirectory[str]:
-    """Makes a folder to build in, beside where the library is to be."""
+    """Creates a build folder in the folder of the library, or in a private folder."""
     folder = cache_folder() / key(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +207,7 @@ def _scratch(source: Path) -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def _private_folder() -> Path:
-    """Makes a folder for this process, where the usual one cannot be written."""
+    """Creates a folder for this process, used if the cache folder is not writable."""
     return Path(_private().name)
 
 
@@ -218,37 +217,38 @@ def _private() -> tempfile.TemporaryDirectory[str]:
 
 
 def _command(name: str, source: Path, folder: str) -> tuple[tuple[str, ...], Path]:
-    """Returns the call of the compiler, and the file that it writes.
+    """Returns the compiler command and the file that it writes.
 
-    Relies on inductor's ``CppBuilder`` and ``CppTorchOptions`` to know the compiler, and
-    torch's headers and libraries.
+    Relies on inductor's ``CppBuilder`` and ``CppTorchOptions`` for the compiler and for torch's
+    headers and libraries.
     """
     from amp_fx.torch_private.inductor_build import CppBuilder, CppTorchOptions, is_gcc
 
     options = CppTorchOptions(warning_all=False, include_pytorch=True)
     is_parallel = PARALLEL in source.read_bytes()
-    plain = _plain_flags(options._cflags, has_openmp=is_parallel)
-    options._cflags = [*plain, *(GCC_FLAGS if is_gcc() else ())]
-    options._libraries = [each for each in options._libraries if is_parallel or "omp" not in each]
-    options._libraries.append("torch_python")
+    options._cflags = _portable_flags(options._cflags, has_openmp=is_parallel)
+    if is_gcc():
+        options._cflags += GCC_FLAGS
+    libraries = [name for name in options._libraries if is_parallel or "omp" not in name]
+    options._libraries = [*libraries, "torch_python"]
     builder = CppBuilder(name, str(source), options, folder)
     return tuple(shlex.split(builder.get_command_line())), Path(builder.get_target_file_path())
 
 
-def _plain_flags(flags: Iterable[str], *, has_openmp: bool) -> list[str]:
-    """Leaves out the flags that make kernels fast.
+def _portable_flags(flags: Iterable[str], *, has_openmp: bool) -> list[str]:
+    """Removes flags that optimize kernels and increase the build time.
 
-    They cost time here. With one of them, ``-march=native``, a library of an image would be for
-    the processor of the machine that built it; with OpenMP it would want libgomp.
+    They would also make the library depend on the processor of the machine that built it
+    (``-march=native``) or on libgomp (OpenMP).
     """
     openmp = () if has_openmp else ("fopenmp", "openmp")
-    unwanted = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", *openmp)
-    kept = [flag for flag in flags if not flag.startswith(unwanted)]
-    return [OPTIMIZE if flag in ("O2", "O3") else flag for flag in kept]
+    removed = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", *openmp)
+    remaining = [flag for flag in flags if not flag.startswith(removed)]
+    return [OPTIMIZE if flag in ("O2", "O3") else flag for flag in remaining]
 
 
 def _libraries(folder: Path, name: str) -> list[Path]:
-    """Lists the files that were built for a module, whole or not."""
+    """Lists the built libraries of a module, including truncated files."""
     return sorted(folder.glob(f"{name}-*{SUFFIX}"))
 
 
@@ -256,8 +256,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
         return path.name.removesuffix(SUFFIX).endswith(f"-{_digest(path)}")
-    except OSError:  # deleted, or not ours to read
+    except OSError:  # deleted or not readable
         return False

@@ -1,9 +1,9 @@
-// Products, softmax and sums that add up in one order, so that a row depends on that row alone.
+// Batch-invariant products, softmax and sums: each row of a result depends on its own inputs only.
 //
-// Every element is a chain of additions along the summed dimension, from its first element to its
-// last. Zeros add nothing, wherever they are: masked keys before, between or after the others do
-// not change a sum. All elements are computed by one loop of a fixed width, padded with zeros, so
-// no element depends on the number of rows, columns or threads, or on where it is in a tensor.
+// Every element is accumulated along the summed dimension from the first element to the last.
+// Adding zeros changes nothing, so masked keys at any position do not change a sum. One loop with a
+// fixed, zero-padded width computes all elements. Therefore no element depends on the number of
+// rows, columns or threads, or on its position in the tensor.
 //
 // Relies on at::parallel_for, and on GCC's vector extensions and function versions.
 
@@ -46,7 +46,7 @@ constexpr int kLanes = 16, kVectors = 4, kColumns = kLanes * kVectors, kRows = 4
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(4 * kLanes), aligned(4)));
 
-// A strided matrix of one of the three dtypes.
+// A strided matrix of dtype float, bfloat16 or half.
 struct Matrix {
   const void* data;
   at::ScalarType dtype;
@@ -67,7 +67,8 @@ INLINE void load_as(float* out, Matrix m, int64_t offset, int64_t rows, int64_t 
   }
 }
 
-// Reads a part of a matrix as float, with rows of a width; what is beyond the part stays as it is.
+// Converts a block of a matrix to float. Rows of `out` have `width` elements; the elements of `out`
+// outside of the block are not changed.
 FOR_EACH_CPU void load(float* out, Matrix m, int64_t offset, int64_t rows, int64_t columns, int64_t width) {
   if (m.dtype == at::kBFloat16) {
     load_as<c10::BFloat16>(out, m, offset, rows, columns, width);
@@ -108,7 +109,7 @@ FOR_EACH_CPU void combine(float* sums, const float* bias, float alpha, float bet
   }
 }
 
-// alpha * (left @ right) + beta * bias, of two matrices or two batches of them.
+// alpha * (left @ right) + beta * bias, for two matrices or two batches of matrices.
 at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std::optional<at::Tensor>& bias,
                    double beta, double alpha) {
   const at::Tensor left = first.dim() == 2 ? first.unsqueeze(0) : first;
@@ -117,12 +118,13 @@ at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std:
   const at::Tensor out = at::empty({batch, rows, columns}, left.options());
   const at::Tensor added = bias.has_value() ? bias->expand({batch, rows, columns}) : out;
   const Matrix a = matrix(left), b = matrix(right), c = matrix(added);
-  const int64_t across = (columns + kColumns - 1) / kColumns, down = (rows + kChunk - 1) / kChunk;
-  at::parallel_for(0, batch * across * down, 1, [&](int64_t begin, int64_t end) {
+  const int64_t num_panels = (columns + kColumns - 1) / kColumns, num_chunks = (rows + kChunk - 1) / kChunk;
+  at::parallel_for(0, batch * num_panels * num_chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> panel, chunk;
     float tile[kRows * kColumns], line[kColumns];
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t n = task / (across * down), j = task / down % across * kColumns, i = task % down * kChunk;
+      const int64_t n = task / (num_panels * num_chunks);
+      const int64_t j = task / num_chunks % num_panels * kColumns, i = task % num_chunks * kChunk;
       const int64_t width = std::min<int64_t>(kColumns, columns - j), height = std::min<int64_t>(kChunk, rows - i);
       panel.assign(depth * kColumns, 0.0f);
       chunk.assign((height + kRows - 1) / kRows * kRows * depth, 0.0f);
@@ -144,7 +146,7 @@ at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std:
   return first.dim() == 2 ? out.squeeze(0) : out;
 }
 
-// Products of groups of rows, each with a matrix of its own; group i ends before row ends[i].
+// Products of groups of rows, each with its matrix. Group i ends before row ends[i].
 at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& matrices, const at::Tensor& ends) {
   at::Tensor out = at::zeros({rows.size(0), matrices.size(2)}, rows.options());
   const at::Tensor limits = ends.to(at::kLong);
@@ -157,7 +159,7 @@ at::Tensor grouped_product(const at::Tensor& rows, const at::Tensor& matrices, c
   return out;
 }
 
-// exp(x) of x <= 0, after the Cephes library; 0 where the result would be subnormal.
+// exp(x) for x <= 0, as in the Cephes library; 0 if the result would be subnormal.
 INLINE Vector exponential(Vector x) {
   const Vector clamped = x < -87.3f ? Vector{} - 87.3f : x;
   const Vector count = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
@@ -173,16 +175,16 @@ INLINE Vector exponential(Vector x) {
   return x < -87.3f ? Vector{} : scaled;
 }
 
-// Replaces a row of a width that kLanes divides by its softmax, or by its logarithm.
+// Replaces a row by its softmax or log softmax; the width must be a multiple of kLanes.
 FOR_EACH_CPU void softmax_row(float* row, float* powers, int64_t width, bool is_log) {
-  Vector most = Vector{} - std::numeric_limits<float>::infinity();
+  Vector maxima = Vector{} - std::numeric_limits<float>::infinity();
   for (int64_t j = 0; j < width; j += kLanes) {
     const Vector x = *reinterpret_cast<const Vector*>(row + j);
-    most = x > most ? x : most;
+    maxima = x > maxima ? x : maxima;
   }
-  float largest = most[0];
+  float largest = maxima[0];
   for (int lane = 1; lane < kLanes; ++lane) {
-    largest = std::max(largest, most[lane]);
+    largest = std::max(largest, maxima[lane]);
   }
   double sum = 0.0;
   for (int64_t j = 0; j < width; j += kLanes) {
@@ -198,8 +200,9 @@ FOR_EACH_CPU void softmax_row(float* row, float* powers, int64_t width, bool is_
   }
 }
 
-at::Tensor softmax(const at::Tensor& given, int64_t dim, at::ScalarType dtype, bool is_log) {
-  const at::Tensor moved = given.movedim(dim, -1), x = moved.reshape({moved.numel() / std::max<int64_t>(moved.size(-1), 1), moved.size(-1)});
+at::Tensor softmax(const at::Tensor& input, int64_t dim, at::ScalarType dtype, bool is_log) {
+  const at::Tensor moved = input.movedim(dim, -1);
+  const at::Tensor x = moved.reshape({moved.numel() / std::max<int64_t>(moved.size(-1), 1), moved.size(-1)});
   const int64_t rows = x.size(0), size = x.size(1), width = (size + kLanes - 1) / kLanes * kLanes;
   const at::Tensor out = at::empty({rows, size}, x.options().dtype(dtype));
   const Matrix in = matrix(x);
@@ -215,34 +218,34 @@ at::Tensor softmax(const at::Tensor& given, int64_t dim, at::ScalarType dtype, b
   return out.view(moved.sizes()).movedim(-1, dim).contiguous();
 }
 
-// Sums along dimensions, each from the first element to the last, or means.
-at::Tensor sum(const at::Tensor& given, at::IntArrayRef dims, bool keeps, at::ScalarType dtype, bool is_mean) {
-  std::vector<int64_t> order, last, sizes;
+// Sums or means along dimensions, accumulated from the first element to the last.
+at::Tensor sum(const at::Tensor& input, at::IntArrayRef dims, bool keepdim, at::ScalarType dtype, bool is_mean) {
+  std::vector<int64_t> order, summed, sizes;
   int64_t rows = 1, size = 1;
-  for (int64_t dim = 0; dim < given.dim(); ++dim) {
-    const auto is_this = [&](int64_t each) { return (each + given.dim()) % given.dim() == dim; };
+  for (int64_t dim = 0; dim < input.dim(); ++dim) {
+    const auto is_this = [&](int64_t other) { return (other + input.dim()) % input.dim() == dim; };
     const bool is_summed = std::any_of(dims.begin(), dims.end(), is_this);
-    (is_summed ? last : order).push_back(dim);
-    (is_summed ? size : rows) *= given.size(dim);
-    if (!is_summed || keeps) {
-      sizes.push_back(is_summed ? 1 : given.size(dim));
+    (is_summed ? summed : order).push_back(dim);
+    (is_summed ? size : rows) *= input.size(dim);
+    if (!is_summed || keepdim) {
+      sizes.push_back(is_summed ? 1 : input.size(dim));
     }
   }
-  order.insert(order.end(), last.begin(), last.end());
-  const at::Tensor x = given.permute(order).reshape({rows, size});
+  order.insert(order.end(), summed.begin(), summed.end());
+  const at::Tensor x = input.permute(order).reshape({rows, size});
   const at::Tensor out = at::empty(sizes, x.options().dtype(dtype));
   const Matrix in = matrix(x);
   const double count = is_mean ? size : 1;
   at::parallel_for(0, (rows + kRows - 1) / kRows, 1 + 8192 / (size + 1), [&](int64_t begin, int64_t end) {
-    std::vector<float> part(kRows * size);
+    std::vector<float> block(kRows * size);
     for (int64_t i = begin * kRows; i < std::min(end * kRows, rows); i += kRows) {
       const int64_t height = std::min<int64_t>(kRows, rows - i);
       double sums[kRows] = {};
       float rounded[kRows];
-      load(part.data(), in, i * in.row, height, size, size);
+      load(block.data(), in, i * in.row, height, size, size);
       for (int64_t j = 0; j < size; ++j) {
         for (int r = 0; r < kRows; ++r) {
-          sums[r] += part[r * size + j];
+          sums[r] += block[r * size + j];
         }
       }
       for (int r = 0; r < kRows; ++r) {
@@ -254,15 +257,15 @@ at::Tensor sum(const at::Tensor& given, at::IntArrayRef dims, bool keeps, at::Sc
   return out;
 }
 
-constexpr int64_t kWhole = 64;  // elements: whole vectors of every dtype, for each of ATen's loops
+constexpr int64_t kWhole = 64;  // a multiple of the vector size of every dtype in all loops of ATen
 
-// Calls a pointwise op of ATen on whole vectors. ATen computes the last elements of a loop, and
-// those of strided tensors, by scalar code, whose exp, for example, has other bits.
-void pointwise(const c10::OperatorHandle& own, c10::Stack* stack) {
-  const std::string name = own.schema().name();
+// Calls a pointwise op of ATen on full vectors. ATen computes the tail of a loop, and strided
+// tensors, with scalar code, which returns different bits (exp, for example).
+void pointwise(const c10::OperatorHandle& row_op, c10::Stack* stack) {
+  const std::string name = row_op.schema().name();
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
-      ("aten" + name.substr(name.find(':'))).c_str(), own.schema().overload_name().c_str());
-  c10::Stack arguments = torch::jit::pop(*stack, own.schema().arguments().size());
+      ("aten" + name.substr(name.find(':'))).c_str(), row_op.schema().overload_name().c_str());
+  c10::Stack arguments = torch::jit::pop(*stack, row_op.schema().arguments().size());
   std::vector<int64_t> sizes, positions;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].isTensor() && arguments[i].toTensor().dim() > 0) {
@@ -276,12 +279,12 @@ void pointwise(const c10::OperatorHandle& own, c10::Stack* stack) {
     arguments[i] = size == padded ? x.contiguous() : at::constant_pad_nd(x, {0, padded - size});
   }
   const auto call = [&](int64_t begin, int64_t end) {
-    c10::Stack part = arguments;
+    c10::Stack slices = arguments;
     for (int64_t i : positions) {
-      part[i] = arguments[i].toTensor().slice(0, begin * kWhole, end * kWhole);
+      slices[i] = arguments[i].toTensor().slice(0, begin * kWhole, end * kWhole);
     }
-    op.callBoxed(part);
-    return part[0].toTensor();
+    op.callBoxed(slices);
+    return slices[0].toTensor();
   };
   const at::Tensor out = at::empty({padded}, call(0, 0).options());
   at::parallel_for(0, padded / kWhole, 128, [&](int64_t begin, int64_t end) {
@@ -301,9 +304,9 @@ TORCH_LIBRARY(amp_fx_rows, library) {
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
     if (op.has_value() && is_pointwise(*op)) {
-      const std::string own = "amp_fx_rows" + name.name.substr(name.name.find(':'));
-      library.def(op->schema().cloneWithName(own, name.overload_name));
-      const std::string full = name.overload_name.empty() ? own : own + "." + name.overload_name;
+      const std::string row_name = "amp_fx_rows" + name.name.substr(name.name.find(':'));
+      library.def(op->schema().cloneWithName(row_name, name.overload_name));
+      const std::string full = name.overload_name.empty() ? row_name : row_name + "." + name.overload_name;
       library.impl(full.c_str(), c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&pointwise>());
     }
   }

@@ -9,11 +9,11 @@
 //   GraphCache  the cached values that one compiled graph uses
 //   functions   on tensors and slots, at the end of the file
 //
-// The GIL protects everything except `records` and the atomic counters: `on_write` runs on any
-// thread, without the GIL.
+// The GIL protects everything except `records` and the atomic counters, which `on_write` changes on
+// any thread without the GIL.
 //
-// torch's headers with pybind11, and torch/library.h, take longer to compile than this file. The
-// few declarations needed from them are repeated below.
+// torch/library.h and torch's headers with pybind11 take longer to compile than the rest of this
+// file. The few declarations needed from them are repeated below.
 
 #include <Python.h>
 #include <structmember.h>
@@ -55,7 +55,7 @@ bool is_tensor(PyObject* object) {
 }
 
 const at::Tensor& unpack(PyObject* object) {
-  TORCH_CHECK_TYPE(is_tensor(object), "expected a tensor, not ", Py_TYPE(object)->tp_name);
+  TORCH_CHECK_TYPE(is_tensor(object), "expected a tensor, got ", Py_TYPE(object)->tp_name);
   return reinterpret_cast<THPVariable*>(object)->cdata;
 }
 
@@ -70,11 +70,11 @@ Ref ref_to(PyObject* object) {
   return Ref(Py_XNewRef(object));
 }
 
-PyObject* result(bool found) {
-  return PyBool_FromLong(found);
+PyObject* result(bool value) {
+  return PyBool_FromLong(value);
 }
-PyObject* result(PyObject* found) {
-  return found;
+PyObject* result(PyObject* value) {
+  return value;
 }
 
 // Wraps a function for Python: C++ exceptions become Python exceptions.
@@ -107,14 +107,14 @@ thread_local const uint64_t this_thread = [] {
   static std::atomic<uint64_t> latest{0};
   return ++latest;
 }();
-std::atomic<int64_t> num_in_flight{0}; // calls that read cached values
-thread_local int64_t num_own_in_flight = 0;
+std::atomic<int64_t> num_in_flight{0}; // running calls, which read cached values
+thread_local int64_t num_in_flight_here = 0; // those of this thread
 
-// Longest duration of a write after its pointer was requested, as seen by other threads.
+// Maximum duration of a write after its pointer was requested, as assumed by other threads.
 constexpr int64_t write_ns = 50'000'000;
 constexpr int64_t collective_ns = 1'000'000'000;
 constexpr int64_t ns_per_byte = 10;
-constexpr int64_t memory_of_writers_ns = 60'000'000'000;
+constexpr int64_t recent_writer_ns = 60'000'000'000;
 
 int64_t now() { // nanoseconds
   using namespace std::chrono;
@@ -126,8 +126,8 @@ struct Write {
   int64_t begin = 0, end = 0; // `end` is an upper bound
 };
 
-// Protects all records. One mutex serves them all so that the fork handlers can hold it: a child
-// process lacks the thread that would unlock it. Never destroyed: storages outlive static objects.
+// Protects all records. Fork handlers hold it during a fork, because a child process lacks the
+// thread that would unlock it. Never destroyed, because storages outlive static objects.
 std::mutex& records_mutex() {
   static auto* mutex = new std::mutex();
   return *mutex;
@@ -141,15 +141,15 @@ class Record {
 
   c10::weak_intrusive_ptr<StorageImpl> storage;
   uint64_t hooked_at = 0; // value of `writes` when the hook was set
-  bool is_distrusted = false; // written without a signal: its values are recomputed in every call
+  bool is_distrusted = false; // written without a signal, so every call recomputes its values
   std::atomic<uint64_t> writes{1}; // increases when a write begins; slots use 0 for "not computed"
 
-  // Records a write by this thread, which has waited for collectives on the same storage.
+  // Records a write by this thread. A collective on the storage is assumed to be complete then.
   void note_write() {
     {
       std::lock_guard<std::mutex> guard(records_mutex());
       if (latest_.thread != this_thread) {
-        other_ = latest_;
+        previous_ = latest_;
       }
       latest_ = {this_thread, now(), end_of(write_ns)};
       end_of_collective_ = 0;
@@ -163,11 +163,11 @@ class Record {
     }
     writes++;
   }
-  // Called when the hook was missing: threads that wrote before may be writing unseen.
+  // Called if the hook was missing: the latest writers may be writing again without a signal.
   void expect_more_writes() {
     std::lock_guard<std::mutex> guard(records_mutex());
-    for (Write* write : {&latest_, &other_}) {
-      const bool is_recent = write == &latest_ || now() - write->begin < memory_of_writers_ns;
+    for (Write* write : {&latest_, &previous_}) {
+      const bool is_recent = write == &latest_ || now() - write->begin < recent_writer_ns;
       if (write->thread != 0 && write->thread != this_thread && is_recent) {
         write->end = end_of(write_ns);
       }
@@ -180,7 +180,7 @@ class Record {
     const auto is_running = [time](const Write& write) {
       return write.thread != this_thread && time < write.end;
     };
-    return time < end_of_collective_ || is_running(latest_) || is_running(other_);
+    return time < end_of_collective_ || is_running(latest_) || is_running(previous_);
   }
 
  private:
@@ -188,30 +188,30 @@ class Record {
     return now() + duration + ns_per_byte * num_bytes_;
   }
   int64_t num_bytes_;
-  Write latest_, other_; // by the latest thread, and by the thread before it
+  Write latest_, previous_; // the latest writes of the latest two threads
   int64_t end_of_collective_ = 0;
 };
 using RecordRef = std::shared_ptr<Record>;
 
-std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed, as the mutex
+std::unordered_map<StorageImpl*, RecordRef>& records() { // never destroyed, like the mutex
   static auto* map = new std::unordered_map<StorageImpl*, RecordRef>();
   return *map;
 }
 
 RecordRef find_record(StorageImpl* storage) {
   std::lock_guard<std::mutex> guard(records_mutex());
-  auto found = records().find(storage);
-  return found == records().end() ? nullptr : found->second;
+  auto it = records().find(storage);
+  return it == records().end() ? nullptr : it->second;
 }
 
 RecordRef record_of(const c10::intrusive_ptr<StorageImpl>& storage) {
   std::lock_guard<std::mutex> guard(records_mutex());
   auto& map = records();
-  auto found = map.find(storage.get());
-  if (found != map.end() && !found->second->storage.expired()) {
-    return found->second;
+  auto existing = map.find(storage.get());
+  if (existing != map.end() && !existing->second->storage.expired()) {
+    return existing->second;
   }
-  // Removes expired records whenever the size is a power of two: constant cost per record.
+  // Removes expired records if the size is a power of two: amortized constant cost per record.
   if ((map.size() & (map.size() - 1)) == 0) {
     for (auto it = map.begin(); it != map.end();) {
       it = it->second->storage.expired() ? map.erase(it) : std::next(it);
@@ -230,9 +230,9 @@ void on_write(StorageImpl* storage) {
   }
 }
 
-// Gives access to two private members of StorageImpl, which explicit instantiation may name: the
-// hook, and the flag that makes torch call it. Threads that set and clear the hook concurrently
-// can leave one without the other.
+// Accesses two private members of StorageImpl by explicit template instantiation, which ignores
+// access rules: the hook, and the flag that makes torch call it. Threads that set and clear the
+// hook concurrently can leave only one of the two set.
 template <typename Tag, typename Tag::type member>
 struct Reveal {
   friend typename Tag::type reveal(Tag) {
@@ -274,8 +274,8 @@ void remove_hook(StorageImpl* storage) {
   }
 }
 
-// Sets the hook. torch removes it when it runs. If it is missing although no write was recorded,
-// a write is recorded now; writes by other threads may be in progress without a signal.
+// Sets the hook, which torch removes when it runs. If the hook is missing although no write was
+// recorded, records one; writes by other threads may then be in progress without a signal.
 bool watch_again(StorageImpl* storage, Record& record) {
   if (!is_hooked(storage)) {
     record.expect_more_writes();
@@ -290,7 +290,7 @@ bool watch_again(StorageImpl* storage, Record& record) {
   return true;
 }
 
-// Returns true if torch allocated the storage. NumPy or other processes write to other memory.
+// Returns true if torch allocated the storage. NumPy or other processes may write to other memory.
 bool is_own(const StorageImpl& storage) {
   return c10::impl::cow::has_simple_data_ptr(storage);
 }
@@ -328,8 +328,8 @@ uint64_t mixed(uint64_t x) { // splitmix64
 }
 
 // Enumerates the distinct elements of a strided tensor by address. Dimensions of size 1 and
-// expanded dimensions are omitted and adjacent ones are merged, so that a dense tensor has one
-// dimension in any layout.
+// expanded dimensions are omitted. Dimensions that are adjacent in memory are merged, so a dense
+// tensor of any layout has one dimension.
 struct Elements {
   struct Dim {
     uint64_t size, stride; // bytes
@@ -360,16 +360,16 @@ struct Elements {
     dims.resize(std::min(dims.size(), last + 1));
   }
   uint64_t offset(uint64_t index) const { // in bytes; no division if there is one dimension
-    uint64_t found = 0;
+    uint64_t result = 0;
     for (size_t i = dims.size(); i-- > 0;) {
-      found += (i == 0 ? index : index % dims[i].size) * dims[i].stride;
+      result += (i == 0 ? index : index % dims[i].size) * dims[i].stride;
       index = i == 0 ? 0 : index / dims[i].size;
     }
-    return found;
+    return result;
   }
 };
 
-// Elements of a weight in host memory at the time when a value was computed.
+// Elements of a weight in host memory, recorded when a value was computed.
 struct Sample {
   std::vector<uint64_t> bits;
   Elements elements;
@@ -387,11 +387,11 @@ struct Sample {
     return data + elements.offset(from + ((mixed(seed + i) >> 32) * (to - from) >> 32));
   }
   uint64_t read(const char* address) const { // the first 8 bytes of larger elements
-    uint64_t found = 0;
-    std::memcpy(&found, address, std::min(item_size, sizeof(found)));
-    return found;
+    uint64_t bytes = 0;
+    std::memcpy(&bytes, address, std::min(item_size, sizeof(bytes)));
+    return bytes;
   }
-  void take(const at::Tensor& weight, const char* data) {
+  void record(const at::Tensor& weight, const char* data) {
     elements = weight.is_cpu() ? Elements(weight) : Elements();
     item_size = weight.element_size();
     seed = mixed(seed + static_cast<uint64_t>(now()));
@@ -411,7 +411,7 @@ struct Sample {
   }
 };
 
-// The state of one weight when a value was computed from it.
+// State of one weight when a value was computed from it.
 struct WeightState {
   RecordRef record;
   StorageImpl* storage = nullptr;
@@ -421,7 +421,7 @@ struct WeightState {
   bool is_conj = false, is_neg = false;
   uint64_t seen = 0; // `record->writes` before the computation; 0: stale
   int64_t version = 0;
-  uint64_t next_seen = 0; // the same for the computation in progress
+  uint64_t next_seen = 0; // `seen` and `version` of the computation in progress
   int64_t next_version = 0;
   Sample sample;
   bool is_suspect = false; // the latest sample differed
@@ -447,12 +447,12 @@ struct WeightState {
     return seen != 0 && seen == record->writes && !record->is_distrusted && is_hooked(storage) &&
         version_of(weight) == version;
   }
-  // Takes the sample before the computation, so that it detects later writes.
+  // Records the sample before the computation, so that it detects all later writes.
   void start(const at::Tensor& weight) {
     watch_again(storage, *record);
     next_seen = record->writes;
     next_version = version_of(weight);
-    sample.take(weight, data);
+    sample.record(weight, data);
   }
   void finish() {
     seen = is_hooked(storage) && !record->may_be_in_progress() ? next_seen : 0;
@@ -465,7 +465,7 @@ struct CacheSlot {
   PyObject_HEAD
   PyObject* value; // nullptr or None before the first computation and after eviction
   std::vector<WeightState>* states;
-  char is_alias; // the value is the weight's own memory, which is always fresh
+  char is_alias; // the value is an alias of the weight, so it is always fresh
   long long hits, made;
 };
 
@@ -480,16 +480,18 @@ bool has_value(const CacheSlot* slot) {
 using Tensors = c10::SmallVector<const at::Tensor*, 4>;
 
 Tensors tensors_of(PyObject* tuple) {
-  Tensors found;
-  TORCH_CHECK_TYPE(PyTuple_Check(tuple), "expected a tuple of tensors");
+  Tensors tensors;
+  TORCH_CHECK_TYPE(PyTuple_Check(tuple), "expected a tuple of tensors, got ", Py_TYPE(tuple)->tp_name);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    found.push_back(plain_tensor(PyTuple_GET_ITEM(tuple, i)));
-    TORCH_CHECK_TYPE(found.back() != nullptr, "expected a tuple of plain tensors");
+    PyObject* object = PyTuple_GET_ITEM(tuple, i);
+    tensors.push_back(plain_tensor(object));
+    TORCH_CHECK_TYPE(
+        tensors.back() != nullptr, "expected a tuple of plain tensors, got ", Py_TYPE(object)->tp_name);
   }
-  return found;
+  return tensors;
 }
 
-// Returns true if all weights have the memory and layout that the slot was bound to.
+// Returns true if all weights still have the memory and layout that the slot is bound to.
 bool matches(const CacheSlot* slot, const at::Tensor* const* weights) {
   for (const WeightState& state : *slot->states) {
     if (*weights == nullptr || !state.matches(**weights++)) {
@@ -542,10 +544,10 @@ void slot_dealloc(PyObject* self) {
 }
 
 void slot_bind(PyObject* self, PyObject* weights) {
-  const Tensors found = tensors_of(weights);
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (WeightState& state = as_slot(self)->states->at(i); !state.matches(*found[i])) {
-      state.bind(*found[i]);
+  const Tensors tensors = tensors_of(weights);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (WeightState& state = as_slot(self)->states->at(i); !state.matches(*tensors[i])) {
+      state.bind(*tensors[i]);
     }
   }
 }
@@ -555,8 +557,8 @@ bool slot_matches(PyObject* self, PyObject* weights) {
 }
 
 bool slot_is_fresh(PyObject* self, PyObject* weights) {
-  const Tensors found = tensors_of(weights);
-  return matches(as_slot(self), found.data()) && is_fresh(as_slot(self), found.data());
+  const Tensors tensors = tensors_of(weights);
+  return matches(as_slot(self), tensors.data()) && is_fresh(as_slot(self), tensors.data());
 }
 
 void slot_invalidate(PyObject* self, PyObject*) {
@@ -566,11 +568,11 @@ void slot_invalidate(PyObject* self, PyObject*) {
 }
 
 PyObject* slot_suspects(PyObject* self, PyObject*) {
-  PyObject* found = PyList_New(0);
+  PyObject* suspects = PyList_New(0);
   for (const WeightState& state : *as_slot(self)->states) {
-    PyList_Append(found, state.is_suspect ? Py_True : Py_False);
+    PyList_Append(suspects, state.is_suspect ? Py_True : Py_False);
   }
-  return found;
+  return suspects;
 }
 
 // adopt(other, positions): copies weight states from a started slot.
@@ -583,8 +585,8 @@ void slot_adopt(PyObject* self, PyObject* args) {
 }
 
 PyMethodDef slot_methods[] = {
-    {"bind", method<slot_bind>, METH_O, "Binds the slot to the memory of weights; stale if it moved."},
-    {"matches", method<slot_matches>, METH_O, "True if the weights are in the memory it is bound to."},
+    {"bind", method<slot_bind>, METH_O, "Binds the slot to the weights' memory; the value is stale if that moved."},
+    {"matches", method<slot_matches>, METH_O, "True if the slot is bound to the weights' memory."},
     {"is_fresh", method<slot_is_fresh>, METH_O, "True if no signal indicates a write."},
     {"invalidate", method<slot_invalidate>, METH_NOARGS, "Makes the value stale."},
     {"suspects", method<slot_suspects>, METH_NOARGS, "For each weight, True if a sampled element differed."},
@@ -611,25 +613,30 @@ PyType_Spec slot_spec = {
 // Calls a function with each slot and its tuple of weights.
 template <typename Function>
 void for_each(PyObject* slots, PyObject* weights, Function function) {
-  TORCH_CHECK(PyTuple_GET_SIZE(slots) == PyTuple_GET_SIZE(weights), "as many values as weights");
+  TORCH_CHECK(
+      PyTuple_GET_SIZE(slots) == PyTuple_GET_SIZE(weights),
+      "expected one tuple of weights per slot, got ",
+      PyTuple_GET_SIZE(weights),
+      " for ",
+      PyTuple_GET_SIZE(slots));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
     function(i, as_slot(item(slots, i)), tensors_of(item(weights, i)));
   }
 }
 
-// stale(slots, weights) -> positions of slots that are not fresh, each slot once. Counts a hit for
-// the others.
+// stale(slots, weights) -> positions of stale slots, without duplicates. Counts a hit for each
+// fresh slot.
 PyObject* stale(PyObject*, PyObject* args) {
-  PyObject* found = PyList_New(0);
-  std::unordered_set<CacheSlot*> known;
+  PyObject* positions = PyList_New(0);
+  std::unordered_set<CacheSlot*> visited;
   for_each(item(args, 0), item(args, 1), [&](Py_ssize_t i, CacheSlot* slot, const Tensors& weights) {
     if (matches(slot, weights.data()) && is_fresh(slot, weights.data())) {
       slot->hits++;
-    } else if (known.insert(slot).second) {
-      PyList_Append(found, Ref(PyLong_FromSsize_t(i)).get());
+    } else if (visited.insert(slot).second) {
+      PyList_Append(positions, Ref(PyLong_FromSsize_t(i)).get());
     }
   });
-  return found;
+  return positions;
 }
 
 void start_value(CacheSlot* slot, const Tensors& weights) {
@@ -661,8 +668,9 @@ void finish(PyObject*, PyObject* args) {
 }
 
 // finish_step(started, slots, values, weights): stores values that an optimizer step computed while
-// it wrote the weights through aliases. `started` is a slot of all the weights, started before the
-// step. Values stay stale if other code wrote their weight since then; so do all other values.
+// it wrote the weights through aliases. `started` is a slot of all these weights that was started
+// before the step. A value stays stale if other code has written its weight since then. Other
+// values of the weights become stale.
 void finish_step(PyObject*, PyObject* args) {
   const std::vector<WeightState>& before = *as_slot(item(args, 0))->states;
   std::vector<bool> is_valid;
@@ -675,9 +683,9 @@ void finish_step(PyObject*, PyObject* args) {
     record->note_write();
   }
   PyObject *slots = item(args, 1), *values = item(args, 2), *weights = item(args, 3);
-  for_each(slots, weights, [&](Py_ssize_t i, CacheSlot* slot, const Tensors& own) {
-    if (is_valid[i] && before[i].matches(*own[0]) && matches(slot, own.data())) {
-      start_value(slot, own);
+  for_each(slots, weights, [&](Py_ssize_t i, CacheSlot* slot, const Tensors& sources) {
+    if (is_valid[i] && before[i].matches(*sources[0]) && matches(slot, sources.data())) {
+      start_value(slot, sources);
       finish_value(slot, item(values, i));
     }
   });
@@ -696,30 +704,29 @@ bool is_in_use(PyObject* object) { // by Python, by a view, or by a pending back
     return true;
   }
   const c10::Storage& storage = tensor->storage();
-  // A storage's Python object owns a reference to it even if nothing refers to the object.
-  PyObject* shown = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-  const bool has_idle_object = shown != nullptr && Py_REFCNT(shown) == 1;
+  // The Python object of a storage owns a reference to it even if nothing refers to the object.
+  PyObject* wrapper = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+  const bool has_idle_object = wrapper != nullptr && Py_REFCNT(wrapper) == 1;
   return storage.use_count() > (has_idle_object ? 2 : 1);
 }
 
-// reusable(slots) -> the values whose memory can be overwritten because nothing reads it; None for
-// the others.
+// reusable(slots) -> for each slot, its value if nothing else reads the value's memory, else None.
 PyObject* reusable(PyObject*, PyObject* slots) {
-  PyObject* found = PyList_New(PyTuple_GET_SIZE(slots));
+  PyObject* values = PyList_New(PyTuple_GET_SIZE(slots));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
     const CacheSlot* slot = as_slot(item(slots, i));
     const bool is_free = num_in_flight == 0 && has_value(slot) && !is_in_use(slot->value);
-    PyList_SET_ITEM(found, i, Py_NewRef(is_free ? slot->value : Py_None));
+    PyList_SET_ITEM(values, i, Py_NewRef(is_free ? slot->value : Py_None));
   }
-  return found;
+  return values;
 }
 
 // -------------------------------------------------------------------- cached values of a graph
 
-// The slots for one set of weights that a graph was called with. `code` is compiled code with the
-// values as constants; it keeps them alive, so that their addresses identify them.
+// Slots for one set of weights that a graph was called with. `code` is compiled code with the
+// values as constants. It owns references to the values, so their addresses are not reused.
 struct CachedSet {
-  std::vector<Ref> owned;
+  std::vector<Ref> refs; // to the slots
   std::vector<CacheSlot*> slots;
   Ref entries, code; // `code` is null if values are inputs
   std::vector<PyObject*> bound_values;
@@ -732,11 +739,11 @@ struct CachedSet {
     return code && std::equal(slots.begin(), slots.end(), bound_values.begin(), is_same);
   }
 };
-using CachedSets = std::vector<CachedSet>; // destroy elements only after all changes to it
+using CachedSets = std::vector<CachedSet>; // change it before elements are destroyed: that may run Python
 
 struct GraphCache {
   PyObject_HEAD
-  std::vector<Py_ssize_t>* sources; // positions of the weights, for one slot after the other
+  std::vector<Py_ssize_t>* sources; // positions of the weights, in the order of the slots
   std::vector<Py_ssize_t>* passed;
   CachedSets* sets; // several if the graph is compiled for several layers
   char samples, has_constants, found_mismatch; // has_constants: values are constants of the code
@@ -750,12 +757,12 @@ GraphCache* as_graph_cache(PyObject* object) {
 
 // Returns the weights of all slots, in order; nullptr for arguments that are not plain tensors.
 const Tensors& weights_in(const GraphCache* cache, PyObject* args) {
-  static thread_local Tensors found;
-  found.clear();
+  static thread_local Tensors weights;
+  weights.clear();
   for (Py_ssize_t position : *cache->sources) {
-    found.push_back(plain_tensor(item(args, position)));
+    weights.push_back(plain_tensor(item(args, position)));
   }
-  return found;
+  return weights;
 }
 
 template <typename Test>
@@ -780,18 +787,18 @@ CachedSet* find_set(const GraphCache* cache, const Tensors& weights) {
 }
 
 // Returns true if all values of a set are fresh. Compares one sampled element of each weight. A
-// concurrent write increases `writes` before it changes elements, so it is not a mismatch.
+// concurrent write does not count as a mismatch: it increases `writes` before it changes elements.
 bool are_fresh(GraphCache* cache, const CachedSet& set, const Tensors& weights) {
   bool are_all_fresh = true;
-  all_of(set, weights, [&](CacheSlot* slot, const at::Tensor* const* own) {
-    const bool was_fresh = is_fresh(slot, own);
+  all_of(set, weights, [&](CacheSlot* slot, const at::Tensor* const* sources) {
+    const bool was_fresh = is_fresh(slot, sources);
     bool is_suspect = false;
     for (WeightState& state : *slot->states) {
       state.is_suspect = cache->samples && was_fresh && !slot->is_alias &&
           !state.sample.agrees(state.data);
       is_suspect |= state.is_suspect;
     }
-    cache->found_mismatch |= is_suspect && is_fresh(slot, own);
+    cache->found_mismatch |= is_suspect && is_fresh(slot, sources);
     are_all_fresh &= was_fresh && !is_suspect;
     return true;
   });
@@ -800,22 +807,22 @@ bool are_fresh(GraphCache* cache, const CachedSet& set, const Tensors& weights) 
 
 void begin_call(PyObject*, PyObject*) {
   num_in_flight++;
-  num_own_in_flight++;
+  num_in_flight_here++;
 }
 
 void leave_call(PyObject*, PyObject*) {
   num_in_flight--;
-  num_own_in_flight--;
+  num_in_flight_here--;
 }
 
-// enter(args) -> (code, inputs) and begins the call if all values are fresh; None otherwise.
+// enter(args) -> (code, inputs), and begins the call, if all values are fresh; otherwise None.
 PyObject* graph_cache_enter(PyObject* self, PyObject* args) {
   GraphCache* cache = as_graph_cache(self);
   const auto num_passed = static_cast<Py_ssize_t>(cache->passed->size());
-  // Allocate first: an allocation may start the garbage collector, which may call graphs.
+  // Allocates first, because an allocation may run the garbage collector, which may call graphs.
   PyObject* inputs = PyList_New(num_passed);
-  Ref found(inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs));
-  if (!found) {
+  Ref code_and_inputs(inputs == nullptr ? nullptr : Py_BuildValue("ON", Py_None, inputs));
+  if (!code_and_inputs) {
     return nullptr;
   }
   const Tensors& weights = weights_in(cache, args);
@@ -830,7 +837,7 @@ PyObject* graph_cache_enter(PyObject* self, PyObject* args) {
     PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*cache->passed)[i])));
   }
   if (!cache->has_constants) {
-    for (CacheSlot* slot : set->slots) { // appending allocates no tracked object
+    for (CacheSlot* slot : set->slots) { // appending does not run the garbage collector
       if (!PyTuple_CheckExact(slot->value)) {
         PyList_Append(inputs, slot->value);
         continue;
@@ -845,38 +852,38 @@ PyObject* graph_cache_enter(PyObject* self, PyObject* args) {
   }
   if (set->code) {
     Py_DECREF(Py_None);
-    PyTuple_SET_ITEM(found.get(), 0, Py_NewRef(set->code.get()));
+    PyTuple_SET_ITEM(code_and_inputs.get(), 0, Py_NewRef(set->code.get()));
   }
   begin_call(nullptr, nullptr);
-  return found.release();
+  return code_and_inputs.release();
 }
 
-// entries(args) -> the entries given to `remember` for these weights; or None.
+// entries(args) -> the entries that were passed to `remember` for these weights, or None.
 PyObject* graph_cache_entries(PyObject* self, PyObject* args) {
   const CachedSet* set = find_set(as_graph_cache(self), weights_in(as_graph_cache(self), args));
   return Py_NewRef(set == nullptr || set->is_dead() ? Py_None : set->entries.get());
 }
 
-// remember(slots, entries, code): adds the set of these slots.
+// remember(slots, entries, code): adds a set of slots, and drops sets with evicted values.
 void graph_cache_remember(PyObject* self, PyObject* args) {
   PyObject *slots = item(args, 0), *code = item(args, 2);
   CachedSet set{{}, {}, ref_to(item(args, 1)), ref_to(code == Py_None ? nullptr : code), {}};
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
-    set.owned.push_back(ref_to(item(slots, i)));
+    set.refs.push_back(ref_to(item(slots, i)));
     set.slots.push_back(as_slot(item(slots, i)));
     set.bound_values.push_back(set.slots.back()->value);
   }
   CachedSets remaining, old = std::move(*as_graph_cache(self)->sets);
-  for (CachedSet& known : old) {
-    if (old.size() < max_sets && !known.is_dead() && known.slots != set.slots) {
-      remaining.push_back(std::move(known));
+  for (CachedSet& other : old) {
+    if (old.size() < max_sets && !other.is_dead() && other.slots != set.slots) {
+      remaining.push_back(std::move(other));
     }
   }
   remaining.push_back(std::move(set));
   *as_graph_cache(self)->sets = std::move(remaining);
 }
 
-// evict(): drops sets with evicted values, and code that is bound to other values.
+// evict(): drops sets with evicted values, and code that is bound to values that were replaced.
 void graph_cache_evict(PyObject* self, PyObject*) {
   CachedSets remaining, old = std::move(*as_graph_cache(self)->sets);
   std::vector<Ref> dropped;
@@ -931,7 +938,7 @@ PyMethodDef graph_cache_methods[] = {
     {"enter", method<graph_cache_enter>, METH_O, "Code and inputs if all values are fresh, else None."},
     {"begin", method<begin_call>, METH_NOARGS, "Begins a call."},
     {"leave", method<leave_call>, METH_NOARGS, "Ends a call."},
-    {"entries", method<graph_cache_entries>, METH_O, "The entries for some weights, or None."},
+    {"entries", method<graph_cache_entries>, METH_O, "The entries for a set of weights, or None."},
     {"remember", method<graph_cache_remember>, METH_VARARGS, "Adds slots for a set of weights."},
     {"evict", method<graph_cache_evict>, METH_NOARGS, "Drops sets and code of evicted values."},
     {nullptr, nullptr, 0, nullptr}};
@@ -1004,8 +1011,8 @@ void share_record(PyObject*, PyObject* args) {
   }
 }
 
-// Returns a tensor that shares a weight's memory and version counter but has another storage, so
-// that requesting a pointer does not run the hook. It keeps the weight's storage alive.
+// Returns a tensor that shares a weight's memory and version counter but has a separate storage, so
+// that pointer requests do not run the hook. The alias owns a reference to the weight's storage.
 PyObject* alias(PyObject*, PyObject* object) {
   const at::Tensor& source = unpack(object);
   const auto owner = source.storage().getWeakStorageImpl().lock();
@@ -1031,7 +1038,7 @@ PyObject* alias(PyObject*, PyObject* object) {
 // --------------------------------------------------- ops that write tensor lists, collectives
 
 // CUDA kernels that write tensor lists (foreach, fused) request const pointers, which does not run
-// the hook. Collectives run it, but write later.
+// the hook. Collectives run the hook, but write later.
 struct Written {
   std::vector<size_t> positions; // of the arguments that an op writes
   bool is_collective;
@@ -1049,8 +1056,8 @@ std::string full_name(const c10::OperatorName& name) {
 // Records a write to a tensor or to each tensor of a list.
 void mark_written(const c10::IValue& value, bool is_asynchronous) {
   if (value.isList()) {
-    for (const c10::IValue& each : value.toListRef()) {
-      mark_written(each, is_asynchronous);
+    for (const c10::IValue& element : value.toListRef()) {
+      mark_written(element, is_asynchronous);
     }
   } else if (value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage()) {
     StorageImpl* storage = value.toTensor().storage().unsafeGetStorageImpl();
@@ -1062,24 +1069,24 @@ void mark_written(const c10::IValue& value, bool is_asynchronous) {
 
 void list_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
-  const Written& known = list_ops().at(full_name(op.operator_name()));
-  const bool is_asynchronous = known.is_collective &&
-      (known.async_position < 0 || (*stack)[first + known.async_position].toBool());
+  const Written& description = list_ops().at(full_name(op.operator_name()));
+  const bool is_asynchronous = description.is_collective &&
+      (description.async_position < 0 || (*stack)[first + description.async_position].toBool());
   std::vector<c10::IValue> written;
-  for (size_t index : known.positions) {
+  for (size_t index : description.positions) {
     written.push_back((*stack)[first + index]);
     mark_written(written.back(), is_asynchronous);
   }
   op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
-  for (const c10::IValue& value : written) { // another thread may have refreshed in between
+  for (const c10::IValue& value : written) { // again: a thread may have refreshed values meanwhile
     mark_written(value, is_asynchronous);
   }
 }
 
-// Returns the arguments that an op may write: lists that its schema marks, and all tensors of a
-// collective, whose schema marks none.
+// Returns the arguments that an op may write: lists that its schema marks as written; for a
+// collective, all tensors and lists, because schemas of collectives do not mark writes.
 Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
-  Written found{{}, is_collective, -1};
+  Written result{{}, is_collective, -1};
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* written = arguments[i].alias_info();
@@ -1087,18 +1094,18 @@ Written written_by(const c10::FunctionSchema& schema, bool is_collective) {
     const bool is_marked = written != nullptr && written->isWrite() && !arguments[i].is_out();
     const bool is_tensor = arguments[i].type()->kind() == c10::TypeKind::TensorType;
     if (is_collective ? is_list || is_tensor : is_list && is_marked) {
-      found.positions.push_back(i);
+      result.positions.push_back(i);
     }
     if (arguments[i].name() == "async_op" || arguments[i].name() == "asyncOp") {
-      found.async_position = static_cast<int64_t>(i);
+      result.async_position = static_cast<int64_t>(i);
     }
   }
-  return found;
+  return result;
 }
 
-// A lazy clone sets the copy-on-write hook, and torch allows one hook per storage. So ours is
-// removed first, which counts as a write. Values of the weight stay stale until either tensor is
-// written.
+// A lazy clone sets the copy-on-write hook, and torch allows one hook per storage. The hook of
+// amp_fx is removed first, which counts as a write. Values of the weight stay stale until either
+// tensor is written.
 void lazy_clone_kernel(const c10::OperatorHandle&, c10::DispatchKeySet, c10::Stack* stack) {
   const at::Tensor source = stack->back().toTensor();
   stack->pop_back();
@@ -1129,11 +1136,11 @@ void watch_list_ops(PyObject*, PyObject*) {
     if (!op || (!is_collective && name.name.rfind("aten::", 0) != 0)) {
       continue;
     }
-    Written found = written_by(op->schema(), is_collective);
-    if (found.positions.empty()) {
+    Written description = written_by(op->schema(), is_collective);
+    if (description.positions.empty()) {
       continue;
     }
-    list_ops()[full_name(name)] = std::move(found);
+    list_ops()[full_name(name)] = std::move(description);
     kernels->push_back(c10::Dispatcher::singleton().registerImpl(
         name,
         c10::DispatchKey::ADInplaceOrView,
@@ -1174,7 +1181,7 @@ PyMethodDef functions[] = {
     {"is_distrusted", method<is_distrusted>, METH_O, "True after distrust."},
     {"mark", method<mark>, METH_O, "Records a write to each tensor of a list."},
     {"share_record", method<share_record>, METH_VARARGS, "Links a DTensor to its local tensor."},
-    {"alias", method<alias>, METH_O, "A tensor with the same memory and another storage."},
+    {"alias", method<alias>, METH_O, "A tensor with the same memory and a separate storage."},
     {"watch_list_ops", method<watch_list_ops>, METH_NOARGS, "Watches foreach and fused ops."},
     {"watched_list_ops", method<watched_list_ops>, METH_NOARGS, "Names of the watched ops."},
     {nullptr, nullptr, 0, nullptr}};
@@ -1187,7 +1194,7 @@ void after_fork() {
   records_mutex().unlock();
 }
 void after_fork_in_child() {
-  num_in_flight = num_own_in_flight; // other threads are not there
+  num_in_flight = num_in_flight_here; // other threads do not exist in the child
   records_mutex().unlock();
 }
 #endif
@@ -1218,7 +1225,7 @@ bool has_known_layout() {
 PyMODINIT_FUNC PyInit_amp_fx_watch() {
   if (!has_known_layout()) {
     if (!PyErr_Occurred()) {
-      PyErr_SetString(PyExc_ImportError, "torch has another layout of tensors");
+      PyErr_SetString(PyExc_ImportError, "the layout of THPVariable in this torch is unknown");
     }
     return nullptr;
   }

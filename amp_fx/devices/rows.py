@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.csrc.build import cache_folder
-from amp_fx.devices.low_dtypes import processor_name
+from amp_fx.devices.low_dtypes import has_product_kernels, processor_name
 from amp_fx.dtypes import dtype_name
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.tensors import suggest_memory_format
@@ -40,7 +40,7 @@ def differing_rows(dtype: torch.dtype, depth: int, columns: int) -> tuple[int, .
     """Returns the numbers of rows whose products with a matrix have other bits.
 
     Rows are compared with the same rows of a larger batch, in every position, with and without a
-    bias, for both layouts of the matrix and for several numbers of threads.
+    bias, for both layouts of the matrix, for packed ones, and for several numbers of threads.
 
     Args:
         dtype: The dtype of the product.
@@ -49,7 +49,7 @@ def differing_rows(dtype: torch.dtype, depth: int, columns: int) -> tuple[int, .
     """
     path = _file()
     known = json.loads(path.read_text()) if path.exists() else {}
-    key = f"{dtype_name(dtype)} {depth}x{columns}"
+    key = f"{dtype_name(dtype)} {depth}x{columns}, also packed"
     if key not in known:
         known[key] = _measured(dtype, depth, columns)
         with contextlib.suppress(OSError):
@@ -80,6 +80,9 @@ def _measured(dtype: torch.dtype, depth: int, columns: int) -> list[int]:
         ]
         plain, biased = ways[0](x), ways[2](x)
         expected = [plain, plain, biased, biased]
+        for packed in _packed(weight):
+            ways += [functools.partial(_packed_product, packed, b) for b in (None, bias)]
+            expected += [plain, biased]
 
         def is_equal(size: int) -> bool:
             return all(
@@ -89,6 +92,20 @@ def _measured(dtype: torch.dtype, depth: int, columns: int) -> list[int]:
             )
 
         return [size for size in ROWS if not _with_threads(is_equal, size)]
+
+
+def _packed(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Packs a matrix for oneDNN as inductor does, for one row, many, and an unknown number."""
+    if weight.dtype is not torch.bfloat16 or not has_product_kernels(weight.dtype):
+        return []
+    return [torch.ops.mkldnn._reorder_linear_weight(weight, n) for n in (1, ROWS[-1], None)]
+
+
+def _packed_product(
+    weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor
+) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return result
 
 
 def is_rowwise(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,1 +1,1 @@
-"""Regions in eager code: ``amp_fx.autocast``, functions of autograd, checkpoints."""
+"""Regions in eager code: ``amp_fx.autocast``, autograd functions, checkpoints."""

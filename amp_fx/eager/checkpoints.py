@@ -1,8 +1,8 @@
 """Makes eager ``torch.utils.checkpoint`` recompute in the regions of the forward.
 
-It restores the autocast state of two devices, its own and the CPU's, and no policy. It restores a
-state that is off by a disabled region, which says full precision where there was no region at all
-(``state.in_disabled_region``).
+``torch.utils.checkpoint`` restores the autocast state of two devices, its own and the CPU, but no
+policy. It also enters a disabled region if autocast was off in the forward, although a disabled
+region requests full precision and no region does not (``state.in_disabled_region``).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 
 @functools.cache
 def restore_regions() -> None:
-    """Changes what checkpoints record from here on, for the whole process.
+    """Makes all later checkpoints of the process record the policy and the number of regions.
 
     Relies on ``checkpoint.CheckpointFunction.forward`` and
     ``checkpoint._checkpoint_without_reentrant_generator`` (``..._impl`` since torch 2.14 or
-    2.15) getting the function as argument 1 and 0, and on ``checkpoint.checkpoint`` looking
-    both up when it is called.
+    2.15), which receive the function as argument 1 and 0, and on ``checkpoint.checkpoint``, which
+    looks both up when it is called.
     """
     name = "_checkpoint_without_reentrant_generator"
     if hasattr(checkpoint, f"{name}_impl"):
         name = f"{name}_impl"
     reentrant = checkpoint.CheckpointFunction.forward
-    other = getattr(checkpoint, name)
+    non_reentrant = getattr(checkpoint, name)
 
     @functools.wraps(reentrant)
     def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant(ctx, _with_regions_of_now(function), *args)  # type: ignore[no-untyped-call]
+        return reentrant(ctx, _in_current_regions(function), *args)  # type: ignore[no-untyped-call]
 
-    @functools.wraps(other)
+    @functools.wraps(non_reentrant)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return other(_with_regions_of_now(function), *args, **kwargs)
+        return non_reentrant(_in_current_regions(function), *args, **kwargs)
 
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     setattr(checkpoint, name, generator)
 
 
-def _with_regions_of_now(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_current_regions(function: Callable[..., Any]) -> Callable[..., Any]:
     policy, depth = ambient_policy(), nesting()
 
     @functools.wraps(function)

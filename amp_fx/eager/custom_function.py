@@ -1,4 +1,4 @@
-"""``custom_fwd`` and ``custom_bwd``: torch.amp's decorators, which keep the policy as well."""
+"""``custom_fwd`` and ``custom_bwd``: torch.amp's decorators with support for policies."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def custom_fwd(fwd: F, *, device_type: str, cast_inputs: torch.dtype | None = ..
 
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-    """Decorates ``forward`` of a ``torch.autograd.Function``, as ``torch.amp.custom_fwd`` does.
+    """Decorates ``forward`` of a ``torch.autograd.Function``, like ``torch.amp.custom_fwd``.
 
     Args:
-        fwd: The function; without it a decorator is returned.
+        fwd: The function; if omitted, returns a decorator.
         device_type: As in ``torch.device(...).type``.
-        cast_inputs: If given, a ``forward`` that is called in an enabled region gets its
-            floating-point tensors (but float64) on the device in this dtype, and runs with
-            autocast off. Outside of a region it has no effect.
+        cast_inputs: In an enabled region, casts all floating-point tensors on the device, except
+            float64, to this dtype, and disables autocast in ``forward``. Has no effect outside of
+            regions.
 
     Raises:
         RegionError: The device type cannot autocast.
-        OptionError: ``cast_inputs`` is no floating-point dtype.
-        TypeError: What is decorated is not callable.
+        OptionError: ``cast_inputs`` is not a floating-point dtype.
+        TypeError: ``fwd`` is not callable.
     """
     check_device_type(device_type)
     if cast_inputs is not None and not (
         isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
     ):
-        raise OptionError(f"cast_inputs={cast_inputs!r} is not a floating-point dtype")
+        raise OptionError(f"cast_inputs must be a floating-point dtype, got {cast_inputs!r}")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     _check_callable("custom_fwd", fwd)
@@ -54,7 +54,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # Dynamo captures backward in this region
+        if not torch.compiler.is_dynamo_compiling():  # else Dynamo captures backward in this region
             args[0]._amp_fx_policy = ambient_policy()
         return inner(*args, **kwargs)
 
@@ -70,15 +70,15 @@ def custom_bwd(bwd: F, *, device_type: str) -> F: ...
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """Decorates ``backward`` of such a function: it runs in the state that forward ran in.
+    """Decorates ``backward`` of a ``torch.autograd.Function`` to run in the state of ``forward``.
 
     Args:
-        bwd: The function; without it a decorator is returned.
+        bwd: The function; if omitted, returns a decorator.
         device_type: The same as for ``custom_fwd``, which must decorate ``forward``.
 
     Raises:
         RegionError: The device type cannot autocast.
-        TypeError: What is decorated is not callable.
+        TypeError: ``bwd`` is not callable.
     """
     check_device_type(device_type)
     if bwd is None:
@@ -98,4 +98,4 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
 def _check_callable(name: str, value: object) -> None:
     if not callable(value):
-        raise TypeError(f"{name} decorates a function, not {value!r}")
+        raise TypeError(f"{name} can only decorate a function, got {value!r}")

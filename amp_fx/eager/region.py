@@ -1,4 +1,4 @@
-"""``amp_fx.autocast``: ``torch.autocast``, which can hold a policy of the user's own too."""
+"""``amp_fx.autocast``: ``torch.autocast`` with custom policies."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class AutocastRegion(contextlib.AbstractContextManager[Any, bool | None], Protocol):
-    """The result of ``autocast``: a context manager that is also a decorator."""
+    """Result of ``autocast``: a context manager that is also a decorator."""
 
     def __call__(self, func: F, /) -> F:
-        """The function, with every call of it inside the region."""
+        """Decorates a function, so that its calls run in the region."""
         ...
 
 
@@ -45,71 +45,70 @@ def autocast(
     *,
     policy: Policy | str | os.PathLike[str] | None = None,
 ) -> AutocastRegion:
-    """A region of mixed precision, as ``torch.autocast`` has it, in eager and compiled code.
+    """A mixed-precision region like ``torch.autocast``, for eager and compiled code.
 
-    Without a policy it is ``torch.autocast``; its arguments mean the same, and an
-    unsupported dtype or a missing device turns it off with the same warning. It may be
-    entered again while it is active, and by several threads.
+    Without a policy, it is equivalent to ``torch.autocast``: the arguments have the same meaning,
+    and an unsupported dtype or a missing device disables the region with the same warning. A region
+    may be entered again while it is active, and by several threads.
 
     Args:
         device_type: As in ``torch.device(...).type``.
-        dtype: What low-precision ops run in, or its name (``"bf16"``); by default what the
-            policy says, else ``torch.get_autocast_dtype``.
-        enabled: Whether autocast is on in the region.
+        dtype: The dtype of low-precision ops, or its name (``"bf16"``). Defaults to the dtype of
+            the policy, else ``torch.get_autocast_dtype``.
+        enabled: Whether autocast is enabled in the region.
         cache_enabled: Whether casts of weights are shared inside the region.
-        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
-            policy file (``*.toml``). None keeps the policy of the region around this one, at
-            the outermost that of PyTorch. Regions of ``torch.autocast`` inside this one keep
-            its policy too.
+        policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``). Defaults to the policy of the surrounding region, or to
+            PyTorch's policy. Regions of ``torch.autocast`` inside this region inherit its policy.
 
     Raises:
-        RegionError: There is no such device type or dtype; or, on leaving, the region is not
-            the innermost active one. The state is then that before the region.
-        PolicyError: The policy is none of these.
+        RegionError: The device type or dtype does not exist; or, on exit, the region is not the
+            innermost active one. The state before the region is then restored.
+        PolicyError: The policy is invalid.
     """
-    given = _checked_dtype(dtype)
+    checked_dtype = _checked_dtype(dtype)
     if torch.compiler.is_dynamo_compiling():
         if policy is None:
-            return torch.autocast(device_type, given, enabled, cache_enabled)
+            return torch.autocast(device_type, checked_dtype, enabled, cache_enabled)
         number, low_dtype = _while_compiling(policy, device_type)
-        low_dtype = low_dtype if given is None else given
+        low_dtype = low_dtype if checked_dtype is None else checked_dtype
         return _captured_region(number, (device_type, low_dtype, enabled, cache_enabled))
     skip_in_dynamo()
     check_device_type(device_type)
     if policy is None:
-        return _Region(device_type, given, enabled, cache_enabled)
-    found = as_policy(policy)
-    low_dtype = found.low_dtype(device_type) if given is None else given
-    return _PolicyRegion(found, (device_type, low_dtype, enabled, cache_enabled))
+        return _Region(device_type, checked_dtype, enabled, cache_enabled)
+    resolved = as_policy(policy)
+    low_dtype = resolved.low_dtype(device_type) if checked_dtype is None else checked_dtype
+    return _PolicyRegion(resolved, (device_type, low_dtype, enabled, cache_enabled))
 
 
 def _checked_dtype(dtype: object) -> Any:
-    """A dtype for its name; what is none of either is left for ``torch.autocast`` to refuse."""
+    """Returns the dtype with a name. Non-strings are returned for ``torch.autocast`` to check."""
     if not isinstance(dtype, str):
         return dtype
-    found = as_dtype(dtype)
-    if found is None:
+    parsed = as_dtype(dtype)
+    if parsed is None:
         raise RegionError(
-            f"dtype={dtype!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"dtype={dtype!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
         )
-    return found
+    return parsed
 
 
 def check_device_type(device_type: object) -> None:
-    """Refuses what is no device type that autocast knows."""
-    known = autocast_device_types()
-    if isinstance(device_type, str) and device_type in known:
+    """Raises an error unless autocast supports a device type."""
+    supported = autocast_device_types()
+    if isinstance(device_type, str) and device_type in supported:
         return
-    allowed = ", ".join(map(repr, known))
-    if isinstance(device_type, str) and device_type.partition(":")[0] in known:
-        hint = "give the type alone, without an index"
+    allowed = ", ".join(map(repr, supported))
+    if isinstance(device_type, str) and device_type.partition(":")[0] in supported:
+        hint = "pass the type without an index"
     else:
-        hint = "amp_fx.register_device adds one that torch was given a name for"
+        hint = "or add a PrivateUse1 backend with amp_fx.register_device"
     raise RegionError(f"device_type={device_type!r} cannot autocast; use {allowed} ({hint})")
 
 
 class _Active(threading.local):
-    """The regions that a thread is in, innermost last, each with what undoes it."""
+    """The active regions of a thread, innermost last, each with the stack that exits it."""
 
     def __init__(self) -> None:
         self.regions: list[tuple[object, contextlib.ExitStack]] = []
@@ -132,20 +131,20 @@ def _leave(region: object) -> None:
         return
     positions = [i for i, (other, _) in enumerate(active) if other is region]
     if not positions:
-        raise RegionError(f"{region!r} is left, but this thread is not in it")
-    inside = len(active) - 1 - positions[-1]
+        raise RegionError(f"cannot exit {region!r}: this thread has not entered it")
+    num_inside = len(active) - 1 - positions[-1]
     while len(active) > positions[-1]:
         active.pop()[1].close()
     raise RegionError(
-        f"{region!r} is left before the {inside} region(s) that were entered inside it; "
-        "all of them are left now. Leave regions in the reverse order, or use `with`"
+        f"{region!r} was exited before the {num_inside} region(s) inside it; all of them have been "
+        "exited now. Exit regions in reverse order, or use `with`"
     )
 
 
 class _Region(torch.autocast):
-    """``torch.autocast`` that may be entered by several threads, and again while active.
+    """``torch.autocast`` that several threads may enter, and that may be entered repeatedly.
 
-    Dynamo takes an instance of a subclass for the region that its attributes describe.
+    Dynamo treats an instance of a subclass like a region with the same attributes.
     """
 
     def __enter__(self) -> Any:
@@ -156,19 +155,20 @@ class _Region(torch.autocast):
         _leave(self)
 
     def _one_use(self) -> torch.autocast:
-        """A region with these settings, without a second warning about them."""
-        part = torch.autocast.__new__(torch.autocast)
-        part.__dict__.update(self.__dict__)
-        return part
+        """Returns a new region with these settings; does not repeat warnings about them."""
+        region = torch.autocast.__new__(torch.autocast)
+        region.__dict__.update(self.__dict__)
+        return region
 
     def __repr__(self) -> str:
         return f"amp_fx.autocast({self.device!r}, {self.fast_dtype}, enabled={self._enabled})"
 
 
 class _PolicyRegion:
-    """A region that carries a policy.
+    """A region with a policy.
 
-    It is no subclass of ``torch.autocast``: Dynamo would take it for one, and lose the policy.
+    Not a subclass of ``torch.autocast``, because Dynamo would treat it as such and ignore the
+    policy.
     """
 
     def __init__(self, policy: Policy, settings: tuple[Any, ...]) -> None:
@@ -181,7 +181,8 @@ class _PolicyRegion:
         self._settings = (plain.device, plain.fast_dtype, plain._enabled, plain._cache_enabled)
 
     def __enter__(self) -> _PolicyRegion:
-        # Native autocast is the default policy, and modules look for function modes.
+        # Native autocast implements the default policy. A mode is avoided where possible, because
+        # some modules check for active function modes.
         is_native = self._is_default and ambient_policy() is None
         policy = None if is_native else self._policy
         _enter(self, [policy_applied(policy), self._region._one_use()])
@@ -192,7 +193,7 @@ class _PolicyRegion:
 
     def __call__(self, func: F) -> F:
         if not callable(func):
-            raise TypeError(f"{self!r} decorates functions, not {type(func).__name__}")
+            raise TypeError(f"{self!r} can only decorate functions, got {type(func).__name__}")
         number, settings = number_of(self._policy), self._settings
 
         @functools.wraps(func)
@@ -209,7 +210,7 @@ class _PolicyRegion:
 
 @contextlib.contextmanager
 def _captured_region(number: int, settings: tuple[Any, ...]) -> Iterator[None]:
-    """Enters a region with a policy, in the form that Dynamo captures."""
+    """Region with a policy, in a form that Dynamo can capture."""
     with PolicyMode(number), torch.autocast(*settings):
         yield
 
@@ -217,22 +218,22 @@ def _captured_region(number: int, settings: tuple[Any, ...]) -> Iterator[None]:
 def _while_compiling(policy: Any, device_type: str) -> tuple[int, torch.dtype | None]:
     """Returns the number of a policy, and its low dtype for a device.
 
-    Dynamo runs this while it compiles; its guard is on the identity of the policy.
+    Dynamo runs this function at compile time and guards on the identity of the policy.
     """
-    found = as_policy(policy)
-    return pin(found), found.low_dtype(device_type)
+    resolved = as_policy(policy)
+    return pin(resolved), resolved.low_dtype(device_type)
 
 
-# As torch.compiler.assume_constant_result does it, which imports torch._dynamo: seconds.
+# Equivalent to torch.compiler.assume_constant_result, which would import torch._dynamo (seconds).
 _while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _skip_in_dynamo() -> None:
-    """Keeps Dynamo from compiling the functions here as frames of their own.
+    """Makes Dynamo skip the frames of functions that implement regions.
 
-    After a graph break it tries so with every function that is called. That says nothing of
-    inlining: a region in a function that Dynamo compiles is captured.
+    After a graph break, Dynamo tries to compile every function that is called. Inlining is not
+    affected: a region in a function that Dynamo compiles is captured.
 
     Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
     """
@@ -242,11 +243,12 @@ def _skip_in_dynamo() -> None:
         trace_rules.add(module.__name__)
     functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
     functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED, *policy_calls.SKIPPED]
-    functions += [f for c in (_Region, _PolicyRegion) for f in vars(c).values() if callable(f)]
+    for region_class in (_Region, _PolicyRegion):
+        functions += [value for value in vars(region_class).values() if callable(value)]
     skip_frames(functions)
 
 
 def skip_in_dynamo() -> None:
-    """Does so once Dynamo is there."""
+    """Calls ``_skip_in_dynamo`` once Dynamo is imported."""
     if "torch._dynamo" in sys.modules:
         _skip_in_dynamo()

@@ -1,6 +1,5 @@
-"""``amp_fx.explain``: what was decided for each node of a model's graphs, and why.
+"""``amp_fx.explain``: decisions on each node of a model's graphs, with reasons.
 
-In the order that data takes: ``running`` copies the model as fake tensors, ``recorder``
-watches the backend, ``reading`` turns graphs into ``records``, ``totals``, ``table`` and
-``diff`` sum them up.
+In the order of the data flow: ``running`` copies the model with fake tensors, ``recorder`` observes
+the backend, ``reading`` converts graphs to ``records``, and ``table`` and ``diff`` present them.
 """

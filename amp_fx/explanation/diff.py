@@ -1,4 +1,4 @@
-"""Compares two explanations of one model."""
+"""Compares two explanations of the same model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """One op that is treated otherwise.
+    """One op with different treatments.
 
     Attributes:
-        module: Its module.
-        op: What it calls, as captured.
-        dtypes: The dtypes that it runs in, here and there; ``""`` where it is missing.
-        treatments: Its policies, here and there.
+        module: Path of its module.
+        op: Name of the captured op.
+        dtypes: Its compute dtypes in both explanations; ``""`` if it is missing.
+        treatments: Its policies in both explanations.
     """
 
     module: str
@@ -41,13 +41,13 @@ class NodeDifference:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diff(Report):
-    """The differences between two explanations; printed, they are a table.
+    """Differences between two explanations. Prints as a table.
 
     Attributes:
-        names: What each explanation is: policy, device and dtype.
-        totals: By the field of ``records.Totals`` that differs, both values.
-        nodes: The ops that are treated otherwise.
-        backward_totals: As ``totals``, of the backward graphs.
+        names: Policy, device and dtype of each explanation.
+        totals: Both values of each field of ``records.Totals`` that differs.
+        nodes: The ops with different treatments.
+        backward_totals: As ``totals``, for the backward graphs.
     """
 
     names: tuple[str, str]
@@ -67,33 +67,32 @@ class Diff(Report):
         return Group(*parts) if parts else "no difference"
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns a summary in one line."""
         return f"<Diff: {len(self.nodes)} ops and {len(self.totals)} totals differ>"
 
 
-def compare(ours: Explanation, other: Explanation) -> Diff:
-    """Compares two explanations; ops are matched by module, op as captured, and order."""
-    left, right = _keyed(ours), _keyed(other)
-    keys = list(dict.fromkeys([*left, *right]))
-    pairs = [
-        (key, *pair) for key in keys for pair in zip_longest(left.get(key, ()), right.get(key, ()))
-    ]
-    nodes = tuple(
-        NodeDifference(*key, *zip(_facts(a), _facts(b), strict=True))
-        for key, a, b in pairs
-        if _facts(a) != _facts(b)
-    )
+def compare(first: Explanation, second: Explanation) -> Diff:
+    """Compares two explanations. Ops are matched by module, name of the captured op, and order."""
+    left, right = _keyed(first), _keyed(second)
+    differences = []
+    for module, op in dict.fromkeys([*left, *right]):
+        key = module, op
+        for a, b in zip_longest(left.get(key, ()), right.get(key, ())):
+            (left_dtype, left_treatment), (right_dtype, right_treatment) = _facts(a), _facts(b)
+            dtypes, treatments = (left_dtype, right_dtype), (left_treatment, right_treatment)
+            if left_dtype != right_dtype or left_treatment != right_treatment:
+                differences.append(NodeDifference(module, op, dtypes, treatments))
     return Diff(
-        names=(_describe(ours), _describe(other)),
-        totals=_differing(vars(ours.totals), vars(other.totals)),
-        nodes=nodes,
-        backward_totals=_differing(vars(ours.backward_totals), vars(other.backward_totals)),
+        names=(_describe(first), _describe(second)),
+        totals=_differing(vars(first.totals), vars(second.totals)),
+        nodes=tuple(differences),
+        backward_totals=_differing(vars(first.backward_totals), vars(second.backward_totals)),
     )
 
 
-def _differing(ours: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns both values of each key whose values differ."""
-    return {key: (ours[key], other[key]) for key in ours if ours[key] != other[key]}
+    return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
 
 
 def _describe(explanation: Explanation) -> str:
@@ -101,16 +100,16 @@ def _describe(explanation: Explanation) -> str:
 
 
 def _keyed(explanation: Explanation) -> dict[tuple[str, str], list[NodeRecord]]:
-    """Nodes by module and the op as a person wrote it: opened nodes are named otherwise."""
-    found: dict[tuple[str, str], list[NodeRecord]] = {}
+    """Returns nodes by module and bare op, because decomposed nodes have ATen names."""
+    nodes: dict[tuple[str, str], list[NodeRecord]] = {}
     for node in explanation.nodes:
         if node.kind in ("op", "island"):
-            found.setdefault((node.module, bare_op(node.op)), []).append(node)
-    return found
+            nodes.setdefault((node.module, bare_op(node.op)), []).append(node)
+    return nodes
 
 
-def _facts(node: NodeRecord | None) -> tuple[Any, ...]:
-    """Returns the dtype and the treatment of a node; empty ones if it is missing."""
+def _facts(node: NodeRecord | None) -> tuple[str, str]:
+    """Returns the dtype and the treatment of a node; empty strings if it is missing."""
     return (node.dtype, node.treatment) if node else ("", "")
 
 
@@ -131,12 +130,12 @@ def _nodes_table(diff: Diff) -> Table:
     for node in diff.nodes:
         key = (without_numbers(node.module), node.op, node.dtypes, node.treatments)
         groups.setdefault(key, []).append(node)
-    for (_, op, dtypes, treatments), found in groups.items():
+    for (_, op, dtypes, treatments), nodes in groups.items():
         cells = [
             " ".join(filter(None, pair)) or "-" for pair in zip(dtypes, treatments, strict=True)
         ]
-        module = folded_path(n.module for n in found) or "-"
-        table.add_row(module, op, times(len(found)), *cells)
+        module = folded_path(node.module for node in nodes) or "-"
+        table.add_row(module, op, times(len(nodes)), *cells)
     return table
 
 

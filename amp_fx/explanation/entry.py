@@ -64,7 +64,7 @@ def explain_program(
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | None = None,
 ) -> Explanation:
-    """Explains a program of ``amp_fx.export``, or what that would make of another program."""
+    """Explains a program of ``amp_fx.export``; exports other programs with it first."""
     if notes_of(program) is None:
         program = export(program, dtype=dtype, policy="torch" if policy is None else policy)
     notes = notes_of(program)
@@ -96,7 +96,7 @@ def explain_program(
 
 
 def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
-    """Gives the placeholders of weights the names that the model has for them."""
+    """Renames the placeholders of weights to their names in the model."""
     targets = {
         spec.arg.name: spec.target
         for spec in program.graph_signature.input_specs
@@ -109,8 +109,8 @@ def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
 
 
 def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:
-    """The casts of weights that are stored low: done once and for all."""
-    found = []
+    """Returns records of the casts that were removed because their weights are stored low."""
+    casts = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = recorded_value(node)
         for index in range(stored.get(node.name, 0)):
@@ -128,8 +128,8 @@ def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> 
                 bytes_read=2 * num_bytes(value),
                 bytes_written=num_bytes(value),
             )
-            found.append(cast)
-    return found
+            casts.append(cast)
+    return casts
 
 
 NEEDS_NUMBERS = (
@@ -138,14 +138,14 @@ NEEDS_NUMBERS = (
     UnsupportedFakeTensorException,
     GuardOnDataDependentSymNode,
 )
-"""What fake tensors cannot answer, and real ones can."""
+"""Errors of programs that depend on values of tensors, which fake tensors do not have."""
 
 
 REMOVED = {
-    "fused": "inductor logs its kernels itself: TORCH_LOGS=schedule,fusion or output_code",
-    "optimizer": "amp_fx no longer counts the bytes of optimizer steps: time a step instead",
+    "fused": "set TORCH_LOGS=schedule,fusion or output_code to log inductor's kernels instead",
+    "optimizer": "measure the time of an optimizer step instead",
 }
-"""Removed arguments, and what to do instead."""
+"""Removed arguments, and their replacements."""
 
 
 @overload
@@ -183,58 +183,58 @@ def explain(
     all: bool = False,  # noqa: A002
     **removed: Any,
 ) -> Callable[..., Explanation] | Explanation:
-    """Tells what amp_fx does to a model, without compiling or changing it.
+    """Explains what amp_fx does to a model, without compiling or changing the model.
 
-    ``amp_fx.explain(model)(x)`` sends a copy of the model with fake tensors through Dynamo
-    and the backend; nothing is computed. The model may therefore be larger than memory: on
-    the ``meta`` device, or made under a ``FakeTensorMode``. Only a program that looks at
-    numbers (``if x.sum() > 0``) is run, on a copy, if its tensors are real.
+    ``amp_fx.explain(model)(x)`` captures a copy of the model with fake tensors; nothing is
+    computed. The model may therefore be larger than memory: on the ``meta`` device, or created
+    under a ``FakeTensorMode``. A program that depends on values of tensors (``if x.sum() > 0``) is
+    run on a copy with real tensors, if it has real tensors.
 
     Args:
-        model: A module or a function; one that was compiled by ``amp_fx.compile`` or
-            ``torch.compile`` is looked into, and the former's settings hold. A function's
-            own side effects happen; tensors that it refers to are not written. Or an exported
-            program: one of ``amp_fx.export`` is explained as it is, of another one what that
-            would make of it.
-        dtype: What low-precision ops run in, or its name; by default what a bare
-            ``torch.compile`` takes: the policy's, else ``amp_fx.options.default_dtype``.
-        policy: A ``Policy`` or the name of a preset; by default PyTorch's.
-        device_type: The device to explain for, which need not be there. None takes that of
-            the tensors; for those on ``meta``, the accelerator if there is one, else the CPU.
-        backward: Whether the backward graphs are derived and explained as well.
-        options: More options of the backend, such as ``{"weight_cache": False}``
+        model: A module, a function, or an exported program. For a program that was compiled with
+            ``amp_fx.compile`` or ``torch.compile``, the original is explained, with the settings of
+            ``amp_fx.compile``. Side effects of functions occur, but tensors that a function refers
+            to are not written. A program of ``amp_fx.export`` is explained directly; other exported
+            programs are passed to ``amp_fx.export`` first.
+        dtype: The dtype of low-precision ops, or its name. Defaults to the dtype of the policy,
+            else ``amp_fx.options.default_dtype``, as for ``torch.compile``.
+        policy: A ``Policy`` or the name of a preset. Defaults to PyTorch's policy.
+        device_type: The device type to explain for, which this machine may lack. Defaults to that
+            of the tensors; for tensors on ``meta``, to the accelerator, else the CPU.
+        backward: Whether backward graphs are derived and explained.
+        options: Options of the backend, such as ``{"weight_cache": False}``
             (``amp_fx.options.Options``).
-        all: Whether the table also shows views, about which nothing is decided.
+        all: Whether the table includes views, which no policy affects.
         removed: Arguments of earlier versions, which raise an error.
 
     Returns:
-        A function that takes the model's arguments and gives an ``Explanation``; for an exported
-        program, which has its arguments, the ``Explanation`` itself.
+        A function that receives the arguments of the model and returns an ``Explanation``. For an
+        exported program, which contains its arguments, the ``Explanation``.
 
     Raises:
-        OptionError: An option or argument is unknown or was removed, or its value is not allowed.
+        OptionError: An option or argument is unknown, was removed, or has an invalid value.
         PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
         ArgumentTypeError: The model is neither a module nor a function.
-        UnsupportedError: When called: the model cannot be traced with these arguments.
+        UnsupportedError: Raised by the call if the model cannot be traced with its arguments.
     """
     for name in removed:
         if name in REMOVED:
             raise OptionError(f"amp_fx.explain: the argument {name!r} was removed; {REMOVED[name]}")
-        known = inspect.signature(explain).parameters
-        raise OptionError(f"amp_fx.explain has no argument {name!r}{did_you_mean(name, known)}")
+        accepted = inspect.signature(explain).parameters
+        raise OptionError(f"amp_fx.explain has no argument {name!r}{did_you_mean(name, accepted)}")
     if isinstance(model, ExportedProgram):
         if backward or device_type is not None or options is not None:
             raise OptionError(
-                "for an exported program, backward, device_type and options are fixed"
+                "backward, device_type and options do not apply to an exported program: omit them"
             )
-        program = explain_program(model, dtype=dtype, policy=policy)
-        return dataclasses.replace(program, shows_all=all)
-    target, given = unwrap(model, "amp_fx.explain")
+        explanation = explain_program(model, dtype=dtype, policy=policy)
+        return dataclasses.replace(explanation, shows_all=all)
+    target, settings = unwrap(model, "amp_fx.explain")
     request = Request(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=device_type or given.device_type,
-        settings=None if given is NOT_COMPILED else given,
+        dtype=settings.dtype if dtype is None else as_dtype(dtype),
+        policy=policy_for(policy, settings),
+        device_type=device_type or settings.device_type,
+        settings=None if settings is NOT_COMPILED else settings,
         backward=backward,
         options=_checked(options),
         shows_all=all,
@@ -250,7 +250,7 @@ def explain(
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of ``explain``."""
+    """Arguments of ``explain``."""
 
     dtype: torch.dtype | None
     policy: Policy
@@ -262,15 +262,20 @@ class Request:
 
 
 def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    given = dict(options or {})
+    options = dict(options or {})
     for name in ("dtype", "policy"):
-        if name in given:
-            raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.explain itself")
+        if name in options:
+            raise OptionError(
+                f"options={{{name!r}: ...}} is not allowed: pass {name} as an argument of "
+                "amp_fx.explain"
+            )
     for name in ("compiler", "mode"):
-        if name in given:
-            raise OptionError(f"options={{{name!r}: ...}}: amp_fx.explain compiles no kernels")
-    Options.parse(given)
-    return given
+        if name in options:
+            raise OptionError(
+                f"options={{{name!r}: ...}} is not allowed: amp_fx.explain does not generate code"
+            )
+    Options.parse(options)
+    return options
 
 
 def _explain(
@@ -288,7 +293,7 @@ def _explain(
     if not capture.graphs:
         reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
         raise UnsupportedError(
-            f"{_name(model)} gave no graph: no tensor op was captured ({reasons})"
+            f"{_name(model)} has no graph: Dynamo captured no tensor op ({reasons})"
         )
     explanation = Explanation(
         model=_name(model),
@@ -315,7 +320,7 @@ def _products(explanation: Explanation, request: Request) -> str:
 
 
 def label(policy: Policy) -> str:
-    """The policy's name, and whether something was changed on top of it."""
+    """Returns the name of a policy, followed by ``", changed"`` if it has overrides or rules."""
     is_changed = policy.ops or policy.modules or policy.args or policy.rules
     return f"{policy.name}, changed" if is_changed else policy.name
 
@@ -356,12 +361,12 @@ def capture_call(
         if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
             raise inner from error
         if isinstance(error, TorchRuntimeError):
-            error.__traceback__ = None  # frames of Dynamo; where the program fails is in the text
+            error.__traceback__ = None  # only frames of Dynamo; the text contains the user's line
         raise _as_explain_error(stand_in.program, error) from error
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Returns the cause of an error of Dynamo's."""
+    """Returns the original error inside an error of Dynamo."""
     if isinstance(error, BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__
@@ -372,20 +377,20 @@ def _root_cause(error: BaseException) -> BaseException:
 
 def _as_explain_error(model: Any, error: BaseException) -> UnsupportedError:
     text = str(error)
-    actual = _INNER_ERROR.search(text)
+    inner = _INNER_ERROR.search(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    head = (
-        f"{actual[1]}: {actual[3]}" if actual else f"{type(error).__name__}: {' '.join(lines[:2])}"
+    message = (
+        f"{inner[1]}: {inner[3]}" if inner else f"{type(error).__name__}: {' '.join(lines[:2])}"
     )
     frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
-    at = "; at {}:{}".format(*frames[-1]) if frames else ""
+    position = "; at {}:{}".format(*frames[-1]) if frames else ""
     return UnsupportedError(
-        f"{_name(model)} cannot be traced with these arguments: {head.rstrip('.')}{at}. Does it "
-        "run with them uncompiled?"
+        f"{_name(model)} cannot be traced with these arguments: {message.rstrip('.')}{position}. "
+        "Check that it runs with them uncompiled"
     )
 
 
-# What Dynamo says of an op that fails on fake tensors, and where in the program that was.
+# Dynamo's message about an op that fails on fake tensors, and the position in the program.
 _INNER_ERROR = re.compile(r"got (\w+)\((['\"])(.*?)\2\)")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)

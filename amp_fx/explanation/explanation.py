@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
 
 SCHEMA = 2
-"""Version of ``Explanation.to_dict``; raised when a key changes its meaning or goes."""
+"""Version of ``Explanation.to_dict``; increased if a key is removed or changes its meaning."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Report):
-    """Describes what amp_fx does to a model. Printed, and in a notebook, it is a table.
+    """Explanation of what amp_fx does to a model. Prints as a table, also in notebooks.
 
     Attributes:
-        model: The model's class, or the function's name.
-        policy: The policy's name, and ``", changed"`` if it is a preset with changes.
-        dtype: What low-precision ops run in.
-        device_type: The device type that is explained for.
-        is_imagined: Whether that device is not there, so that the CPU stood for it.
-        graphs: The graphs that Dynamo captured, in order; each forward is followed by its
-            backward, if that was asked for.
-        other_breaks: Reasons of graph breaks that no captured graph ends with.
-        is_whole: Whether one graph is all that the model does: no graph break, no fallback, and
-            no code around the graph that Dynamo skipped.
-        shared: Paths of the parameters and buffers whose memory is known elsewhere too: tied
-            ones, views of each other, and those that the model hands out.
-        products: What is otherwise about sums in low products on this CPU; else empty.
-        shows_all: Whether the table shows views, too.
+        model: Class of the model, or name of the function.
+        policy: Name of the policy, followed by ``", changed"`` if it is a changed preset.
+        dtype: Dtype of low-precision ops.
+        device_type: The device type that the explanation is for.
+        is_imagined: Whether this machine lacks that device, so that the CPU represents it.
+        graphs: The graphs that Dynamo captured, in order. Each forward is followed by its backward
+            if that was requested.
+        other_breaks: Reasons of graph breaks that do not end a captured graph.
+        is_whole: Whether one graph contains the whole model: no graph break, no fallback, and no
+            code that Dynamo skipped.
+        shared: Paths of parameters and buffers with shared memory: tied weights, views of each
+            other, and weights that the model returns.
+        products: Note on sums in low-precision products on this CPU, or empty.
+        shows_all: Whether the table includes views.
     """
 
     model: str
@@ -63,7 +63,7 @@ class Explanation(Report):
 
     @property
     def backward(self) -> tuple[GraphRecord, ...]:
-        """The backward graphs; empty if they were not asked for, or there are none."""
+        """The backward graphs; empty if none were requested or derived."""
         return tuple(graph for graph in self.graphs if graph.stage == "backward")
 
     @property
@@ -73,18 +73,18 @@ class Explanation(Report):
 
     @property
     def casts(self) -> tuple[CastRecord, ...]:
-        """The casts that were inserted into forward graphs, removed ones included."""
+        """The casts that were inserted into forward graphs, including removed ones."""
         return tuple(cast for graph in self.forward for cast in graph.casts)
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Places where capture was interrupted, with reasons."""
-        ended = [
+        """The reasons and positions of graph breaks."""
+        breaks = [
             f"{g.break_reason} ({g.break_at})" if g.break_at else g.break_reason
             for g in self.forward
             if g.break_reason
         ]
-        return (*ended, *self.other_breaks)
+        return (*breaks, *self.other_breaks)
 
     @property
     def totals(self) -> Totals:
@@ -93,20 +93,19 @@ class Explanation(Report):
 
     @property
     def backward_totals(self) -> Totals:
-        """Sums over the backward graphs; its casts are the derivatives of casts."""
+        """Sums over the backward graphs, whose casts are the derivatives of casts."""
         return _sum_up(self.backward, num_breaks=0)
 
     def low_weights(self) -> dict[str, torch.dtype]:
-        """The weights that could be stored, or gathered, in a low dtype without a changed bit.
+        """Returns the weights that can be stored, or gathered, in a low dtype with the same bits.
 
-        Every reader of such a parameter or buffer takes it through one and the same cast to that
-        dtype, also for its gradient. Explain the model in the mode in which it will run. None
-        are told where something reads weights that no graph shows: at graph breaks, where
-        Dynamo skips code, after a fallback. Tied weights, and such
-        as the model hands out, are not among them.
+        All readers of such a parameter or buffer share one cast to that dtype, which also computes
+        its gradient. Tied weights, and weights that the model returns, are excluded. The result is
+        empty if code outside of the graph may read weights: with graph breaks, skipped code, or
+        fallbacks. Explain the model in the mode in which it will run.
 
         Returns:
-            The dtype by path, in the order of the graph's inputs:
+            The dtype by path, in the order of the graph's inputs, such as
             ``{"layers.0.weight": torch.bfloat16}``.
         """
         if not self.is_whole or self.breaks:
@@ -119,32 +118,32 @@ class Explanation(Report):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as dictionaries, lists, strings and numbers.
+        """Returns the explanation as dictionaries, lists, strings and numbers.
 
         Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), the attributes, ``totals`` and
         ``backward_totals`` (the fields of ``records.Totals``), and ``breaks``. Equal models and
-        options give equal dictionaries. New keys may come without a new schema.
+        options give equal dictionaries. New keys do not change the schema version.
         """
-        more = {
+        properties = {
             "totals": self.totals,
             "backward_totals": self.backward_totals,
             "breaks": self.breaks,
         }
-        head = {"schema": SCHEMA, "torch": torch.__version__}
-        return {**head, **super().to_dict(), **as_plain(more)}
+        versions = {"schema": SCHEMA, "torch": torch.__version__}
+        return {**versions, **super().to_dict(), **as_plain(properties)}
 
     def diff(self, other: Explanation) -> Diff:
         """Compares with another explanation of the same model.
 
         Args:
-            other: Of another policy or dtype, say.
+            other: The explanation to compare with, for example for another policy or dtype.
         """
         from amp_fx.explanation.diff import compare
 
         return compare(self, other)
 
     def __str__(self) -> str:
-        """The table, as wide as the terminal; 80 columns if there is none."""
+        """Returns the table with the width of the terminal, or 80 columns without a terminal."""
         return printed(self._render(), 80 if piped_width() is not None else None)
 
     def _render(self) -> RenderableType:
@@ -153,7 +152,7 @@ class Explanation(Report):
         return render(self)
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns a summary in one line."""
         totals = self.totals
         return (
             f"<Explanation of {self.model}: {totals.num_graphs} graphs, "
@@ -164,8 +163,9 @@ class Explanation(Report):
 
 def _sum_up(graphs: Sequence[GraphRecord], *, num_breaks: int) -> Totals:
     casts = [cast for graph in graphs for cast in graph.casts]
-    states = ("removed", "kept", "inserted")
-    removed, kept, left = ([cast for cast in casts if cast.state == state] for state in states)
+    removed = [cast for cast in casts if cast.state == "removed"]
+    kept = [cast for cast in casts if cast.state == "kept"]
+    left = [cast for cast in casts if cast.state == "inserted"]
     ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "island")]
     flops: Counter[str] = Counter()
     for node in ops:

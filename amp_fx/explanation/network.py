@@ -1,8 +1,4 @@
-"""An explanation as a networkx graph, and questions that are asked of one.
-
-``amp_fx.to_networkx`` is for whoever wants to ask their own; ours are ``cast_chains``,
-``dtype_islands`` and ``longest_low_path``.
-"""
+"""Explanations as networkx graphs, with some analyses of such graphs."""
 
 from __future__ import annotations
 
@@ -22,29 +18,29 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import NodeRecord, TensorRecord
 
 DiGraph: TypeAlias = Any
-"""A ``networkx.DiGraph`` as ``to_networkx`` gives it; networkx has no types."""
+"""Result of ``to_networkx``, a ``networkx.DiGraph``; networkx has no types."""
 
 LOW = ("bfloat16", "float16")
 _SOURCES = ("input", "weight", "output")
 
 
 def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = None) -> DiGraph:
-    """The rewritten graphs as one ``networkx.DiGraph``.
+    """Converts the rewritten graphs to one ``networkx.DiGraph``.
 
-    Nodes are named as in the explanation; where it has several graphs, with the graph's
-    number in front (``"1.linear"``, ``"1.backward.mm"``). A node's attributes are ``kind``,
-    ``op``, ``module``, ``dtype`` (what it runs in), ``policy``, ``origin``, ``reason``,
-    ``file``, ``line``, ``flops`` and ``graph``; an edge's ``dtype``, ``shape`` and ``bytes``,
-    of the tensor that flows. Casts have ``bytes_moved`` too.
+    Nodes have the names of the explanation. If there are several graphs, names start with the
+    number of the graph (``"1.linear"``, ``"1.backward.mm"``). Nodes have the attributes ``kind``,
+    ``op``, ``module``, ``dtype`` (the compute dtype), ``policy``, ``origin``, ``reason``, ``file``,
+    ``line``, ``flops`` and ``graph``; casts also have ``bytes_moved``. Edges have the ``dtype``,
+    ``shape`` and ``bytes`` of their tensor.
 
     Args:
-        explanation: What ``amp_fx.explain`` gave, or one of its graphs.
-        graph: Only the graphs of this number; None takes all.
+        explanation: Result of ``amp_fx.explain``, or one of its graphs.
+        graph: Number of the graph to convert; None converts all graphs.
 
     Raises:
-        UnsupportedError: There is no graph of this number.
+        UnsupportedError: There is no graph with this number.
     """
-    graphs = _chosen(explanation, graph)
+    graphs = _graphs_of(explanation, graph)
     network: DiGraph = nx.DiGraph()
     for record in graphs:
         stage = "backward." if record.stage == "backward" else ""
@@ -52,28 +48,29 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     return network
 
 
-def _chosen(explanation: Explanation | GraphRecord, index: int | None) -> list[GraphRecord]:
+def _graphs_of(explanation: Explanation | GraphRecord, index: int | None) -> list[GraphRecord]:
     if isinstance(explanation, GraphRecord):
         return [explanation]
     if index is None:
         return list(explanation.graphs)
-    found = [graph for graph in explanation.graphs if graph.index == index]
-    if not found:
+    graphs = [graph for graph in explanation.graphs if graph.index == index]
+    if not graphs:
         last = len(explanation.forward) - 1
         raise UnsupportedError(f"graph={index}: the explanation has graphs 0 to {last}")
-    return found
+    return graphs
 
 
 def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
-    moved = {cast.name: cast.bytes_moved for cast in record.casts}
+    bytes_moved = {cast.name: cast.bytes_moved for cast in record.casts}
     results = {node.name: node.outputs for node in record.nodes}
     for node in record.nodes:
-        extra = {"bytes_moved": moved[node.name]} if node.kind in CASTS[:2] else {}
+        extra = {"bytes_moved": bytes_moved[node.name]} if node.kind in CASTS else {}
         network.add_node(prefix + node.name, graph=record.index, **_attributes(node), **extra)
     for node in record.nodes:
         for name in node.inputs:
             if name in results:
-                network.add_edge(prefix + name, prefix + node.name, **_flow(results[name]))
+                attributes = _edge_attributes(results[name])
+                network.add_edge(prefix + name, prefix + node.name, **attributes)
 
 
 def _attributes(node: NodeRecord) -> dict[str, Any]:
@@ -82,7 +79,7 @@ def _attributes(node: NodeRecord) -> dict[str, Any]:
     return {**{name: getattr(node, name) for name in names}, "policy": ", ".join(policies)}
 
 
-def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
+def _edge_attributes(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
     if not outputs:
         return {"dtype": "", "shape": (), "bytes": 0}
     first = outputs[0]
@@ -94,11 +91,7 @@ def _flow(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
 
 
 def cast_chains(network: DiGraph) -> list[list[str]]:
-    """Casts that follow each other with no op between; each is work that may be spared.
-
-    Returns:
-        The chains of two casts or more, each from the first cast to the last.
-    """
+    """Returns chains of two or more casts without an op between them, from first to last."""
     casts = network.subgraph([n for n, kind in network.nodes(data="kind") if kind == "cast"])
     starts = [name for name in casts if casts.in_degree(name) == 0 and casts.out_degree(name)]
     return [
@@ -112,12 +105,12 @@ def cast_chains(network: DiGraph) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class DtypeIsland:
-    """Neighbouring ops that run in one dtype.
+    """Connected ops with the same compute dtype.
 
     Attributes:
-        dtype: The dtype.
-        nodes: Their names, in the order of the graph.
-        flops: Their floating-point operations.
+        dtype: The compute dtype.
+        nodes: Names of the ops, in graph order.
+        flops: Floating-point operations of the ops.
     """
 
     dtype: str
@@ -126,40 +119,37 @@ class DtypeIsland:
 
 
 def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
-    """Regions of ops that run in one dtype, the largest first."""
+    """Returns groups of connected ops with the same compute dtype, largest first."""
     ops = _ops(network)
-    same = [(a, b) for a, b in ops.edges if ops.nodes[a]["dtype"] == ops.nodes[b]["dtype"]]
-    alike = nx.Graph()
-    alike.add_nodes_from(ops)
-    alike.add_edges_from(same)
+    same_dtype = nx.Graph()
+    same_dtype.add_nodes_from(ops)
+    for a, b in ops.edges:
+        if ops.nodes[a]["dtype"] == ops.nodes[b]["dtype"]:
+            same_dtype.add_edge(a, b)
     order = {name: position for position, name in enumerate(network)}
-    found = [sorted(group, key=order.__getitem__) for group in nx.connected_components(alike)]
-    islands = [
-        DtypeIsland(
-            ops.nodes[group[0]]["dtype"],
-            tuple(group),
-            sum(ops.nodes[name]["flops"] for name in group),
-        )
-        for group in found
-    ]
+    islands = []
+    for component in nx.connected_components(same_dtype):
+        names = tuple(sorted(component, key=order.__getitem__))
+        flops = sum(ops.nodes[name]["flops"] for name in names)
+        islands.append(DtypeIsland(ops.nodes[names[0]]["dtype"], names, flops))
     return sorted(islands, key=lambda island: -len(island.nodes))
 
 
 def longest_low_path(network: DiGraph) -> list[str]:
-    """The longest way through ops that all run in a low dtype: no cast lies on it."""
+    """Returns the longest path of ops that all run in a low dtype, without casts between them."""
     ops = _ops(network)
     low = _without(ops, [name for name, dtype in ops.nodes(data="dtype") if dtype not in LOW])
     return list(nx.dag_longest_path(low)) if low else []
 
 
 def _ops(network: DiGraph) -> DiGraph:
-    """The nodes that compute, with the ways between them that lead over no cast."""
-    skipped: Iterable[str] = (*_SOURCES, *CASTS)
-    return _without(network, [n for n, kind in network.nodes(data="kind") if kind in skipped])
+    """Returns the graph without inputs, weights, outputs and casts."""
+    removed: Iterable[str] = (*_SOURCES, *CASTS)
+    return _without(network, [n for n, kind in network.nodes(data="kind") if kind in removed])
 
 
 def _without(network: DiGraph, names: Iterable[str]) -> DiGraph:
-    """A copy without some nodes, the others in order: those of a subgraph are hashed."""
+    """Returns a copy without some nodes. Unlike a subgraph, the copy has the original order."""
     result = network.copy()
     result.remove_nodes_from(names)
     return result

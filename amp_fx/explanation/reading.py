@@ -1,4 +1,4 @@
-"""Turns graphs as the backend left them into records."""
+"""Converts rewritten graphs to records."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def origin_and_reason(
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
     if kind == "island" and SITE.is_on(node) and is_bare_function(node):
-        return "island", f"left as it is, in the dtypes of the program: {ISLAND.of(node)}"
+        return "island", f"not rewritten, runs in the dtypes of the program: {ISLAND.of(node)}"
     if kind == "island":
-        return "island", f"left as it is, under native autocast: {ISLAND.of(node)}"
+        return "island", f"not rewritten, runs under native autocast: {ISLAND.of(node)}"
     site = SITE.get(node)
     if site is None:
         return "", "derived from the forward"
@@ -64,7 +64,7 @@ def origin_and_reason(
         if start.enabled:
             return "region", "autocast is off in the region around it"
         return "off", "autocast is off"
-    region = "" if state == start else f", in a region of its own ({describe(state)})"
+    region = "" if state == start else f", in an inner region ({describe(state)})"
     decisions = decisions_on(node)
     if not decisions:
         return "unlisted", f"no policy: runs in the dtypes of its inputs{region}"
@@ -82,12 +82,12 @@ def origin_and_reason(
 
 
 def decisions_on(node: fx.Node) -> tuple[OpDecision, ...]:
-    """The decisions on a node; the last of the ops that it was decomposed into has the rest."""
+    """Returns the decisions on a node of a decomposition; the last node has the remaining ones."""
     return DECISIONS.get(node) or ()
 
 
 def _effect(decision: OpDecision, state: AutocastState) -> str:
-    """Returns the effect of a policy and, if it is a table's, the table's reason for it."""
+    """Returns the effect of a policy, and the reason if the policy is from a table."""
     low = dtype_name(state.low_dtype(decision.device_type))
     family = family_of(decision.op, decision.policy) if decision.origin == "table" else None
     why = f". {family.reason}" if family is not None else ""
@@ -95,17 +95,17 @@ def _effect(decision: OpDecision, state: AutocastState) -> str:
 
 
 def describe(state: AutocastState) -> str:
-    """``"cpu bfloat16"``; ``"off"`` where no device autocasts."""
+    """Returns text such as ``"cpu bfloat16"``; ``"off"`` if autocast is disabled."""
     return ", ".join(region_names(state)) or "off"
 
 
 def region_names(state: AutocastState) -> tuple[str, ...]:
-    """Device types that autocast, with their dtypes."""
+    """Returns the device types with autocast enabled, with their dtypes."""
     return tuple(f"{device} {dtype_name(state.low_dtype(device))}" for device in state.enabled)
 
 
 def clean_reason(reason: str) -> str:
-    """The op in ``Cast.reason``, without the addresses that Python prints."""
+    """Returns the op in ``Cast.reason``, without the address of a function."""
     words = reason.strip("<>").split()
     if words[:2] in (["built-in", "function"], ["built-in", "method"]):
         return words[2]
@@ -115,14 +115,14 @@ def clean_reason(reason: str) -> str:
 
 
 class FlopMeter:
-    """Counts the operations of single nodes by calling them on fake tensors; equal calls once."""
+    """Counter of the floating-point operations of nodes, which it calls on fake tensors."""
 
     def __init__(self, fake_mode: FakeTensorMode | None) -> None:
         self._fake_mode = fake_mode
         self._memo: dict[Any, int] = {}
 
     def count(self, node: fx.Node) -> int:
-        """Returns the floating-point operations of one call; 0 if it cannot be called by itself."""
+        """Returns the operations of one call of a node; 0 if the node cannot be called alone."""
         if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
             return 0
         if isinstance(node.target, HigherOrderOperator) or not _may_multiply(node):
@@ -147,17 +147,17 @@ class FlopMeter:
             else:
                 stack.enter_context(analysis(self._fake_mode, is_grad_enabled=False))
             try:
-                given = argument_values(node)
-                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, given)
+                arguments = argument_values(node)
+                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, arguments)
                 counter = stack.enter_context(FlopCounterMode(display=False))
                 call_target(node, args, kwargs)
-            except Exception:  # noqa: BLE001 - neither islands nor bodies of vmap may run elsewhere
+            except Exception:  # noqa: BLE001 - islands and bodies of vmap may not run alone
                 return 0
         return int(counter.get_total_flops())
 
 
 def _may_multiply(node: fx.Node) -> bool:
-    """Every formula is for an op of at least two tensors: products, convolutions, attention."""
+    """Returns True for ops of at least two tensors, the only ones with FLOP formulas."""
     args, kwargs = argument_values(node)
     return len(tensors_in(args, kwargs)) > 1
 
@@ -167,7 +167,17 @@ _INPUTS = ("input", "weight")
 
 @dataclasses.dataclass(eq=False)
 class GraphReader:
-    """Reads the nodes of one graph, bodies of higher-order ops included."""
+    """Reader of the nodes of one graph, including bodies of higher-order ops.
+
+    Attributes:
+        gm: The graph.
+        state: The autocast state at the start of the graph.
+        frame: The modules around the graph.
+        device: The device type that the CPU represents, or None.
+        meter: Counts operations; None omits them.
+        fallback: The reason why the graph was not rewritten, or empty.
+        names: The names under which nodes are recorded.
+    """
 
     gm: fx.GraphModule
     state: AutocastState
@@ -180,7 +190,7 @@ class GraphReader:
     _records: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
 
     def read(self) -> tuple[NodeRecord, ...]:
-        """All nodes, in order."""
+        """Returns the records of all nodes, in order."""
         self._read_graph(self.gm, "")
         return tuple(self._records)
 
@@ -196,7 +206,7 @@ class GraphReader:
             self._records.append(self._record(node, prefix, names))
 
     def _read_bodies(self, gm: fx.GraphModule, node: fx.Node, prefix: str) -> tuple[str, ...]:
-        """Reads the bodies that a node calls; returns the names of their results."""
+        """Reads the bodies of a higher-order op; returns the names of their results."""
         results: list[str] = []
         for body in bodies_of(gm, node):
             placeholders = body.graph.find_nodes(op="placeholder")
@@ -208,7 +218,7 @@ class GraphReader:
         return tuple(dict.fromkeys(results))
 
     def names_of(self, nodes: list[fx.Node]) -> tuple[str, ...]:
-        """The names under which nodes are recorded."""
+        """Returns the names under which nodes are recorded."""
         return tuple(dict.fromkeys(name for node in nodes for name in self.names.get(node, ())))
 
     def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
@@ -238,7 +248,7 @@ class GraphReader:
         return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
 
     def _input_place(self, node: fx.Node, kind: str) -> Place:
-        """An argument stands at the root, a weight in the module that owns it."""
+        """Returns the module that owns a weight; arguments belong to the root."""
         owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
         return Place(owner)
 
@@ -270,9 +280,9 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Returns True for ops that return their input's elements as they are, or no tensor.
+    """Returns True for ops that return the elements of their input unchanged, or no tensor.
 
-    Such are the ops whose schema says that the result may be a view, ``contiguous`` included.
+    These are the ops whose schema declares that the result may be a view, such as ``contiguous``.
     """
     results = tensors_in(recorded_value(node))
     if not results:
@@ -283,8 +293,8 @@ def is_view(node: fx.Node) -> bool:
     if name in ("getitem", "getattr") or family == "getattr":
         return len(node.all_input_nodes) == 1  # else it is indexed with tensors
     packet = getattr(torch.ops.aten, (name or family).partition(".")[0], None)
-    given = tensors_in([recorded_value(n) for n in node.all_input_nodes])
-    if packet is None or {t.dtype for t in results} != {t.dtype for t in given}:
+    inputs = tensors_in([recorded_value(n) for n in node.all_input_nodes])
+    if packet is None or {t.dtype for t in results} != {t.dtype for t in inputs}:
         return False
     return any(getattr(packet, overload).is_view for overload in packet.overloads())
 
@@ -305,7 +315,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def run_dtype(node: fx.Node) -> str:
-    """The dtype that a node runs in (``NodeRecord.dtype``)."""
+    """Returns the compute dtype of a node (``NodeRecord.dtype``)."""
     results = [t.dtype for t in tensors_in(recorded_value(node))]
     inputs = [t.dtype for n in node.all_input_nodes for t in tensors_in(recorded_value(n))]
     if node.target is torch.ops.amp_fx.float32_product.default:
@@ -317,7 +327,7 @@ def run_dtype(node: fx.Node) -> str:
     for dtypes in (results, inputs):
         floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         float8 = [dtype for dtype in floats if dtype.itemsize == 1]
-        if float8:  # torch promotes none of these: data, next to their factors
+        if float8:  # float8 data next to its scales, which torch does not promote
             return dtype_name(float8[0])
         if floats:
             return dtype_name(functools.reduce(torch.promote_types, floats))

@@ -1,4 +1,4 @@
-"""Watches the backend rewrite graphs, and makes records of them and of every cast."""
+"""Observes how the backend rewrites graphs, and creates records of graphs and casts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from amp_fx.explanation.records import (
     KeptValueRecord,
     WeightRecord,
 )
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
 from amp_fx.graphs.metadata import CAST, IS_CACHED
 from amp_fx.graphs.places import input_path, module_types
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class SeenCast:
-    """A cast node, as it was when a pass had just put it in."""
+    """A cast node, with its source and users when a pass inserted it."""
 
     node: fx.Node
     cast: Cast
@@ -70,19 +70,19 @@ class SeenCast:
 
 @dataclasses.dataclass
 class SeenGraph:
-    """One graph on its way through the backend.
+    """One graph in the backend.
 
     Attributes:
-        captured: As Dynamo made it.
-        state: The autocast state where it begins.
-        frame: The modules around the frame that it was captured from.
-        rewritten: As the inner compiler would get it.
-        casts: All casts that were put in.
-        counts: What the passes counted.
-        fallback: Why it was not rewritten.
-        backward: The graph that AOTAutograd derives from it, if asked for.
-        kept_values: What is cached across calls; empty until ``find_cached_values`` is called.
-        find_cached_values: Fills ``kept_values`` and marks cached casts; None if nothing is cached.
+        captured: The graph that Dynamo captured.
+        state: The autocast state at the start of the graph.
+        frame: The modules around the captured frame.
+        rewritten: The graph that the inner compiler would receive.
+        casts: All inserted casts.
+        counts: Counts of the passes.
+        fallback: The reason why the graph was not rewritten, or empty.
+        backward: The graph that AOTAutograd derives, if requested.
+        kept_values: Values that are cached across calls; empty before ``find_cached_values``.
+        find_cached_values: Sets ``kept_values`` and marks cached casts; None if nothing is cached.
     """
 
     captured: fx.GraphModule
@@ -99,7 +99,7 @@ class SeenGraph:
 
 @dataclasses.dataclass(eq=False)
 class GraphRecorder:
-    """Takes down one graph while the backend rewrites it (``passes.base.Observer``)."""
+    """Observer that records one graph while the backend rewrites it (``passes.base.Observer``)."""
 
     seen: SeenGraph
     _: dataclasses.KW_ONLY
@@ -108,36 +108,36 @@ class GraphRecorder:
     is_imagined: bool
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """Finds casts that a pass inserted or removed, bodies of higher-order ops included."""
+        """Records the casts that a pass inserted or removed, including those in bodies."""
         self.seen.counts.update(report.counts)
-        for seen in self.seen.casts.values():
-            if seen.node._erased and not seen.removed_by:
-                seen.removed_by = report.name
-        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-        for node in (node for graph in graphs for node in graph.nodes):
-            cast = inserted_cast(node)
-            if cast is not None and node not in self.seen.casts:
-                source, users = node.all_input_nodes[0], tuple(node.users)
-                self.seen.casts[node] = SeenCast(node, cast, source, users)
+        for entry in self.seen.casts.values():
+            if entry.node._erased and not entry.removed_by:
+                entry.removed_by = report.name
+        for graph in graphs_in(gm):
+            for node in graph.nodes:
+                cast = inserted_cast(node)
+                if cast is not None and node not in self.seen.casts:
+                    source, users = node.all_input_nodes[0], tuple(node.users)
+                    self.seen.casts[node] = SeenCast(node, cast, source, users)
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
-        """Forgets what passes did before one failed: the graph stays as captured."""
+        """Discards the records, because the captured graph runs without changes."""
         self.seen.fallback = str(error)
         self.seen.casts.clear()
         self.seen.counts.clear()
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
-        """Nothing is counted: nothing is compiled."""
+        """Does nothing, because nothing is compiled."""
 
-    def finish(self, found: Rewritten, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Keeps the rewritten graph.
+    def finish(self, result: Rewritten, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Records the rewritten graph.
 
         Returns:
-            What Dynamo calls with ``example_inputs``: it runs the graph op by op.
+            A function for Dynamo that runs the graph op by op.
         """
-        gm = found.gm
-        self.seen.rewritten, self.seen.state, self.seen.frame = gm, found.state, found.frame
-        cache = self._cache(found, example_inputs)
+        gm = result.gm
+        self.seen.rewritten, self.seen.state, self.seen.frame = gm, result.state, result.frame
+        cache = self._cache(result, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, list(example_inputs), cache)
         if cache.is_on():
@@ -150,38 +150,38 @@ class GraphRecorder:
 
         def run(*args: Any) -> Any:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Dynamo's capture has warned of them
+                warnings.simplefilter("ignore")  # Dynamo has already issued them
                 assert self.seen.rewritten is not None
                 return self.seen.rewritten(*args)
 
         return run
 
-    def _cache(self, found: Rewritten, inputs: Sequence[Any]) -> Caching:
-        """Returns what the backend would decide to cache, without building ``watch.cpp``.
+    def _cache(self, result: Rewritten, inputs: Sequence[Any]) -> Caching:
+        """Returns the backend's decisions on caching, without building ``watch.cpp``.
 
-        Where the CPU stands for an accelerator, the accelerator's rules hold.
+        If the CPU represents an accelerator, the rules of the accelerator apply.
         """
         options = self.options
         if self.is_imagined:
             level = options.weight_cache and "training"
             options = dataclasses.replace(options, weight_cache=level, freezing=False)
-        return caching(self.seen.captured, found, inputs, options, can_watch=can_watch)
+        return caching(self.seen.captured, result, inputs, options, can_watch=can_watch)
 
     def _find_cached_values(
         self, cache: Caching, inputs: Sequence[Any], *, is_grad_enabled: bool
     ) -> None:
         """Finds the values that the backend would cache, and marks their casts.
 
-        To be called when Dynamo has ended: inductor's patterns make symbols for sizes, of which
-        Dynamo would make guards.
+        Must be called after Dynamo has finished: inductor's patterns create symbols for sizes, and
+        Dynamo would create guards for these symbols.
         """
         seen = self.seen
         assert seen.rewritten is not None
         try:
             with no_autocast(), torch.set_grad_enabled(is_grad_enabled):
                 seen.kept_values = cache.values(copy_graph_module(seen.rewritten), inputs)
-        except Exception:  # such a graph caches nothing
-            log.debug("nothing cached", exc_info=True)
+        except Exception:  # the backend caches nothing for such a graph
+            log.debug("could not determine cached values", exc_info=True)
             return
         placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
         cached = {
@@ -190,18 +190,19 @@ class GraphRecorder:
             for position, dtype in value.spec.casts()
         }
         num_cached = 0
-        for node, each in seen.casts.items():
-            if node._erased or each.removed_by == "hoist_casts":
+        for node, entry in seen.casts.items():
+            if node._erased or entry.removed_by == "hoist_casts":
                 continue
             source = value_of(node.all_input_nodes[0])
-            if (storage_id(source), each.cast.dtype) in cached:
+            if (storage_id(source), entry.cast.dtype) in cached:
                 IS_CACHED.put(node, True)
                 num_cached += 1
-        seen.counts.update({"weight_casts_kept": num_cached} if num_cached else {})
+        if num_cached:
+            seen.counts["weight_casts_kept"] += num_cached
 
 
 def can_watch() -> bool:
-    """Returns True if ``watch.cpp`` is built or could be."""
+    """Returns True if ``watch.cpp`` is built or can be built."""
     is_built = build.find("amp_fx_watch", csrc.SOURCE) is not None
     return not csrc.why_off() and (is_built or has_cpp_compiler())
 
@@ -212,10 +213,10 @@ def derive_backward(
     """Returns the backward that AOTAutograd derives from a rewritten graph, or None."""
     from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
 
-    found: list[fx.GraphModule] = []
+    backwards: list[fx.GraphModule] = []
 
     def backward(graph: fx.GraphModule, _: Any) -> Any:
-        found.append(graph)
+        backwards.append(graph)
         return make_boxed_func(graph.forward)
 
     compiler = aot_autograd(
@@ -223,22 +224,22 @@ def derive_backward(
         bw_compiler=backward,
         partition_fn=cache.partition,
     )
-    # Relies on this setting, which has AOTAutograd compile the backward right after the forward.
+    # Relies on this setting, which makes AOTAutograd compile the backward after the forward.
     with without_autograd_cache(force_non_lazy_backward_lowering=True):
         compiler(copy_graph_module(gm), list(inputs))
-    return found[0] if found else None
+    return backwards[0] if backwards else None
 
 
 def read_graphs(seen: Iterable[SeenGraph], device: str | None) -> tuple[GraphRecord, ...]:
-    """All graphs, forwards each followed by its backward."""
-    found: list[GraphRecord] = []
+    """Returns records of all graphs; each forward is followed by its backward."""
+    records: list[GraphRecord] = []
     for index, graph in enumerate(seen):
         if graph.find_cached_values is not None:
             graph.find_cached_values()
-        found.append(_read_forward(index, graph, device))
+        records.append(_read_forward(index, graph, device))
         if graph.backward is not None:
-            found.append(_read_backward(index, graph, device))
-    return tuple(found)
+            records.append(_read_backward(index, graph, device))
+    return tuple(records)
 
 
 def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecord:
@@ -276,7 +277,7 @@ def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueReco
     paths = [input_path(node, reader.frame) for node in placeholders]
     for spec, results in seen.kept_values:
         for output, value in zip(spec.outputs, results, strict=True):
-            if viewed_by(output).op != "placeholder":  # a view of a weight takes nothing
+            if viewed_by(output).op != "placeholder":  # a view of a weight takes no memory
                 yield KeptValueRecord(
                     weights=tuple(paths[i] for i in spec.positions),
                     ops=spec.ops,
@@ -287,14 +288,12 @@ def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueReco
 
 
 def first_lines(reason: str) -> str:
-    """The first line of Dynamo's words and its explanation, as one line."""
+    """Returns the first line of a message of Dynamo, and its explanation, as one line."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    said = [*lines[:1], *(x for x in lines[1:] if x.startswith("Explanation:"))]
-    return " ".join([*said, _RNN_ADVICE] if "RNN, GRU, or LSTM" in reason else said)
-
-
-_RNN_ADVICE = "torch._dynamo.config.allow_rnn = True has it capture them."
-"""What Dynamo does not say itself."""
+    parts = [*lines[:1], *(line for line in lines[1:] if line.startswith("Explanation:"))]
+    if "RNN, GRU, or LSTM" in reason:
+        parts.append("Set torch._dynamo.config.allow_rnn = True to capture them.")
+    return " ".join(parts)
 
 
 def _regions(seen: SeenGraph, device: str | None) -> tuple[str, ...]:
@@ -323,24 +322,25 @@ _CASTS = (torch.ops.aten._to_copy.default, CONVERT)
 
 
 def _casts(gm: fx.GraphModule) -> list[fx.Node]:
-    """Nodes of a backward that change the dtype of a floating-point tensor."""
+    """Returns the nodes of a backward that change the dtype of a floating-point tensor."""
     nodes = [node for node in gm.graph.nodes if node.target in _CASTS]
     values = [(n, recorded_value(n.all_input_nodes[0]), recorded_value(n)) for n in nodes]
     return [n for n, old, new in values if old.is_floating_point() and old.dtype != new.dtype]
 
 
 def islands_in(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
-    """The islands among the nodes of a graph."""
-    found = [node for node in nodes if node.kind == "island"]
-    return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in found)
+    """Returns records of the islands among the nodes of a graph."""
+    islands = [node for node in nodes if node.kind == "island"]
+    return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in islands)
 
 
 def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
-    """The weights that a forward graph takes."""
+    """Yields records of the weights that a forward graph reads."""
     assert seen.rewritten is not None
     reads = {} if seen.fallback else low_reads(seen.rewritten)
     for node in seen.rewritten.graph.nodes:
-        if kind_of(node) == "weight" and isinstance(value := recorded_value(node), torch.Tensor):
+        value = recorded_value(node)
+        if kind_of(node) == "weight" and isinstance(value, torch.Tensor):
             read = reads.get(node)
             yield WeightRecord(
                 path=input_path(node, seen.frame),
@@ -354,15 +354,15 @@ def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
 def _forward_casts(seen: SeenGraph, reader: GraphReader) -> Iterable[CastRecord]:
     for entry in seen.casts.values():
         if entry.removed_by == "hoist_casts":
-            continue  # it was put in again outside of the body
+            continue  # another cast replaced it outside of the body
         state, removed_by = "inserted", ""
         if not entry.node._erased and IS_CACHED.is_on(entry.node):
             state = "kept"
         elif entry.removed_by:
             state, removed_by = "removed", _why_removed(entry, seen, reader)
         wanted_by = clean_reason(entry.cast.reason)
-        ended = cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
-        yield dataclasses.replace(ended, consumers=reader.names_of(list(entry.users)))
+        record = cast_record(entry.node, entry.source, reader, wanted_by, state, removed_by)
+        yield dataclasses.replace(record, consumers=reader.names_of(list(entry.users)))
 
 
 def _why_removed(entry: SeenCast, seen: SeenGraph, reader: GraphReader) -> str:
@@ -389,7 +389,7 @@ def cast_record(
     state: str = "inserted",
     removed_by: str = "",
 ) -> CastRecord:
-    """The record of a cast, as its node stands in a graph."""
+    """Returns the record of a cast node."""
     old, new = recorded_value(source), recorded_value(node)
     return CastRecord(
         name=_name(node, reader),
@@ -407,17 +407,17 @@ def cast_record(
 
 
 def as_record(gm: fx.GraphModule) -> GraphRecord:
-    """The record of any FX graph whose nodes have values; casts that passes put in are known."""
+    """Returns the record of any FX graph whose nodes have values."""
     state = AutocastState.ambient()
     reader = GraphReader(gm, state, NO_FRAME)
     nodes = reader.read()
-    found = [n for n in gm.graph.nodes if CAST.is_on(n)]
+    casts = [n for n in gm.graph.nodes if CAST.is_on(n)]
     return GraphRecord(
         index=0,
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "") for n in found),
+        casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "") for n in casts),
         islands=islands_in(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )

@@ -1,8 +1,8 @@
-"""The records of an explanation: frozen dataclasses of strings and numbers.
+"""Records of an explanation: frozen dataclasses of strings and numbers.
 
-Dtypes are written without ``torch.``, sizes as numbers or, where they are symbolic, as
-text. ``amp_fx.explanation.Explanation.to_dict`` gives these records as dictionaries, with
-the field names as keys.
+Dtypes are written without ``torch.``. Sizes are numbers, or strings if they are symbolic.
+``amp_fx.explanation.Explanation.to_dict`` returns the records as dictionaries with the field names
+as keys.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Size = int | str
 
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
-    """One tensor that a node gives out.
+    """One tensor that a node returns.
 
     Attributes:
-        dtype: ``"bfloat16"``.
-        shape: Its sizes.
+        dtype: The dtype, such as ``"bfloat16"``.
+        shape: The sizes.
         device: The device type.
-        num_bytes: Its elements' memory.
+        num_bytes: Memory of the elements.
     """
 
     dtype: str
@@ -36,11 +36,11 @@ class DecisionRecord:
     """The policy of one op inside a node.
 
     Attributes:
-        op: Qualified overload name: ``"aten::softmax.int"``.
-        device_type: The device type whose table was asked.
+        op: Qualified overload name, such as ``"aten::softmax.int"``.
+        device_type: The device type whose table applies.
         policy: ``"lower_precision_fp"``, ``"fp32"``, ...
-        origin: Where it comes from: ``"table"``, the override or the region.
-        reason: What the policy does to a call and, for those of a table, why.
+        origin: Origin of the policy: ``"table"``, an override or a region.
+        reason: Effect of the policy; for policies of a table, with the reason.
     """
 
     op: str
@@ -51,25 +51,25 @@ class DecisionRecord:
 
     @property
     def treatment(self) -> str:
-        """The policy, and where it comes from unless that is a table."""
+        """The policy, with its origin unless that is a table."""
         return self.policy if self.origin == "table" else f"{self.policy} ({self.origin})"
 
 
 @dataclasses.dataclass(frozen=True)
 class CastRecord:
-    """A cast that a pass put in, whatever became of it.
+    """A cast that a pass inserted, including casts that were removed later.
 
     Attributes:
-        name: The node's name; that of the cast for removed ones.
+        name: Name of the node.
         source: Name of the node whose result is cast.
         from_dtype: Dtype of the source.
         to_dtype: Dtype of the result.
-        wanted_by: The op that it was put in for; ``"output"``; or why dtypes were restored.
+        wanted_by: The op that needs the cast, ``"output"``, or the reason why a dtype was restored.
         state: ``"inserted"`` (computed in every call), ``"kept"`` (computed once per update of
             the weight) or ``"removed"``.
-        removed_by: Why it was removed, else ``""``.
+        removed_by: The reason of the removal, or ``""``.
         weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
-        consumers: Names of the nodes that took it when it was put in.
+        consumers: Names of the nodes that read the cast when it was inserted.
         bytes_read: Bytes of the source.
         bytes_written: Bytes of the result.
     """
@@ -88,7 +88,7 @@ class CastRecord:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that making the cast once reads and writes."""
+        """Bytes that one execution of the cast reads and writes."""
         return self.bytes_read + self.bytes_written
 
 
@@ -97,29 +97,28 @@ class NodeRecord:
     """One node of a graph.
 
     Attributes:
-        name: Unique in its graph; nodes of a body of a higher-order op begin with the
-            body's name and a dot.
+        name: Name, unique in the graph. The names of nodes in a body of a higher-order op start
+            with the body's name and a dot.
         kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"kept_cast"`` (a cast that is
             computed once per update of the weight), ``"island"`` or ``"output"``.
-        op: What it calls: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs their
-            path in the model.
-        module: Path of the module that it stands in: ``"layers.0.attn"``; ``""`` is the root.
-        module_type: That module's class.
-        file: Source file of the line that it comes from, or ``""``.
-        line: Line number there, or 0.
-        code: The line's text, or ``""``.
-        dtype: The dtype that it runs in: that of its result if it is a floating-point one,
-            else that of its floating-point inputs (of the widest, where there are several),
-            else its result's; ``""`` if it has no tensor.
-        inputs: Names of the nodes that it takes.
-        outputs: The tensors that it gives.
-        decisions: The policies met in it; empty for what no table lists.
-        origin: Where its treatment comes from: ``"table"``, ``"region"`` (one with a policy
-            of its own), an override, ``"island"``, ``"unlisted"``, ``"off"`` (autocast is off
-            there) or ``""`` for inputs and casts.
-        reason: The same as a sentence.
-        flops: Floating-point operations of one call, by ``torch.utils.flop_counter``.
-        is_view: True if it returns its input's elements as they are, in a view or a copy.
+        op: The target: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs, the path in the
+            model.
+        module: Path of the innermost module, such as ``"layers.0.attn"``; ``""`` is the root.
+        module_type: Class of that module.
+        file: Source file, or ``""``.
+        line: Line number in that file, or 0.
+        code: Text of the line, or ``""``.
+        dtype: The compute dtype: the dtype of a floating-point result, else the promoted dtype of
+            the floating-point inputs, else the dtype of the result; ``""`` without tensors.
+        inputs: Names of the nodes that this node reads.
+        outputs: The tensors that the node returns.
+        decisions: The policies that apply in the node; empty if no table lists its ops.
+        origin: Origin of the treatment: ``"table"``, ``"region"`` (a region with a separate
+            policy), an override, ``"island"``, ``"unlisted"``, ``"off"`` (autocast is off) or
+            ``""`` for inputs and casts.
+        reason: The treatment and its origin as a sentence.
+        flops: Floating-point operations of one call, from ``torch.utils.flop_counter``.
+        is_view: True if the node returns the elements of its input unchanged, as view or copy.
     """
 
     name: str
@@ -141,14 +140,14 @@ class NodeRecord:
 
     @property
     def treatment(self) -> str:
-        """The policies met in the node, or the reason's keyword: the name in tables and pages."""
+        """The policies that apply in the node, or its origin; shown in tables and pages."""
         policies = ", ".join(dict.fromkeys(d.treatment for d in self.decisions))
         return policies or (NO_POLICY if self.origin == "unlisted" else self.origin)
 
 
 @dataclasses.dataclass(frozen=True)
 class IslandRecord:
-    """A node that was left as it is and runs under native autocast, and why."""
+    """A node that was not rewritten and runs under native autocast, with the reason."""
 
     name: str
     op: str
@@ -161,11 +160,11 @@ class KeptValueRecord:
     """A value computed from weights alone that is cached across calls.
 
     Attributes:
-        weights: Paths of the weights that it is computed from.
+        weights: Paths of its weights.
         ops: The ops that compute it, in order.
-        dtype: ``"bfloat16"``.
-        shape: Its sizes.
-        num_bytes: Bytes that it takes besides the weights; those of padding are not counted.
+        dtype: The dtype, such as ``"bfloat16"``.
+        shape: The sizes.
+        num_bytes: Bytes that it takes in addition to the weights, without padding.
     """
 
     weights: tuple[str, ...]
@@ -177,16 +176,16 @@ class KeptValueRecord:
 
 @dataclasses.dataclass(frozen=True)
 class WeightRecord:
-    """A parameter or buffer that a graph takes, and how it reads it.
+    """A parameter or buffer that a graph reads.
 
     Attributes:
-        path: Its path in the model: ``"layers.0.weight"``.
-        dtype: Its dtype.
-        num_bytes: Its elements' memory.
-        low_dtype: The dtype to which every reader in the graph casts it; ``""`` if some read
-            it as it is, or to several.
-        is_one_cast: Whether that is a single cast of the weight itself, so that its gradient
-            is the same if the weight is stored low, too.
+        path: Path in the model, such as ``"layers.0.weight"``.
+        dtype: The dtype.
+        num_bytes: Memory of the elements.
+        low_dtype: The dtype to which every reader in the graph casts the weight; ``""`` if there is
+            a reader without a cast, or if the dtypes differ.
+        is_one_cast: Whether all readers share a single cast of the weight. Its gradient then does
+            not change if the weight is stored in ``low_dtype``.
     """
 
     path: str
@@ -201,22 +200,21 @@ class GraphRecord:
     """One graph that Dynamo captured.
 
     Attributes:
-        index: Its number, in the order of capture.
+        index: Number of the graph, in the order of capture.
         stage: ``"forward"``, or ``"backward"`` for the graph that AOTAutograd derives.
-        autocast: Device types that autocast where the graph begins, with their dtypes:
-            ``("cpu bfloat16",)``.
-        nodes: The rewritten graph, in order.
-        before: The graph as captured, in order.
-        casts: The casts that passes put in, removed ones included; in the backward, the
-            derivatives of casts.
-        islands: What was left under native autocast.
-        weights: The parameters and buffers that it takes; empty for a backward.
-        counts: What the passes counted: ``(("casts_inserted", 12), ...)``.
-        modules: Classes of the modules that its nodes stand in, by path.
-        fallback: Why the graph was not rewritten and runs under native autocast, or ``""``.
-        break_reason: Why capture stopped at its end, or ``""`` if the program ended there.
-        break_at: Source line of that place, or ``""``.
-        kept_values: The values that are cached across calls, the casts kept among them.
+        autocast: Device types with autocast enabled at the start of the graph, with their dtypes,
+            such as ``("cpu bfloat16",)``.
+        nodes: Nodes of the rewritten graph, in order.
+        before: Nodes of the captured graph, in order.
+        casts: The inserted casts, including removed ones; in a backward, the derivatives of casts.
+        islands: The nodes that run under native autocast.
+        weights: The parameters and buffers that the graph reads; empty for a backward.
+        counts: Counts of the passes, such as ``(("casts_inserted", 12), ...)``.
+        modules: Classes of the modules around its nodes, by path.
+        fallback: The reason why the whole graph runs under native autocast, or ``""``.
+        break_reason: The reason of the graph break at its end, or ``""``.
+        break_at: Source line of the graph break, or ``""``.
+        kept_values: The values that are cached across calls, including casts.
     """
 
     index: int
@@ -241,22 +239,22 @@ class Totals:
 
     Attributes:
         num_graphs: Number of graphs.
-        num_ops: Nodes that call something, without inserted casts.
-        ops_by_dtype: Number of these nodes by the dtype that they run in.
-        casts_put_in: Casts that passes inserted, removed ones included.
-        casts_removed: Casts that were removed again: shared ones and round trips.
-        casts_kept: Casts that are computed once per update of a weight.
-        casts_left: Casts that are computed in every call.
-        bytes_cast: Bytes that the casts left read and write.
-        bytes_kept: Bytes that caching casts of weights saves in every call.
-        copy_bytes: Bytes of the results of the casts kept.
-        values_kept: Number of cached values (``GraphRecord.kept_values``), casts among them.
-        value_bytes: Memory that cached values take.
-        flops: Floating-point operations by the dtype that they run in.
-        flop_share: The same as parts of 1.
-        num_islands: Nodes left under native autocast.
-        num_fallbacks: Graphs that were not rewritten.
-        num_breaks: Graph breaks.
+        num_ops: Number of ops and islands, without inserted casts.
+        ops_by_dtype: Number of these nodes by compute dtype.
+        casts_put_in: Number of inserted casts, including removed ones.
+        casts_removed: Number of removed casts: shared casts and round trips.
+        casts_kept: Number of casts that are computed once per update of a weight.
+        casts_left: Number of casts that are computed in every call.
+        bytes_cast: Bytes that the casts of every call read and write.
+        bytes_kept: Bytes that cached casts of weights save in every call.
+        copy_bytes: Bytes of the results of cached casts.
+        values_kept: Number of cached values (``GraphRecord.kept_values``), including casts.
+        value_bytes: Memory of cached values.
+        flops: Floating-point operations by compute dtype.
+        flop_share: Shares of ``flops``, with a sum of 1.
+        num_islands: Number of nodes that run under native autocast.
+        num_fallbacks: Number of graphs that were not rewritten.
+        num_breaks: Number of graph breaks.
     """
 
     num_graphs: int

@@ -1,11 +1,9 @@
-"""Sends a stand-in through Dynamo and the backend, and leaves no trace of that in Dynamo.
+"""Captures the graphs of a stand-in: a copy of a model and its inputs with fake tensors.
 
-The stand-in is a copy of a model and its inputs that costs nothing to run: fake tensors.
-
-What is explained is never the user's model but this copy, so that no parameter, buffer or
-attribute changes. Where the model's device is not there (``device_type="cuda"`` without a
-GPU, ``device="meta"``), the copy stands on the CPU and the CPU takes that device's op tables:
-fake tensors of a device that torch was built without cannot be indexed or differentiated.
+Running the copy costs nothing and changes no parameter, buffer or attribute of the model, nor
+Dynamo's state. If the machine lacks the model's device (``device_type="cuda"`` without a GPU,
+``device="meta"``), the copy is on the CPU and uses that device's op tables, because fake tensors of
+a device that torch was built without cannot be indexed or differentiated.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A copy of a model, with copies of its arguments, that is run in its place.
+    """A copy of a model and its arguments, which is run instead of the model.
 
     Attributes:
-        program: The copy of the model; a function as it is.
-        fake_mode: The mode of its tensors; None where they are real.
+        program: The copy of the model; functions are not copied.
+        fake_mode: The fake mode of its tensors; None if they are real.
         device_type: The device type whose autocast is explained.
-        imagined: Whether the CPU stands for that device.
+        imagined: Whether the CPU represents that device.
     """
 
     program: Callable[..., Any]
@@ -66,24 +64,24 @@ def fake_stand_in(
     kwargs: dict[str, Any],
     device_type: str | None,
 ) -> StandIn:
-    """A copy whose tensors are fake."""
+    """Creates a stand-in with fake tensors."""
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     present = {tensor.device.type for tensor in tensors}
     target = target_device(present, device_type)
     imagined = target != "cpu" and not (target in present and is_usable(target))
-    # For the sizes that loops invent; sizes and numbers that depend on values are refused.
+    # Loops need a shape environment for new sizes. Sizes and numbers that depend on values raise.
     shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = fake_copy(tensor, mode, "cpu" if imagined else None, target)
-        return made[id(tensor)]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = fake_copy(tensor, mode, "cpu" if imagined else None, target)
+        return copies[id(tensor)]
 
     for tensor in tensors:
         fake(tensor)
-    program = _copy_module(model, made) if isinstance(model, torch.nn.Module) else model
+    program = _copy_module(model, copies) if isinstance(model, torch.nn.Module) else model
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     return StandIn(program, fake_args, fake_kwargs, mode, target, imagined)
 
@@ -91,7 +89,11 @@ def fake_stand_in(
 def real_stand_in(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: StandIn
 ) -> StandIn | None:
-    """A copy whose tensors are real, for programs that look at numbers; None if there are none."""
+    """Creates a stand-in with real tensors for programs that depend on values.
+
+    Returns None if the model's tensors are fake or on the meta device, or if tensors of an
+    accelerator would have to be moved.
+    """
     tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
     is_real = all(not isinstance(t, FakeTensor) and t.device.type != "meta" for t in tensors)
     if not is_real or (like.imagined and any(t.device.type != "cpu" for t in tensors)):
@@ -108,72 +110,82 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def target_device(present: set[str], device_type: str | None = None) -> str:
-    """The device type whose autocast is meant for tensors on some device types."""
-    known = autocast_device_types()
+    """Returns the device type to explain for.
+
+    Args:
+        present: The device types of the tensors.
+        device_type: The device type that the user requested, or None.
+    """
+    supported = autocast_device_types()
     if device_type is not None:
-        if device_type not in known:
+        if device_type not in supported:
             raise OptionError(
-                f"device_type={device_type!r} is not one that autocast knows: {', '.join(known)}"
+                f"device_type={device_type!r} cannot autocast; use one of {', '.join(supported)}"
             )
         return device_type
-    found = [name for name in known if name in present]
-    if found:
-        return found[0]
+    candidates = [name for name in supported if name in present]
+    if candidates:
+        return candidates[0]
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None and "meta" in present else "cpu"
 
 
 def is_usable(device_type: str) -> bool:
-    """Returns True if there is a device of an accelerator's type."""
+    """Returns True if this machine has a device of an accelerator's type."""
     module = getattr(torch, device_type, None)
     return module is not None and bool(module.is_available())
 
 
 def module_tensors(model: Any) -> list[torch.Tensor]:
-    """Parameters, buffers and tensors that modules have as plain attributes."""
+    """Returns parameters, buffers and tensors in plain attributes of modules."""
     if not isinstance(model, torch.nn.Module):
         return []
-    plain = (value for module in model.modules() for value in vars(module).values())
-    return [
-        *model.parameters(),
-        *model.buffers(),
-        *(value for value in plain if isinstance(value, torch.Tensor)),
-    ]
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    plain = [value for value in attributes if isinstance(value, torch.Tensor)]
+    return [*model.parameters(), *model.buffers(), *plain]
 
 
 def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
-    """Names of parameters and buffers whose memory is known elsewhere too."""
+    """Returns names of parameters and buffers that share storage with each other or an output."""
     if not isinstance(model, torch.nn.Module):
         return ()
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    holders = Counter(map(storage_id, (*(tensor for _, tensor in named), *leaf_tensors(outputs))))
-    return tuple(name for name, tensor in named if holders[storage_id(tensor)] > 1)
+    tensors = [*(tensor for _, tensor in named), *leaf_tensors(outputs)]
+    num_uses = Counter(map(storage_id, tensors))
+    return tuple(name for name, tensor in named if num_uses[storage_id(tensor)] > 1)
 
 
 def leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
-    """The tensors in nested arguments."""
+    """Returns the tensors in nested arguments."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def fake_copy(
     tensor: torch.Tensor, mode: FakeTensorMode, moved_to: str | None, target: str = "cpu"
 ) -> torch.Tensor:
-    """A fake tensor like another, on ``moved_to`` or where that is; on ``target`` for ``meta``."""
+    """Returns a fake copy of a tensor.
+
+    Args:
+        tensor: The tensor.
+        mode: The fake mode of the copy.
+        moved_to: The device of the copy; None for the device of the tensor.
+        target: The device of copies of meta tensors.
+    """
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or moved_to is not None:
         device = moved_to or (target if tensor.device.type == "meta" else tensor.device)
         with mode, torch.no_grad():
-            made = _empty_like(tensor, device)
+            fake = _empty_like(tensor, device)
     else:
-        made = mode.from_tensor(tensor, static_shapes=True)
-        made = made.detach() if not made.is_leaf else made
+        fake = mode.from_tensor(tensor, static_shapes=True)
+        fake = fake.detach() if not fake.is_leaf else fake
     if isinstance(tensor, torch.nn.Parameter):
-        if isinstance(made, torch.nn.Parameter):
-            return made
-        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        if isinstance(fake, torch.nn.Parameter):
+            return fake
+        return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
@@ -182,9 +194,9 @@ def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tenso
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch.nn.Module:
-    """A deep copy with some tensors replaced."""
-    memo: dict[int, Any] = dict(made)
+def _copy_module(model: torch.nn.Module, copies: dict[int, torch.Tensor]) -> torch.nn.Module:
+    """Returns a deep copy whose tensors are ``copies``, by ``id`` of the originals."""
+    memo: dict[int, Any] = dict(copies)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -192,18 +204,25 @@ def _copy_module(model: torch.nn.Module, made: dict[int, torch.Tensor]) -> torch
         if fsdp is not None and any(isinstance(m, fsdp.FSDPModule) for m in model.modules()):
             raise UnsupportedError(
                 f"{type(model).__name__} is sharded: explain it before fully_shard, on the meta "
-                "device if it is large; the paths of weights stay the same"
+                "device if it is large; fully_shard does not change the paths of weights"
             ) from error
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); explain "
-            "runs a copy, so that the model itself does not change: give it a function that "
-            "calls the model"
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), but "
+            "explain runs a copy of a module so that the module does not change: pass a function "
+            "that calls the module instead"
         ) from error
 
 
 @dataclasses.dataclass
 class Capture:
-    """The graphs that Dynamo captured."""
+    """Graphs that Dynamo captured in one call.
+
+    Attributes:
+        graphs: The graphs.
+        other_breaks: Reasons of graph breaks that do not end a captured graph.
+        is_whole: Whether one graph contains the whole program.
+        outputs: The outputs of the call.
+    """
 
     graphs: list[SeenGraph]
     other_breaks: list[str]
@@ -211,7 +230,7 @@ class Capture:
     outputs: Any
 
     def release(self) -> None:
-        """Frees the graphs: entries in Dynamo's cache outlive the call."""
+        """Frees the graphs, because entries in Dynamo's cache outlive the call."""
         for graph in self.graphs:
             vars(graph).clear()
         self.graphs.clear()
@@ -226,24 +245,31 @@ def run_stand_in(
     wants_backward: bool,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
-    """Captures the graphs of one call."""
-    seen: list[SeenGraph] = []
+    """Captures the graphs of one call.
+
+    Args:
+        stand_in: The program and its arguments.
+        options: Options of the backend.
+        region: Returns the region around the call.
+        wants_backward: Whether backward graphs are derived.
+        watch: Returns a context in which each graph runs.
+    """
+    graphs: list[SeenGraph] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if stand_in.imagined:
             _move_regions(gm, stand_in.device_type)
         parsed = Options.parse(options)
-        seen.append(SeenGraph(gm, start_state(gm, parsed)))
-        compiled_with = dataclasses.replace(parsed, compiler="inductor")
+        graphs.append(SeenGraph(gm, start_state(gm, parsed)))
         recorder = GraphRecorder(
-            seen[-1],
+            graphs[-1],
             wants_backward=wants_backward,
-            options=compiled_with,
+            options=dataclasses.replace(parsed, compiler="inductor"),
             is_imagined=stand_in.imagined,
         )
-        found = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
+        rewritten = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
         with no_autocast():
-            run = called_in(watch, recorder.finish(found, example_inputs))
+            run = called_in(watch, recorder.finish(rewritten, example_inputs))
             return called_in(no_autocast, run)
 
     before = Counter(counters["graph_break"])
@@ -251,51 +277,47 @@ def run_stand_in(
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(isolated())
         stack.enter_context(without_meta_errors())
-        # A graph may fail between nodes that change the state of the thread and change it back.
-        for restored in (markers_left_on_error(), functorch_levels_restored()):
-            stack.enter_context(restored)
+        # A graph may fail between nodes that change the state of the thread and restore it.
+        stack.enter_context(markers_left_on_error())
+        stack.enter_context(functorch_levels_restored())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)
         stack.enter_context(region())
         outputs = optimized(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
         new = Counter(counters["graph_break"]) - before
-    reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in seen]
+    reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in graphs]
     ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
-    is_whole = not new and _is_all(seen, stand_in.program)
-    return Capture(seen, [*(new - ended).elements()], is_whole, outputs)
+    is_whole = not new and _is_whole(graphs, stand_in.program)
+    return Capture(graphs, [*(new - ended).elements()], is_whole, outputs)
 
 
-def _is_all(seen: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
-    """Returns True if a single graph was captured, from the program's own frame.
+def _is_whole(graphs: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
+    """Returns True if a single graph was captured, from the frame of the program.
 
-    Dynamo runs a frame that it skips as it is, without a graph break, and captures what that
-    calls. Hooks of the outermost module are frames of their own.
+    If Dynamo skips a frame, it runs the frame without a graph break and captures the functions that
+    the frame calls. Hooks of the outermost module are separate frames.
     """
-    if len(seen) != 1 or seen[0].fallback:
+    if len(graphs) != 1 or graphs[0].fallback:
         return False
-    frame = seen[0].frame
+    frame = graphs[0].frame
     if isinstance(program, torch.nn.Module):
-        is_own = frame.root is program and len(frame.stack) == 1
-        return is_own and not has_hooks(program)
+        is_outermost = frame.root is program and len(frame.stack) == 1
+        return is_outermost and not has_hooks(program)
     return frame.function is not None and frame.function is getattr(program, "__code__", None)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Returns True if a call of a module runs more than its ``forward``, such as global hooks.
-
-    Relies on ``nn.Module._call_impl`` looking at these dictionaries.
-    """
-    own = module._forward_hooks or module._forward_pre_hooks
-    return bool(own) or has_global_module_hooks()
+    """Returns True if a call of a module runs hooks, including global ones."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or has_global_module_hooks()
 
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Compiles what is compiled inside as if for the first time, and forgets it afterwards.
+    """Context whose compilations are independent of earlier and later ones (see ``optimized``).
 
-    However often the program was compiled, it may be compiled once more (see ``optimized``).
-    Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``.
+    Recompile limits do not apply. Relies on ``isolate_recompiles`` of ``torch._dynamo.optimize``.
     """
     before = Counter(counters["graph_break"])
     try:
@@ -308,9 +330,9 @@ def isolated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sizes_forgotten() -> Iterator[None]:
-    """Captures the given sizes, also if earlier calls had others, and leaves no trace of them.
+    """Context in which Dynamo does not know sizes of earlier calls, and does not record new ones.
 
-    Relies on ``torch._dynamo.pgo`` keeping what it has seen in one dictionary.
+    Relies on the dictionary in which ``torch._dynamo.pgo`` records sizes.
     """
     state = pgo.get_code_state()
     before = copy.deepcopy(state)
@@ -323,12 +345,12 @@ def _sizes_forgotten() -> Iterator[None]:
 
 
 def optimized(backend: Any, **kwargs: Any) -> Any:
-    """Returns ``torch._dynamo.optimize`` with entries of its own in Dynamo's cache."""
+    """Calls ``torch._dynamo.optimize`` with separate entries in Dynamo's cache."""
     return optimize(backend, isolate_recompiles=True, **kwargs)
 
 
 def _move_regions(gm: fx.GraphModule, device_type: str) -> None:
-    """Turns regions for an imagined device into regions for the CPU, which stands for it."""
+    """Replaces regions of an imagined device by regions of the CPU, which represents it."""
     from amp_fx.torch_private.autocast import enter_autocast
 
     for node in gm.graph.find_nodes(op="call_function", target=enter_autocast):

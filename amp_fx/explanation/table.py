@@ -1,4 +1,4 @@
-"""An explanation as a table for the terminal, through rich."""
+"""Renders explanations as tables with rich."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
 
 CASTS = ("cast", "kept_cast")
-"""Kinds of nodes that stand for a cast."""
+"""Kinds of nodes that are casts."""
 
 
 def bare_op(op: str) -> str:
-    """``linear`` for ``aten.linear``, ``F.linear`` and ``.linear``."""
+    """Returns an op's name without its namespace: ``linear`` for ``aten.linear``, ``F.linear``."""
     name = op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
     return name.rpartition(".")[2]
 
 
 def without_numbers(path: str) -> str:
-    """A path with every number as ``#``: equal for like modules of a list."""
+    """Replaces numbers in a path by ``#``, so that paths of repeated modules are equal."""
     return re.sub(r"\d+", "#", path)
 
 
 def folded_path(paths: Iterable[str]) -> str:
-    """One path for several that differ in numbers: ``layers.0-11.attn``."""
+    """Combines paths that differ in numbers, such as ``layers.0-11.attn``."""
     parts = [re.split(r"(\d+)", path) for path in dict.fromkeys(paths)]
     if len(parts) == 1:
         return "".join(parts[0])
@@ -51,7 +51,7 @@ def _folded(column: tuple[str, ...]) -> str:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """``0-3,5`` for 0, 1, 2, 3, 5."""
+    """Returns sorted numbers as ranges: ``0-3,5`` for 0, 1, 2, 3, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -62,7 +62,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def render(explanation: Explanation) -> RenderableType:
-    """The table as something that rich prints."""
+    """Renders the table of an explanation."""
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
@@ -74,9 +74,10 @@ def render(explanation: Explanation) -> RenderableType:
 
 
 def _head(explanation: Explanation) -> Text:
-    where = f"{explanation.device_type} {explanation.dtype}"
-    imagined = " (device not here: op tables of it, on fake tensors)"
-    text = Text.assemble((explanation.model, "bold"), f" on {where}, policy {explanation.policy!r}")
+    target = f"{explanation.device_type} {explanation.dtype}"
+    imagined = " (device not available: its op tables on fake tensors)"
+    policy = f"policy {explanation.policy!r}"
+    text = Text.assemble((explanation.model, "bold"), f" on {target}, {policy}")
     return text.append(imagined if explanation.is_imagined else "")
 
 
@@ -128,40 +129,43 @@ def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
 
 
 def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
-    """Ops that differ only in the numbers of their modules are one row."""
+    """Returns one row for all ops that differ only in the numbers of their modules."""
     table = new_table("op", "x", "in", "casts", "policy", folded=("op", "policy"), right=("x",))
     groups: dict[tuple[str, ...], list[NodeRecord]] = {}
     for node in nodes:
         row = (node.op, node.dtype, node.treatment, casts[node.name])
         groups.setdefault((without_numbers(node.module), *row), []).append(node)
     module = None
-    for (_, op, dtype, treatment, before), alike in groups.items():
-        path = folded_path(node.module for node in alike)
+    for (_, op, dtype, treatment, before), group in groups.items():
+        path = folded_path(node.module for node in group)
         if path != module:
             table.add_row(Text(path or "(root)", style="bold"))
             module = path
-        table.add_row(f"  {bare_op(op)}", times(len(alike)), dtype_cell(dtype), before, treatment)
+        table.add_row(f"  {bare_op(op)}", times(len(group)), dtype_cell(dtype), before, treatment)
     return table
 
 
 def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
     kinds = Counter(other.kind for other in graph.nodes if other.name in node.inputs)
-    parts = [f"{kinds['cast']}"] if kinds["cast"] else []
-    return "+".join([*parts, *([f"{kinds['kept_cast']} kept"] if kinds["kept_cast"] else [])])
+    parts = [str(kinds["cast"])] if kinds["cast"] else []
+    if kinds["kept_cast"]:
+        parts.append(f"{kinds['kept_cast']} kept")
+    return "+".join(parts)
 
 
 def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
-    """Each reason once, with the ops that it holds for."""
+    """Returns one row per reason, with the ops that it applies to."""
     ops: dict[str, dict[str, dict[str, None]]] = {}
     for node in nodes:
-        found = [(d.treatment, d.reason, d.op.removeprefix("aten::")) for d in node.decisions]
-        for treatment, reason, op in found or [(node.treatment, node.reason, bare_op(node.op))]:
-            said = reason.removeprefix(f"{treatment}: ")
-            ops.setdefault(treatment, {}).setdefault(said, {})[op.partition(".")[0]] = None
+        entries = [(d.treatment, d.reason, d.op.removeprefix("aten::")) for d in node.decisions]
+        for treatment, reason, op in entries or [(node.treatment, node.reason, bare_op(node.op))]:
+            text = reason.removeprefix(f"{treatment}: ")
+            ops.setdefault(treatment, {}).setdefault(text, {})[op.partition(".")[0]] = None
     table = Table.grid(padding=(0, 1))
     for treatment, reasons in ops.items():
         for i, (reason, names) in enumerate(reasons.items()):
-            table.add_row(f"  {treatment}" * (i == 0), f"{', '.join(names)}: {reason}")
+            label = f"  {treatment}" if i == 0 else ""
+            table.add_row(label, f"{', '.join(names)}: {reason}")
     return table
 
 

@@ -1,1 +1,1 @@
-"""``amp_fx.compile``: the code around compiled graphs."""
+"""``amp_fx.compile``, and the modules that it returns."""

@@ -1,9 +1,9 @@
-"""``amp_fx.compile``: ``torch.compile`` with this backend, every call of it in a region.
+"""``amp_fx.compile``: ``torch.compile`` with this backend, and a region around every call.
 
-The region stands around the compiled callable, so that Dynamo sees its dtypes while it
-captures, its guards on the state of autocast hold from call to call, and whatever it leaves
-to Python (graph breaks, skipped and disabled functions, all of it under
-``torch.compiler.set_stance("force_eager")``) runs in the same mixed precision.
+The region surrounds the compiled callable. Dynamo therefore captures the dtypes of the region, its
+guards on the autocast state hold for all calls, and Python code between graphs (after graph breaks,
+in skipped functions, or under ``torch.compiler.set_stance("force_eager")``) runs in the same
+precision.
 """
 
 from __future__ import annotations
@@ -69,43 +69,39 @@ def compile(  # noqa: A001
     numerics: str | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
-    """Compiles a module or a function in mixed precision, with a region around every call.
-
-    So outputs are low where autocast leaves them low; ``torch.compile(..., backend="amp_fx")``
-    gives those of the program, float32. ``output_dtype`` chooses.
+    """Compiles a module or function in mixed precision, with a region around every call.
 
     Args:
-        model: A module or a function. Without it a decorator is returned.
-        device_type: Of the region around every call; None takes an accelerator that the
-            module or an argument of the call is on, else the CPU. ``"cuda"`` on a machine without
-            CUDA turns the region off, with a warning.
-        dtype: What low-precision ops run in, or its name (``"bf16"``, ``"half"``). By default
-            that of a region around the call, else what the policy says, else bfloat16 where
-            the device has units for it (``amp_fx.options.default_dtype``).
-        policy: Which op is cast how: a ``Policy``, the name of a preset or the path of a
-            policy file (``*.toml``), read now. None keeps that of a region around the call,
-            else that of PyTorch.
-        output_dtype: ``"autocast"``: outputs have the dtypes that ``torch.autocast`` around the
-            call would leave; ``"original"``: what it would leave low comes back as float32, as
-            the bare ``torch.compile(..., backend="amp_fx")`` has it. Take it, or ``.float()``,
-            where a loss follows outside of the region: in float16 it overflows. Tensors in
-            containers that ``torch.utils._pytree`` does not know stay as they are.
-        weight_cache: Whether values computed from weights are cached across calls; ``"training"``:
-            also in training on the CPU.
-        numerics: ``"eager"`` asks for the bits of eager autocast from compiled code; see
-            ``amp_fx.options.Options`` for that and for inductor's own modes.
-        **torch_compile_kwargs: As for ``torch.compile``, but for ``backend``; ``options``
-            may hold those of this backend (``amp_fx.options.Options``) and inductor's.
+        model: A module or a function. If omitted, returns a decorator.
+        device_type: Device type of the region. Defaults to the accelerator of the module or of an
+            argument of the call, else the CPU. ``"cuda"`` on a machine without CUDA disables the
+            region with a warning.
+        dtype: The dtype of low-precision ops, or its name (``"bf16"``, ``"half"``). Defaults to the
+            dtype of a region around the call, else that of the policy, else bfloat16 if the device
+            has hardware support (``amp_fx.options.default_dtype``).
+        policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
+            policy file (``*.toml``), which is read immediately. Defaults to the policy of a region
+            around the call, else PyTorch's.
+        output_dtype: ``"autocast"`` returns the dtypes of a call under ``torch.autocast``;
+            ``"original"`` casts low outputs to float32, like ``torch.compile(...,
+            backend="amp_fx")``. Use ``"original"`` or ``.float()`` if the loss is computed outside
+            of the region, because it may overflow in float16. Tensors in containers that are not
+            registered with ``torch.utils._pytree`` are not cast.
+        weight_cache: Whether values computed from weights are cached across calls. ``"training"``
+            also caches them in training on the CPU.
+        numerics: ``"eager"`` makes compiled code return the bits of eager autocast. See
+            ``amp_fx.options.Options`` for this and other modes.
+        **torch_compile_kwargs: Arguments of ``torch.compile`` except ``backend``. ``options`` may
+            contain options of this backend (``amp_fx.options.Options``) and of inductor.
 
     Returns:
-        A module for a module, which shares its parameters, else a function.
+        For a module, a module that shares its parameters; for a function, a function.
 
     Raises:
-        ArgumentTypeError: What is given is neither a module nor a function, or an argument is
-            unknown.
+        ArgumentTypeError: ``model`` is neither a module nor a function, or an argument is unknown.
         RegionError: The device type cannot autocast.
-        OptionError: An option is unknown or has a value that is not allowed.
-        PolicyError: The policy is none of these.
+        OptionError: An option is unknown or has an invalid value.
+        PolicyError: The policy is invalid.
     """
     settings = RegionSettings(
         device_type,
@@ -129,13 +125,15 @@ _NO_CUDA = (
 )
 
 _LOOKUP = threading.Lock()
-"""torch.compile registers a backend at its first use, and fails if two threads do so at once."""
+"""``torch.compile`` registers a backend at its first use, which fails in two threads at once."""
 
 
 def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> Any:
     if isinstance(target, type) or not callable(target):
-        what = f"the class {target.__name__}" if isinstance(target, type) else repr(target)
-        raise ArgumentTypeError(f"amp_fx.compile takes a torch.nn.Module or a function, not {what}")
+        text = f"the class {target.__name__}" if isinstance(target, type) else repr(target)
+        raise ArgumentTypeError(
+            f"amp_fx.compile expects a torch.nn.Module or a function, got {text}"
+        )
     with _LOOKUP:
         compiled = torch.compile(target, **kwargs)
     if not isinstance(target, torch.nn.Module):
@@ -150,18 +148,25 @@ def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> A
 def _backend_kwargs(
     weight_cache: bool | str, numerics: str | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of torch.compile; its ``mode`` and ``options`` exclude each other there."""
+    """Returns the arguments of ``torch.compile``, with ``mode`` as an option.
+
+    ``torch.compile`` does not accept ``mode`` together with ``options``.
+    """
     if "backend" in kwargs:
         raise OptionError(
-            f"backend={kwargs['backend']!r}: amp_fx.compile is torch.compile with "
-            "backend='amp_fx'; what compiles its graphs is options={\"compiler\": ...}"
+            f"backend={kwargs['backend']!r} is not allowed: amp_fx.compile always uses "
+            "backend='amp_fx'. To choose the compiler of its graphs, pass "
+            'options={"compiler": ...}'
         )
     check_names(compile, kwargs)
     options = dict(kwargs.pop("options", None) or {})
     for name in ("dtype", "output_dtype", "policy", "weight_cache", "numerics"):
         if name in options:
-            raise OptionError(f"options={{{name!r}: ...}}: give {name} to amp_fx.compile itself")
-    # The region is around the call: a graph outside of any is meant to be in full precision.
+            raise OptionError(
+                f"options={{{name!r}: ...}} is not allowed: pass {name} as an argument of "
+                "amp_fx.compile"
+            )
+    # The region surrounds the call, so graphs outside of any region run in full precision.
     options |= {"weight_cache": weight_cache, "bare_region": False}
     if numerics is not None:
         options["numerics"] = numerics
@@ -173,20 +178,22 @@ def _backend_kwargs(
 
 
 def check_names(function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """Raises an error for arguments that neither a function nor ``torch.compile`` has.
+    """Raises an error for arguments that neither a function nor ``torch.compile`` accepts.
 
     Args:
-        function: What the user called.
+        function: The function that the user called.
         kwargs: The arguments.
 
     Raises:
-        ArgumentTypeError: Names the argument, and one that is like it.
+        ArgumentTypeError: An argument is unknown. The message suggests a similar one.
     """
-    known = {*inspect.signature(function).parameters, *inspect.signature(torch.compile).parameters}
+    accepted = {
+        *inspect.signature(function).parameters,
+        *inspect.signature(torch.compile).parameters,
+    }
     for name in kwargs:
-        if name in NAMES and name not in known:
+        if name in NAMES and name not in accepted:
             raise ArgumentTypeError(f"{name} is an option: pass options={{{name!r}: ...}}")
-        if name not in known:
-            raise ArgumentTypeError(
-                f"amp_fx's {function.__name__} has no argument {name!r}{did_you_mean(name, known)}"
-            )
+        if name not in accepted:
+            hint = did_you_mean(name, accepted)
+            raise ArgumentTypeError(f"amp_fx's {function.__name__} has no argument {name!r}{hint}")

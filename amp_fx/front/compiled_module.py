@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CompiledModule(OptimizedModule):
-    """A compiled module that enters a region for every call."""
+    """Compiled module that enters a region for every call."""
 
     _opt_mod_attributes = OptimizedModule._opt_mod_attributes | {"_amp_fx_settings"}
 
@@ -28,9 +28,8 @@ class CompiledModule(OptimizedModule):
         self.forward = self._amp_fx_settings.wrap(self.forward, self._orig_mod)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; hooks registered on the compiled module are inside the region."""
-        is_inside = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
-        if is_inside:  # inside other compiled code
+        """Calls the module in its region, which includes hooks of the compiled module."""
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             module: Any = self._modules["_orig_mod"]
             with self._amp_fx_settings.region(module, args, kwargs):
                 outputs = module(*args, **kwargs)
@@ -50,19 +49,20 @@ class CompiledModule(OptimizedModule):
         return f"policy={policy}, dtype={dtype}, cached={sum(sizes.values()):,} bytes"
 
     def __bool__(self) -> bool:
-        """Returns the module's truth value; torch.compile's asks for a length, which may raise.
+        """Returns the truth value of the original module.
 
-        Dynamo asks before torch 2.13, where the module is called in other compiled code.
+        ``OptimizedModule`` would call ``len``, which may raise. Before torch 2.13, Dynamo evaluates
+        the truth value if other compiled code calls the module.
         """
         return bool(self._orig_mod)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as torch.compile's module does, with the region's settings."""
+        """Pickles the module like ``OptimizedModule``, with the region's settings."""
         return type(self), (self._orig_mod, self.dynamo_ctx, self._amp_fx_settings)
 
 
 def wrap_module(module: torch.nn.Module, compiled: Any, settings: RegionSettings) -> CompiledModule:
-    """A compiled module in a region."""
+    """Returns a compiled module that enters a region for every call."""
     if compiled is module:
         return CompiledModule(module, NullDecorator(), settings)
     result = CompiledModule(module, compiled.dynamo_ctx, settings)

@@ -1,4 +1,4 @@
-"""The region that every call of a compiled program runs in, as a value."""
+"""Settings of the region around every call of a compiled program."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegionSettings:
-    """The region that every call of a compiled program runs in.
+    """Settings of the region around every call of a compiled program.
 
     Attributes:
-        device_type: Its device type; None takes that of the tensors of each call.
-        dtype: Its low dtype. None takes what the policy says, inside of another region that
-            region's, else ``amp_fx.options.default_dtype``.
-        policy: Its policy; None keeps that of the region around the call.
-        output_dtype: ``"autocast"``: outputs as the region leaves them; ``"original"``: those
-            that it made low are float32.
+        device_type: The device type; None for that of the tensors of each call.
+        dtype: The low dtype; None for that of the surrounding region, else of the policy, else
+            ``amp_fx.options.default_dtype``.
+        policy: The policy; None for that of the surrounding region.
+        output_dtype: ``"autocast"`` returns outputs unchanged; ``"original"`` returns low outputs
+            in float32.
     """
 
     device_type: str | None
@@ -45,18 +45,18 @@ class RegionSettings:
     def region(
         self, module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AbstractContextManager[Any]:
-        """The region for one call of a module, or of a function if it is None."""
-        is_open = self.device_type is None or self.dtype is None
-        devices = _devices_of(module, args, kwargs) if is_open else set()
+        """Returns the region for one call of ``module``, or of a function if that is None."""
+        depends_on_devices = self.device_type is None or self.dtype is None
+        devices = _devices_of(module, args, kwargs) if depends_on_devices else set()
         device_type = self.device_type or _device_type_of(devices)
         dtype = self.dtype or self._low_dtype(device_type, devices)
-        is_on = not is_missing(self.device_type)
+        is_enabled = not is_missing(self.device_type)
         if self.policy is None:
-            return torch.autocast(device_type, dtype, is_on)
-        return autocast(device_type, dtype, is_on, policy=self.policy)
+            return torch.autocast(device_type, dtype, is_enabled)
+        return autocast(device_type, dtype, is_enabled, policy=self.policy)
 
     def _low_dtype(self, device_type: str, devices: set[tuple[str, int]]) -> torch.dtype | None:
-        """Returns the policy of a region that names none; None leaves it to the region around."""
+        """Returns the default dtype; None if the surrounding region or the policy has one."""
         if torch.is_autocast_enabled(device_type):
             return None
         if self.policy is not None and self.policy.low_dtype(device_type) is not None:
@@ -65,7 +65,7 @@ class RegionSettings:
         return default_dtype(device_type, indices, warns=True)
 
     def wrap(self, call: Callable[..., Any], module: torch.nn.Module | None) -> Callable[..., Any]:
-        """A callable with every call of it inside the region."""
+        """Wraps a callable so that every call runs in the region."""
 
         @functools.wraps(call)
         def in_region(*args: Any, **kwargs: Any) -> Any:
@@ -74,97 +74,97 @@ class RegionSettings:
             return self.restored(outputs, (args, kwargs))
 
         for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:
-            # Dynamo would go straight to the function that these name, without the region.
+            # Dynamo would call the functions in these attributes directly, without the region.
             del in_region.__dict__[name]
         return in_region
 
     def restored(self, outputs: Any, inputs: Any) -> Any:
-        """Outputs of a call in the dtypes that were asked for; tensors that it was given stay."""
+        """Applies ``output_dtype`` to outputs of a call, except inputs that are returned."""
         if self.output_dtype == "autocast":
             return outputs
-        given = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+        input_ids = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
 
         def restore(tensor: torch.Tensor) -> torch.Tensor:
-            is_changed = dtypes.is_low(tensor.dtype) and id(tensor) not in given
-            return tensor.float() if is_changed else tensor
+            is_lowered = dtypes.is_low(tensor.dtype) and id(tensor) not in input_ids
+            return tensor.float() if is_lowered else tensor
 
         return pytree.tree_map_only(torch.Tensor, restore, outputs)
 
 
 def is_missing(device_type: str | None) -> bool:
-    """Returns True for CUDA on a machine without it, where autocast is off."""
+    """Returns True if the device type is CUDA and this machine has no CUDA device."""
     return device_type == "cuda" and not torch.cuda.is_available()
 
 
 def _devices_of(
     module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> set[tuple[str, int]]:
-    """Types and indices of the devices that the arguments and the module are on."""
-    found = [arg.device for arg in _tensors((*args, *kwargs.values()))]
+    """Returns types and indices of the devices of the arguments and the module."""
+    devices = [arg.device for arg in _tensors((*args, *kwargs.values()))]
     parameter = None if module is None else _first_parameter(module)
     if parameter is not None:
-        found.append(parameter.device)
-    return {(device.type, device.index or 0) for device in found}
+        devices.append(parameter.device)
+    return {(device.type, device.index or 0) for device in devices}
 
 
 def _device_type_of(devices: set[tuple[str, int]]) -> str:
-    """An accelerator if there is one among them that autocast knows, else the CPU."""
-    found = {device_type for device_type, _ in devices}
-    if found <= {"cpu"}:
+    """Returns the type of an accelerator with autocast, or the CPU if there is none."""
+    device_types = {device_type for device_type, _ in devices}
+    if device_types <= {"cpu"}:
         return "cpu"
     for device_type in autocast_device_types():
-        if device_type in found:
+        if device_type in device_types:
             return device_type
     return "cpu"
 
 
 def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """Any parameter; ``module.parameters()`` takes ten times as long to give its first."""
+    """Returns any parameter, ten times faster than ``next(module.parameters())``."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        found = None if child is None else _first_parameter(child)
-        if found is not None:
-            return found
+        parameter = None if child is None else _first_parameter(child)
+        if parameter is not None:
+            return parameter
     return None
 
 
 def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
-    found = [value for value in values if isinstance(value, torch.Tensor)]
-    return found or [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return tensors or [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
 
 
 def as_dtype(dtype: object) -> torch.dtype:
-    """The dtype that somebody means."""
-    found = dtypes.as_dtype(dtype)
-    if found is None:
+    """Parses a dtype or the name of one."""
+    parsed = dtypes.as_dtype(dtype)
+    if parsed is None:
         raise OptionError(
-            f"dtype={dtype!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"dtype={dtype!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
         )
-    return found
+    return parsed
 
 
 NOT_COMPILED = RegionSettings(None, None, None)
-"""The settings of what ``amp_fx.compile`` has not compiled."""
+"""Settings of programs that ``amp_fx.compile`` did not compile."""
 
 
 def unwrap(step: Any, name: str) -> tuple[Callable[..., Any], RegionSettings]:
-    """Returns what was compiled, and the region that ``amp_fx.compile`` puts around it."""
+    """Returns the original of a compiled program, and the settings of its region."""
     if isinstance(step, type) or not callable(step):
-        raise ArgumentTypeError(f"{name} takes a module or a function, not {step!r}")
+        raise ArgumentTypeError(f"{name} expects a module or a function, got {step!r}")
     settings = vars(step).get("_amp_fx_settings") if hasattr(step, "__dict__") else None
     if settings is not None and not isinstance(step, torch.nn.Module):
         step = step.__wrapped__
     inner = getattr(step, "_orig_mod", None)
     if inner is None and not getattr(step, "_torchdynamo_disable", False):
         inner = getattr(step, "_torchdynamo_orig_callable", None)
-    found = inner if callable(inner) else step
-    return found, settings or NOT_COMPILED
+    original = inner if callable(inner) else step
+    return original, settings or NOT_COMPILED
 
 
-def policy_for(policy: Any, given: RegionSettings) -> Policy:
-    """The policy that is meant: the one given, that of the compiled step, or the ambient one."""
+def policy_for(policy: Any, settings: RegionSettings) -> Policy:
+    """Returns ``policy``, or else that of the compiled program, the ambient one or PyTorch's."""
     if policy is None:
-        return given.policy or ambient_policy() or as_policy("torch")
+        return settings.policy or ambient_policy() or as_policy("torch")
     return as_policy(policy)

@@ -1,13 +1,12 @@
 """Gradient scaling for float16 training, and compiled optimizer steps.
 
-* ``scaler``: ``GradScaler``, a subclass of torch's, and its compiled steps.
-* ``scale_update``: the scale's update, a pure function; ``scale_bound``: what the host knows of the
-  scale without waiting.
-* ``gradients``: an optimizer's gradients, grouped, unscaled, checked and clipped.
-* ``reports``: which steps were skipped, and because of which parameters.
-* ``compiled_step``: compiled steps without a scaler; ``two_pass``: the two passes over memory that
-  they take.
-* ``arguments``: checks of arguments; ``old_pickles``: pickles of earlier versions.
+* ``scaler``: ``GradScaler`` and its compiled steps.
+* ``scale_update``: the update of the scale as a pure function.
+* ``scale_bound``: a lower bound of the scale that needs no synchronization with the device.
+* ``gradients``: unscaling, checking and clipping of gradients.
+* ``reports``: skipped steps, and the parameters that caused them.
+* ``compiled_step``: compiled steps without a scaler; ``two_pass``: their two passes over memory.
+* ``arguments``: argument checks; ``old_pickles``: pickles of earlier versions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of arguments that torch's scaler does not have."""
+"""Checks of the arguments that torch's scaler lacks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 def scale(value: Any, name: str) -> float:
-    """Checks for a number above 0 that float32 can hold and invert."""
+    """Checks that a value and its reciprocal are positive normal numbers in float32."""
     number = _number(value)
-    if not _FLOAT32.tiny <= number <= _FLOAT32.max:  # rejects NaN, too
+    if not _FLOAT32.tiny <= number <= _FLOAT32.max:  # also rejects NaN
         raise ScalerValueError(
-            f"{name} must be a finite number above 0 that float32 can hold and invert, so between "
-            f"{_FLOAT32.tiny:.3g} and {_FLOAT32.max:.3g}; got {value!r}."
+            f"{name} must be between {_FLOAT32.tiny:.3g} and {_FLOAT32.max:.3g}, the range of "
+            f"float32; got {value!r}."
         )
     return number
 
 
 def limits(min_scale: Any, max_scale: Any, hysteresis: Any) -> tuple[float, float, int]:
-    """Checks the limits of the scale, of which the upper may be None, and the hysteresis."""
+    """Checks the limits of the scale and the hysteresis; ``max_scale`` may be None."""
     lowest = scale(min_scale, "min_scale")
     highest = math.inf if max_scale in (None, math.inf) else scale(max_scale, "max_scale")
     if highest < lowest:
@@ -37,7 +37,7 @@ def limits(min_scale: Any, max_scale: Any, hysteresis: Any) -> tuple[float, floa
 
 
 def clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Checks the largest norm, which may be a tensor, and the order, which may be "inf"."""
+    """Checks the maximum norm, which may be a tensor, and its order, which may be "inf"."""
     largest, order = _number(max_norm), _number(norm_type)
     if math.isnan(order) or not largest >= 0.0:
         raise ScalerValueError(

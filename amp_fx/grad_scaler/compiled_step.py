@@ -1,4 +1,4 @@
-"""Compiled steps of an optimizer, without a scaler; ``scaler.py`` adds those with one."""
+"""Compiled optimizer steps without a scaler. ``scaler.py`` extends them for scalers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class PlainStep:
-    """Clips gradients and steps; :func:`compile_step` returns it. Call it once per update.
+    """Result of :func:`compile_step`: clips gradients and steps. Call it once per update.
 
     Attributes:
-        norm: Norm of the gradients at the last call, before clipping: 0-dim. None without
+        norm: Norm of the gradients in the latest call before clipping, a 0-dim tensor. None without
             `max_norm`.
     """
 
@@ -52,7 +52,8 @@ class PlainStep:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ScalerTypeError(
-                f"{type(optimizer).__name__} cannot be compiled: its step needs a closure."
+                f"{type(optimizer).__name__} cannot be compiled, because its step needs a closure: "
+                "call optimizer.step(closure) instead."
             )
         if max_norm is not None:
             max_norm, norm_type = arguments.clipping(max_norm, norm_type)
@@ -62,7 +63,7 @@ class PlainStep:
         self._write_grads = write_grads
         self._has_warned = False
         self._options = {"dynamic": False, **compile_options}
-        self._may_be_graphs = not self._options.keys().isdisjoint(("mode", "options"))
+        self._may_use_cudagraphs = not self._options.keys().isdisjoint(("mode", "options"))
         self._copies = StepCopies(optimizer)
         self._compiled: dict[Any, tuple[Any, Any]] = {}
 
@@ -70,7 +71,7 @@ class PlainStep:
         """Clips and steps.
 
         Returns:
-            What the optimizer's step returns; None after two passes.
+            The result of the optimizer's step; None if the step used two passes.
         """
         work = self._work()
         if work is None:
@@ -80,7 +81,10 @@ class PlainStep:
         return None
 
     def _work(self) -> Work | None:
-        """Returns the tensors of two passes; None for an eager step, with a warning if all are."""
+        """Returns the tensors of a two-pass step; None if the step must run eagerly.
+
+        Warns once if all steps of the optimizer run eagerly.
+        """
         optimizer = self._optimizer
         work = work_of(optimizer)
         if work is not None:
@@ -89,9 +93,9 @@ class PlainStep:
         if grads_of(params_of(optimizer)) and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"steps of {type(optimizer).__name__} run eagerly: two passes are for torch's own "
-                "Adam, AdamW and SGD without hooks, and for dense float32 or float64 gradients on "
-                "one CPU or CUDA device. The numbers are the same.",
+                f"steps of {type(optimizer).__name__} run eagerly, with the same results: compiled "
+                "steps require torch's Adam, AdamW or SGD without hooks, and dense float32 or "
+                "float64 gradients on one CPU or CUDA device.",
                 stacklevel=3,
             )
         return None
@@ -103,47 +107,52 @@ class PlainStep:
     def _run(
         self, work: Work, inv_scale: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Steps on the tensors that ``work_of`` returned just now.
+        """Runs a two-pass step.
 
-        If ``inv_scale`` is given (float32, 0-dim, on the weights' device), multiplies gradients by
-        it, and changes nothing if one of them is not finite then. Returns the flag, if there is an
-        ``inv_scale``, and the norm of the unscaled gradients, if they are clipped.
+        Args:
+            work: The current result of ``work_of``.
+            inv_scale: Factor of the gradients, a 0-dim float32 tensor on the weights' device. If a
+                product is not finite, the step changes nothing.
+
+        Returns:
+            The overflow flag, or None without ``inv_scale``; and the norm of the unscaled
+            gradients, or None without clipping.
         """
         measure, update = self._functions(work, has_scale=inv_scale is not None)
         numbers = numbers_of(self._optimizer, work)
         counts = stacked(work.counts, numbers)
         with torch.no_grad():
-            found = measure(work.grads, inv_scale, counts, numbers)
-            if self._may_be_graphs:  # the second graph reuses the memory of the first
-                found = [value if value is None else value.clone() for value in found]
-            found_inf, norm, factor, scalars = found
+            measured = measure(work.grads, inv_scale, counts, numbers)
+            if self._may_use_cudagraphs:  # the second graph reuses the memory of the first
+                measured = [value if value is None else value.clone() for value in measured]
+            found_inf, norm, factor, scalars = measured
             with self._copies.written(work.weights) as (weights, lows, computed):
                 pairs = [list(value) for *_, value in computed]
                 mark_static([*weights, *flat(work.states), *flat(lows), *flat(pairs)])
-                fused, apart = split(weights, lows)
-                read = work.grads, scalars, inv_scale, factor, found_inf
-                update(weights, fused, work.states, *read)
-                if apart or computed:
-                    self._write_copies(apart, computed)
+                fused, separate = split(weights, lows)
+                read_only = work.grads, scalars, inv_scale, factor, found_inf
+                update(weights, fused, work.states, *read_only)
+                if separate or computed:
+                    self._write_copies(separate, computed)
             count_step(work.counts, found_inf)
         mark_stepped(self._optimizer)
         return found_inf, norm
 
     @functools.cached_property
     def _write_copies(self) -> Any:
-        """Compiled function that writes the copies that an update does not."""
+        """Compiled function that writes the copies that are not part of an update."""
         return torch.compile(with_own_code(write_copies), **self._options)
 
     def _functions(self, work: Work, *, has_scale: bool) -> tuple[Any, Any]:
         """Returns both passes, compiled once for each combination of flags."""
         key = work.rule.update, work.flags, work.sizes, work.weights[0].dtype, has_scale
         if key not in self._compiled:
-            passes = (
-                measure_of(work, self._max_norm, self._norm_type),
-                update_of(work, write_grads=self._write_grads),
+            measure = measure_of(work, self._max_norm, self._norm_type)
+            update = update_of(work, write_grads=self._write_grads)
+            self._compiled[key] = (
+                torch.compile(with_own_code(measure), **self._options),
+                torch.compile(with_own_code(update), **self._options),
             )
-            measure, update = (torch.compile(with_own_code(f), **self._options) for f in passes)
-            self._compiled[key] = measure, update
         return self._compiled[key]
 
 
@@ -157,10 +166,10 @@ def compile_step(
 ) -> PlainStep:
     """Compiles clipping, the optimizer's step and the casts of updated weights into one call.
 
-    Use it to train in bfloat16 or float32; with a scaler use `GradScaler.compile_step`. The call
-    gives the numbers of ``torch.nn.utils.clip_grad_norm_`` and ``optimizer.step()``, within
-    roundings, in two passes over memory. It writes the low-precision copies of weights that amp_fx
-    caches, so that the next forward finds them fresh::
+    Use it to train in bfloat16 or float32; with a scaler, use `GradScaler.compile_step`. The call
+    returns the same results as ``torch.nn.utils.clip_grad_norm_`` and ``optimizer.step()`` within
+    roundings, in two passes over memory. It also refreshes the cached low-precision copies of the
+    weights, so that the next forward does not cast them::
 
         compiled = torch.compile(model, backend="amp_fx")
         step = amp_fx.compile_step(optimizer, max_norm=1.0)
@@ -169,19 +178,19 @@ def compile_step(
             loss_fn(compiled(inputs), targets).backward()
             step()
 
-    Adam, AdamW and SGD take two passes, with any of their settings but `differentiable`, on dense
-    float32 or float64 weights on one device, a CPU or CUDA, from the second step on: the first
-    creates the optimizer's state. Everything else runs eagerly: clipping, then the step. A warning
-    says so if an optimizer never takes two passes.
+    Two passes are supported for Adam, AdamW and SGD with any settings except `differentiable`, and
+    for dense float32 or float64 weights on one CPU or CUDA device. The first step runs eagerly
+    because it creates the optimizer's state. All other steps run eagerly as well: clipping, then
+    the step. A warning is issued if an optimizer is not supported.
 
-    Gradients that are not finite reach the weights, as they do without this.
+    As in eager training, gradients that are not finite reach the weights.
 
     Args:
         optimizer: The optimizer to step.
-        max_norm: Clip gradients to this norm; None does not clip.
+        max_norm: Clips gradients to this norm; None does not clip.
         norm_type: The order of the norm.
-        write_grads: True also clips gradients in place, which writes 4 bytes more for each.
-            Otherwise `.grad` keeps what the backward wrote.
+        write_grads: Whether to clip gradients in place as well, which writes 4 more bytes per
+            element. Otherwise `.grad` is not changed.
         compile_options: Options of torch.compile.
 
     Raises:

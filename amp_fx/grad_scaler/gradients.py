@@ -1,4 +1,4 @@
-"""An optimizer's gradients: grouped, unscaled, checked and clipped without host waits."""
+"""Groups, unscales, checks and clips an optimizer's gradients without synchronization."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def upcast(value: Tensor) -> Tensor:
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:
-    """Returns a 0-dim tensor on a device; waits only for copies to the host."""
+    """Moves a 0-dim tensor to a device; only waits if that is the host."""
     return value.to(device, non_blocking=device.type != "cpu")
 
 
@@ -38,21 +38,21 @@ def params_of(optimizer: Any) -> list[Tensor]:
 
 
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """Lists the gradients of those parameters that have one."""
+    """Lists the gradients of all parameters with a gradient."""
     return [grad for param in params if (grad := param.grad) is not None]
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Returns the values of a sparse gradient, in its own memory, and others unchanged."""
+    """Returns the values of a sparse gradient, without a copy; other gradients unchanged."""
     return grad._values() if grad.is_sparse else grad
 
 
 def grouped_grads(params: list[Tensor], *, coalesce: bool = False) -> list[list[Tensor]]:
-    """Groups gradients by device and dtype, and DTensors by mesh and placements, too.
+    """Groups gradients by device and dtype, and DTensors also by mesh and placements.
 
-    Of sparse gradients it lists the values. Those in float16 are coalesced first: the sums of
-    duplicates can overflow. Plain tensors come before DTensors: the flag that is reduced over a
-    mesh then contains their overflows.
+    Sparse gradients are represented by their values. Those in float16 are coalesced first, because
+    sums of duplicates can overflow. Plain tensors precede DTensors, so that the flag that is
+    reduced over a mesh includes their overflows.
     """
     grads = grads_of(params)
     if any(map(_IS_SPARSE, grads)):
@@ -74,10 +74,10 @@ def grouped_grads(params: list[Tensor], *, coalesce: bool = False) -> list[list[
 def unscale_(
     groups: list[list[Tensor]], inv_scale: Tensor, found_inf: Tensor, full_inv_scale: Tensor | None
 ) -> dict[torch.device, Tensor]:
-    """Multiplies gradients by ``inv_scale``; returns a flag per device, 1 after an overflow.
+    """Multiplies gradients by ``inv_scale``; returns a flag per device that is 1 on overflow.
 
-    torch's kernel looks at gradients before it multiplies them. ``full_inv_scale`` is given if it
-    may be above 1: gradients that overflow when multiplied by it are found, too.
+    torch's kernel checks gradients before it multiplies them. If the inverse scale may be above 1,
+    it is also passed as ``full_inv_scale``, to detect gradients whose product overflows.
     """
     flags = {found_inf.device: found_inf}
     for group in groups:
@@ -92,7 +92,7 @@ def unscale_(
 
 def _check_product_(grads: list[Tensor], factor: Tensor, flag: Tensor) -> None:
     """Sets a flag if the largest gradient times a factor is not finite in its dtype."""
-    parts = [part for grad in grads if (part := part_of(grad)).numel()]
+    parts = [part for part in map(part_of, grads) if part.numel()]
     if parts:
         largest = torch.stack(foreach_norm(parts, math.inf)) * factor
         flag.logical_or_(largest.to(parts[0].dtype).isfinite().all().logical_not())
@@ -100,17 +100,17 @@ def _check_product_(grads: list[Tensor], factor: Tensor, flag: Tensor) -> None:
 
 @torch.no_grad()
 def clip_(params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """Clips unscaled gradients to a norm; returns their norm before, 0-dim, at least float32.
+    """Clips unscaled gradients; returns their norm before clipping, 0-dim and at least float32.
 
-    Unlike ``torch.nn.utils.clip_grad_norm_`` it takes sparse gradients, and DTensors together with
-    plain tensors. On an accelerator, gradients that are not all finite are not clipped, so that
+    Unlike ``torch.nn.utils.clip_grad_norm_``, it supports sparse gradients, and DTensors together
+    with plain tensors. On accelerators, gradients are not clipped if one is not finite, so that
     infinities and NaNs can still be counted.
     """
     groups = grouped_grads(params, coalesce=True)
     norms = [_group_norm(group, norm_type) for group in groups]
     norm = norms[0] if norms else torch.tensor(0.0)
     if len(norms) > 1:
-        stacked = torch.stack([each.to(norm.device) for each in norms])
+        stacked = torch.stack([group_norm.to(norm.device) for group_norm in norms])
         norm = cast("Tensor", torch.linalg.vector_norm(stacked, norm_type))
     factor = clip_factor(norm if norm.is_cpu else norm.where(norm.isfinite(), 0.0), max_norm)
     for group in groups:
@@ -128,7 +128,7 @@ def _group_norm(grads: list[Tensor], norm_type: float) -> Tensor:
 def clip_factor(norm: Tensor, max_norm: float, found_inf: Tensor | None = None) -> Tensor:
     """Returns the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients.
 
-    With a flag it is 1 after an overflow, so that infinities and NaNs can still be counted.
+    Returns 1 if ``found_inf`` is set, so that infinities and NaNs can still be counted.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     return factor if found_inf is None else factor.masked_fill(found_inf != 0, 1.0)

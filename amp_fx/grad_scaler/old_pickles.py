@@ -1,4 +1,4 @@
-"""Classes that pickles of earlier versions name; ``GradScaler.__setstate__`` reads them."""
+"""Classes that pickles of earlier versions refer to. ``GradScaler.__setstate__`` reads them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 
 class Limits:
-    """Range and hysteresis of a scale: the attributes that the pickle has."""
+    """Range and hysteresis of a scale."""
 
 
 class Agreement:
-    """Processes that skipped steps together; its pickles are empty."""
+    """Processes that skipped steps together. Its pickles are empty."""
 
 
 def upgrade(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of a pickled scaler with the attributes that this version has."""
+    """Converts the state of a pickled scaler to the attributes of this version."""
     if state.get("_limits") is None:
         return state
-    # The oldest pickles have underscores here, and the count among the limits.
+    # In the oldest pickles, these names have underscores, and the limits contain the count.
     limits = {name.lstrip("_"): value for name, value in vars(state["_limits"]).items()}
     return {
         **state,

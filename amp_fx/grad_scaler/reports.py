@@ -1,4 +1,4 @@
-"""Reports on steps: which ones were skipped, and because of which parameters."""
+"""Reports on steps: whether they were skipped, and the parameters that caused it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MOST_CHARACTERS = 400
 
 
 class ParameterNames:
-    """Names of parameters, which it refers to weakly."""
+    """Names of parameters. Refers to the parameters weakly."""
 
     def __init__(self) -> None:
         self._names = WeakTensorKeyDictionary()
 
     def add(self, named_parameters: NamedParameters) -> None:
-        """Adds pairs of name and parameter; adds nothing if one of them is something else."""
+        """Adds pairs of name and parameter; adds nothing if an item is invalid."""
         pairs = list(named_parameters)
         for pair in pairs:
             match pair:
@@ -43,19 +43,22 @@ class ParameterNames:
         self._names.update((param, name) for name, param in pairs)
 
     def of(self, optimizer: Any) -> list[tuple[str, Tensor]]:
-        """Lists an optimizer's parameters with these names, its own, or their positions."""
+        """Lists an optimizer's parameters with their names.
+
+        Uses the added names, else the names of the optimizer, else positions.
+        """
         named = []
         for i, group in enumerate(optimizer.param_groups):
-            own = group.get("param_names")
+            group_names = group.get("param_names")
             for j, param in enumerate(group["params"]):
-                name = own[j] if own else f"param_groups[{i}]['params'][{j}]"
-                known = self._names.get(param, None)  # type: ignore[no-untyped-call]
-                named.append((known or name, param))
+                default = group_names[j] if group_names else f"param_groups[{i}]['params'][{j}]"
+                name = self._names.get(param, None)  # type: ignore[no-untyped-call]
+                named.append((name or default, param))
         return named
 
 
 def listing(names: list[str]) -> str:
-    """Joins names; of many only the first are shown."""
+    """Joins names; truncates long lists."""
     return textwrap.shorten(", ".join(names), _MOST_CHARACTERS, placeholder=" and more")
 
 
@@ -76,16 +79,16 @@ class Overflow:
     numel: int
 
     def __str__(self) -> str:
-        """Returns `layer.weight (3 inf, 1 nan of 64)`."""
+        """Returns text such as `layer.weight (3 inf, 1 nan of 64)`."""
         return f"{self.name} ({self.num_inf} inf, {self.num_nan} nan of {self.numel})"
 
 
 class StepReport:
     """Outcome of one step.
 
-    Reading ``skipped`` or ``overflows`` waits for the device if the step itself did not. The
-    gradients of a skipped step are read then. If they are cleared before, or if ``scale`` has
-    started the next iteration, ``overflows`` is empty.
+    Reading ``skipped`` or ``overflows`` waits for the device if the step did not, and reads the
+    gradients of a skipped step. ``overflows`` is empty if the gradients were cleared before, or if
+    ``scale`` has started the next iteration.
     """
 
     def __init__(
@@ -96,24 +99,24 @@ class StepReport:
         self._skipped: bool | None = None
         self._overflows: tuple[Overflow, ...] = ()
         if all(flag.is_cpu for flag in self._flags):
-            self._look()
+            self._read_flags()
 
     @property
     def skipped(self) -> bool:
-        """True if the optimizer was kept from stepping."""
-        return self._look()
+        """True if the optimizer's step was skipped."""
+        return self._read_flags()
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """The parameters whose gradients were not finite; empty if the step was not skipped."""
-        self._look()
+        self._read_flags()
         return self._overflows
 
     def close(self) -> None:
-        """Forgets how to count overflows: the gradients are about to change."""
+        """Disables counting of overflows, because the gradients are about to change."""
         self._count = tuple
 
-    def _look(self) -> bool:
+    def _read_flags(self) -> bool:
         if self._skipped is None:
             self._skipped = any(flag.item() for flag in self._flags)
             self._overflows = self._count() if self._skipped else ()
@@ -122,7 +125,7 @@ class StepReport:
         return self._skipped
 
     def __repr__(self) -> str:
-        """Returns the known facts without looking anything up."""
+        """Returns the outcome as far as known without waiting for the device."""
         skipped = "<on the device>" if self._skipped is None else self._skipped
         return f"StepReport(skipped={skipped}, overflows=[{listing([*map(str, self._overflows)])}])"
 
@@ -133,7 +136,7 @@ def count_overflows(
 ) -> tuple[Overflow, ...]:
     """Counts elements of gradients, multiplied by a factor, that are not finite.
 
-    Waits for the device only once all counts are queued.
+    Queues all counts before it waits for the device.
     """
     counts = []
     for name, param in named_params:
@@ -142,5 +145,5 @@ def count_overflows(
             values = values if factor is None else values * factor.to(values.device)
             counted = torch.stack([values.isinf().sum(), values.isnan().sum()])
             counts.append((name, counted, values.numel()))
-    read = [(name, *counted.tolist(), numel) for name, counted, numel in counts]
-    return tuple(Overflow(*each) for each in read if each[1] or each[2])
+    overflows = [Overflow(name, *counted.tolist(), numel) for name, counted, numel in counts]
+    return tuple(overflow for overflow in overflows if overflow.num_inf or overflow.num_nan)

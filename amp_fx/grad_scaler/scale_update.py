@@ -1,4 +1,4 @@
-"""The update of the loss scale, as one pure function."""
+"""The update of the loss scale as a pure function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from amp_fx.torch_private.kernels import amp_update_scale_
 
 
 class ScaleState(NamedTuple):
-    """Loss scale and the counters that its update needs; all 0-dim, on one device."""
+    """Loss scale and counters; all tensors are 0-dim, on one device."""
 
     scale: Tensor  # float32
     growth_tracker: Tensor  # int32: updates without overflow since the scale changed
-    num_overflows: Tensor  # int32: updates with an overflow in a row, with hysteresis only
+    num_overflows: Tensor  # int32: consecutive updates with an overflow; only with hysteresis
 
 
 def updated(
@@ -33,19 +33,19 @@ def updated(
     """Returns the state after an update.
 
     The scale backs off after an overflow and grows after ``growth_interval`` updates without one.
-    Only the ``hysteresis``-th overflow in a row and those that follow it back off (NVIDIA Apex,
-    ``update_scale_hysteresis``). An overflow does not move the scale below ``min_scale``, and
-    growth does not move it above ``max_scale``; a scale that is outside already stays there.
+    It backs off from the ``hysteresis``-th consecutive overflow on (NVIDIA Apex,
+    ``update_scale_hysteresis``). Backoff stops at ``min_scale`` and growth at ``max_scale``; a
+    scale outside of the limits is not moved inside.
 
     Args:
-        state: The state in use, which does not change.
-        found_inf: 0-dim, float32, on the state's device; not 0 if a gradient was not finite.
-        growth_factor: The factor by which the scale grows.
-        backoff_factor: The factor by which it backs off.
-        growth_interval: The number of updates in a row without overflow before it grows.
+        state: The current state, which does not change.
+        found_inf: 0-dim float32 tensor on the state's device; nonzero if a gradient was not finite.
+        growth_factor: Factor by which the scale grows.
+        backoff_factor: Factor by which the scale backs off.
+        growth_interval: Number of consecutive updates without overflow before the scale grows.
         min_scale: The lower limit.
         max_scale: The upper limit; may be infinite.
-        hysteresis: The number of overflows in a row before it backs off; at least 1.
+        hysteresis: Number of consecutive overflows before the scale backs off; at least 1.
     """
     old = state.scale
     scale, growth_tracker = old.clone(), state.growth_tracker.clone()

@@ -1,7 +1,4 @@
-"""``GradScaler``: ``torch.amp.GradScaler`` with reports, limits of the scale and compiled steps.
-
-Everything that is not here is torch's own code.
-"""
+"""``GradScaler``: ``torch.amp.GradScaler`` with reports, limits of the scale and compiled steps."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ _INSTEAD = {
     "history": "append scaler.last_step and scaler.get_scale() to a list after each step",
     "history_size": "append scaler.last_step and scaler.get_scale() to a list after each step",
     "on_collapse": "compare scaler.get_scale() with min_scale after scaler.update()",
-    "process_group": "ranks of DTensor parameters (FSDP2, tensor parallel) agree by themselves; "
-    "other ranks can use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+    "process_group": "ranks with DTensor parameters (FSDP2, tensor parallel) synchronize overflows "
+    "automatically; for others use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
     "step_scheduler": "call scheduler.step() if scaler.last_step.skipped is False",
 }
-"""Removed arguments and methods, and what to do instead."""
+"""Removed arguments and methods, and their replacements."""
 
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -49,7 +46,7 @@ _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 class GradScaler(torch.amp.GradScaler):
     """A :class:`torch.amp.GradScaler` that reports overflows and compiles steps.
 
-    Methods, defaults, state dict and errors are torch's::
+    Methods, defaults, state dict and errors are the same as torch's::
 
         scaler = amp_fx.GradScaler(named_parameters=model.named_parameters())
         for inputs, targets in data:
@@ -63,40 +60,42 @@ class GradScaler(torch.amp.GradScaler):
             if not scaler.last_step.skipped:
                 scheduler.step()
 
-    Differences from torch's:
+    Differences from `torch.amp.GradScaler`:
 
-    * `last_step` and error messages name the parameters concerned.
-    * The scale stops at `min_scale`; torch's reaches 0.
-    * Gradients that overflow only when they are unscaled, by a scale below 1, are found.
-    * A step without any gradients calls the optimizer and leaves the scale; torch's asserts.
-    * A closure that is passed to `step` by position raises; torch's runs it.
-    * bfloat16 and complex gradients work on every device, and plain gradients next to DTensors.
-    * `compile_step` makes one compiled call out of a step.
+    * `last_step` and error messages name the parameters that overflowed.
+    * The scale does not shrink below `min_scale`; torch's scale may reach 0.
+    * Detects gradients that overflow when they are unscaled by a scale below 1.
+    * A step without gradients calls the optimizer and does not change the scale; torch's asserts.
+    * `step` raises an error if a closure is passed by position; torch's runs the closure.
+    * Supports bfloat16 and complex gradients on every device, and plain gradients together with
+      DTensors.
+    * `compile_step` compiles a step into one call.
 
     Args:
-        device: Device type of the losses, such as "cuda" or "cpu". Without CUDA a "cuda" scaler
-            warns and disables itself.
-        init_scale: The first scale.
-        growth_factor: Factor by which the scale grows after `growth_interval` updates in a row
+        device: Device type of the losses, such as "cuda" or "cpu". Without a CUDA device, a "cuda"
+            scaler warns and disables itself.
+        init_scale: The initial scale.
+        growth_factor: Factor by which the scale grows after `growth_interval` consecutive updates
             without overflow; above 1.
         backoff_factor: Factor by which the scale shrinks after an overflow; below 1.
-        growth_interval: Number of updates.
-        enabled: False makes the scaler only step optimizers.
-        named_parameters: Pairs of name and parameter, for reports. Optimizers that were given names
-            need no others.
-        allow_fp16: True allows unscaling gradients that are float16 themselves.
-        min_scale: The scale does not shrink below this (unless it was set lower).
-        max_scale: The scale does not grow above this (unless it was set higher); None for no limit.
-        hysteresis: Number of updates in a row with an overflow before the scale backs off: that one
-            does and those that follow it do. Steps are skipped regardless.
+        growth_interval: Number of consecutive updates without overflow before the scale grows.
+        enabled: If False, the scaler only steps optimizers.
+        named_parameters: Pairs of name and parameter for reports. Not needed for optimizers that
+            were constructed with named parameters.
+        allow_fp16: Whether gradients may be float16.
+        min_scale: Lower limit of the scale. A lower scale can be set but does not shrink further.
+        max_scale: Upper limit of the scale, or None. A higher scale can be set but does not grow
+            further.
+        hysteresis: The scale backs off from this consecutive update with an overflow on. Steps
+            are skipped after every overflow.
 
     Raises:
-        ScalerValueError: An argument has a value that is not allowed.
-        ScalerTypeError: An argument was removed or is not known.
+        ScalerValueError: An argument has an invalid value.
+        ScalerTypeError: An argument was removed or is unknown.
     """
 
     last_step: StepReport | None = None
-    """The report on the latest step; None before the first and for a disabled scaler."""
+    """Report on the latest step; None before the first step and for a disabled scaler."""
 
     def __init__(
         self,
@@ -115,9 +114,13 @@ class GradScaler(torch.amp.GradScaler):
         **removed: Any,
     ) -> None:
         for name in removed:
-            known = inspect.signature(GradScaler).parameters
-            instead = f": {_INSTEAD[name]}." if name in _INSTEAD else did_you_mean(name, known)
-            raise ScalerTypeError(f"GradScaler has no argument {name!r}{instead}")
+            arguments_of_scaler = inspect.signature(GradScaler).parameters
+            hint = (
+                f": {_INSTEAD[name]}."
+                if name in _INSTEAD
+                else did_you_mean(name, arguments_of_scaler)
+            )
+            raise ScalerTypeError(f"GradScaler has no argument {name!r}{hint}")
         super().__init__(
             torch.device(device).type,
             arguments.scale(init_scale, "init_scale"),
@@ -136,8 +139,8 @@ class GradScaler(torch.amp.GradScaler):
             self.name_parameters(named_parameters)
 
     def _start(self) -> None:
-        """Creates the attributes that pickles do not have."""
-        self._bound = ScaleBound(vars(self).get("_init_scale", 1.0))  # none if disabled
+        """Creates the attributes that pickles do not contain."""
+        self._bound = ScaleBound(vars(self).get("_init_scale", 1.0))  # unset if disabled
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
         self._is_updated_by_step = False
@@ -145,9 +148,9 @@ class GradScaler(torch.amp.GradScaler):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raises an error that says what to do instead of calling a removed method."""
-            instead = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
-            raise AttributeError(f"GradScaler has no attribute {name!r}{instead}")
+            """Raises an error that names the replacement of a removed method."""
+            hint = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
+            raise AttributeError(f"GradScaler has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         """Returns the scale and the latest report; does not wait for the device."""
@@ -159,13 +162,13 @@ class GradScaler(torch.amp.GradScaler):
         return f"GradScaler(scale={scale}, last_step={self.last_step})"
 
     def name_parameters(self, named_parameters: NamedParameters) -> None:
-        """Adds names of parameters, for reports and errors.
+        """Adds names of parameters for reports and errors.
 
         Args:
-            named_parameters: Pairs of name and parameter, as `model.named_parameters()` gives.
+            named_parameters: Pairs of name and parameter, such as `model.named_parameters()`.
 
         Raises:
-            ScalerTypeError: An item is something else.
+            ScalerTypeError: An item is not such a pair.
         """
         self._names.add(named_parameters)
 
@@ -187,12 +190,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Tensor:
         """Calls `unscale_` and clips the norm of the gradients; does not wait for the device.
 
-        Clips as torch.nn.utils.clip_grad_norm_ does. On an accelerator, gradients that overflowed
-        are not clipped, so that `last_step` can still count them.
+        Clips like torch.nn.utils.clip_grad_norm_. On accelerators, gradients that overflowed are
+        not clipped, so that `last_step` can still count them.
 
         Args:
-            optimizer: The optimizer whose gradients to unscale; once per optimizer and update.
-            max_norm: The largest norm that gradients keep; infinity measures without clipping.
+            optimizer: The optimizer whose gradients to unscale, once per optimizer and update.
+            max_norm: The maximum norm; infinity measures the norm without clipping.
             norm_type: The order of the norm.
 
         Returns:
@@ -206,18 +209,18 @@ class GradScaler(torch.amp.GradScaler):
         return clip_(params_of(optimizer), max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps the optimizer unless its gradients overflowed; unscales them first if need be.
+        """Steps the optimizer unless its gradients overflowed; unscales them first if necessary.
 
-        Fused optimizers unscale and skip in their own kernels. For others the host waits for the
-        check; see `compile_step`.
+        Fused optimizers unscale and skip in their kernels. For other optimizers, the host waits for
+        the check; `compile_step` avoids that.
 
         Args:
-            optimizer: The optimizer to step; once per update.
-            args: Arguments of the optimizer's step.
-            kwargs: Arguments of the optimizer's step.
+            optimizer: The optimizer to step, once per update.
+            args: Positional arguments of the optimizer's step.
+            kwargs: Keyword arguments of the optimizer's step.
 
         Returns:
-            What the optimizer's step returns; None if it was skipped.
+            The result of the optimizer's step; None if the step was skipped.
 
         Raises:
             RuntimeError: A closure was passed.
@@ -244,8 +247,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> CompiledStep:
         """Compiles unscaling, checking, clipping, stepping and updating the scale into one call.
 
-        The call replaces `unscale_`, `step` and `update` and gives the same numbers within
-        roundings. It does not wait for the device once the optimizer has its state::
+        The call replaces `unscale_`, `step` and `update` and returns the same results within
+        roundings. After the first step, it does not wait for the device::
 
             step = scaler.compile_step(optimizer, max_norm=1.0)
             for inputs, targets in data:
@@ -253,50 +256,57 @@ class GradScaler(torch.amp.GradScaler):
                 scaler.scale(loss_fn(model(inputs), targets)).backward()
                 step()
 
-        It takes the same two passes over memory as :func:`amp_fx.compile_step`, for the same
-        optimizers and gradients. Everything else runs eagerly, with one warning.
+        The call uses two passes over memory like :func:`amp_fx.compile_step`, for the same
+        optimizers and gradients. Other steps run eagerly, with one warning.
 
-        On a device an optimizer with a `capturable` option gets it set: its step counters have to
-        be there, because only the device knows if a step was skipped.
+        On accelerators, sets the `capturable` option of optimizers that have it. Their step
+        counters must be on the device, because the host does not know if a step was skipped.
 
         Args:
             optimizer: The optimizer to step.
-            max_norm: Clip gradients to this norm; None does not clip.
+            max_norm: Clips gradients to this norm; None does not clip.
             norm_type: The order of the norm.
-            update_scale: True also calls `update`. Pass False if several optimizers share the
-                scaler, and call `update` after all of them.
-            write_grads: True also unscales and clips gradients in place, which writes 4 bytes more
-                for each. Otherwise `.grad` keeps the scaled gradients of the backward; `norm` of
-                the call and `last_step` report unscaled numbers.
+            update_scale: Whether to call `update`. If several optimizers share the scaler, pass
+                False and call `update` after all of them.
+            write_grads: Whether to unscale and clip gradients in place as well, which writes 4 more
+                bytes per element. Otherwise `.grad` is not changed and remains scaled; `norm` and
+                `last_step` always refer to unscaled gradients.
             compile_options: Options of torch.compile.
 
         Raises:
             ScalerTypeError: The optimizer's step needs a closure.
             ScalerValueError: `max_norm` is negative or not a number.
         """
-        given = optimizer, max_norm, norm_type, compile_options
-        return CompiledStep(self, *given, update_scale=update_scale, write_grads=write_grads)
+        return CompiledStep(
+            self,
+            optimizer,
+            max_norm,
+            norm_type,
+            compile_options,
+            update_scale=update_scale,
+            write_grads=write_grads,
+        )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Backs the scale off after an overflow, grows it every `growth_interval` calls otherwise.
+        """Updates the scale: backs it off after an overflow, or grows it.
 
-        Call it once per iteration, after all steps. Does not wait for the device. Optimizers
-        without gradients do not count: the scale stays if there were no others.
+        Call it once per iteration, after all steps. Does not wait for the device. Ignores
+        optimizers without gradients.
 
         Args:
-            new_scale: Sets the scale instead. A tensor is copied.
+            new_scale: If passed, becomes the scale. A tensor is copied.
 
         Raises:
             AssertionError: No optimizer was unscaled or stepped since the last update, or
-                `new_scale` cannot become the scale.
+                `new_scale` is not a valid scale.
         """
         if not self._enabled:
             return
         if new_scale is not None:
             is_on_device = isinstance(new_scale, Tensor) and not new_scale.is_cpu
-            known = 0.0 if is_on_device else arguments.scale(new_scale, "new_scale")
-            super().update(new_scale.squeeze() if isinstance(new_scale, Tensor) else known)
-            self._forget_overflows(known)
+            lower_bound = 0.0 if is_on_device else arguments.scale(new_scale, "new_scale")
+            super().update(new_scale.squeeze() if isinstance(new_scale, Tensor) else lower_bound)
+            self._forget_overflows(lower_bound)
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = [s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]]
@@ -331,19 +341,21 @@ class GradScaler(torch.amp.GradScaler):
         self._is_updated_by_step = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of this class or of torch.amp.GradScaler.
+        """Loads the state dict of this class or of torch.amp.GradScaler.
 
-        Numbers may be tensors of one element, as some checkpoints have them.
+        Numbers may be tensors with one element, as in some checkpoints.
 
         Raises:
-            ScalerStateDictError: An entry is missing. Nothing is loaded then.
+            ScalerStateDictError: An entry is missing. Nothing is loaded.
             RuntimeError: The state dict is empty.
         """
         missing = [key for key in _STATE if key not in state_dict]
         if self._enabled and state_dict and missing:
             raise ScalerStateDictError(f"entries are missing in the scaler's state dict: {missing}")
-        items = state_dict.items()
-        numbers = {key: v.item() if isinstance(v, Tensor) else v for key, v in items}
+        numbers = {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in state_dict.items()
+        }
         super().load_state_dict(numbers)
         if self._enabled:
             self._forget_overflows(self._init_scale)
@@ -359,18 +371,18 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a scaler, also from pickles of earlier versions."""
+        """Restores a scaler, including from pickles of earlier versions."""
         super().__setstate__(old_pickles.upgrade(state))
         self._start()
 
     def _forget_overflows(self, scale: float) -> None:
-        """Starts anew from a scale that was set; 0 if only the device knows it."""
+        """Resets the bound and the overflow count after the scale was set."""
         self._bound = ScaleBound(scale)
         self._init_num_overflows = 0
         if self._num_overflows is not None:
             self._num_overflows.zero_()
 
-    # What torch's methods call -------------------------------------------------------------------
+    # Overridden hooks of torch's methods ---------------------------------------------------------
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -385,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Multiplies gradients by ``inv_scale``, which is 1 to only check them, and reports."""
+        """Unscales, checks and reports gradients; an ``inv_scale`` of 1 only checks them."""
         groups = grouped_grads(params_of(optimizer))
         is_float16_allowed = allow_fp16 or self._allow_fp16
         if not is_float16_allowed and any(grads[0].dtype is torch.float16 for grads in groups):
@@ -409,22 +421,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _float16_error(self, optimizer: Any) -> Float16GradientError:
         named = [(name, param.grad) for name, param in self._names.of(optimizer)]
-        bad = [name for name, grad in named if grad is not None and grad.dtype is torch.float16]
+        names = [name for name, grad in named if grad is not None and grad.dtype is torch.float16]
         return Float16GradientError(
-            f"Attempting to unscale FP16 gradients: those of {listing(bad)}. Keep the parameters "
-            "in float32 and let torch.autocast lower the computation, or construct the scaler with "
-            "allow_fp16=True (unscaled float16 gradients may round to zero)."
+            f"Attempting to unscale FP16 gradients of {listing(names)}. Use float32 parameters "
+            "with torch.autocast, or construct the scaler with allow_fp16=True (unscaled float16 "
+            "gradients may underflow to zero)."
         )
 
     def _report(
         self, optimizer: Any, flags: dict[torch.device, Tensor], factor: Tensor | None
     ) -> None:
-        """Adds the report on a check; gradients times ``factor`` are those without scale."""
+        """Adds the report on a check; ``factor`` is the remaining factor for unscaling."""
         report = StepReport(
             flags.values(), lambda: count_overflows(self._names.of(optimizer), factor)
         )
         self._reports.append(report)
-        # The state's key, an id, belongs to the optimizer only as long as it lives.
+        # The state is stored by id, so it must prevent the optimizer from being freed.
         self._per_optimizer_states[id(optimizer)].update(report=report, optimizer=optimizer)
 
     def _inv_scale(self) -> Tensor:
@@ -433,16 +445,14 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class CompiledStep(PlainStep):
-    """Unscales, checks, clips, steps and updates the scale; `GradScaler.compile_step` returns it.
-
-    Call it once per iteration.
+    """Result of `GradScaler.compile_step`. Call it once per iteration.
 
     Attributes:
-        norm: Norm of the unscaled gradients at the last call; None without `max_norm`.
+        norm: Norm of the unscaled gradients in the latest call; None without `max_norm`.
     """
 
-    def __init__(self, scaler: GradScaler, *given: Any, update_scale: bool, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(self, scaler: GradScaler, *args: Any, update_scale: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._scaler = scaler
         self._update_scale = update_scale
 
@@ -450,7 +460,7 @@ class CompiledStep(PlainStep):
         """Unscales, checks, clips, steps and updates the scale.
 
         Returns:
-            What the optimizer's step returns; None if it was skipped, and after two passes.
+            The result of the optimizer's step; None if it was skipped or used two passes.
 
         Raises:
             AssertionError: Called before `scale`.
@@ -489,7 +499,7 @@ class CompiledStep(PlainStep):
         scaler.last_step = state["report"]
 
     def _move_counters(self, work: Work, device: torch.device) -> Work:
-        """Moves step counters to the weights' device, which knows if a step was skipped."""
+        """Moves step counters to the weights' device; the host does not know of skipped steps."""
         for group in self._optimizer.param_groups:
             group["capturable"] = True
         counts = [count.to(device) for count in work.counts]

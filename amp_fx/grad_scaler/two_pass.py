@@ -1,17 +1,9 @@
-"""An optimizer's step in two compiled passes over memory.
+"""Optimizer steps in two compiled passes over memory.
 
-The first pass reads the gradients, for their norm and for whether all are finite. The second
-unscales, clips and updates in registers, and writes the weights, the optimizer's state and the
-cached low-precision copies of the weights: of a weight with AdamW's two moments that is 4 bytes and
-30, of which 2 are those of the copy. It reads gradients and, unless that is requested, does not
-write them.
-
-Adam, AdamW and SGD are computed for one weight, as values in and values out. The formulas and the
-order of their ops are those of torch's own loops over parameters (``_single_tensor_adam``,
-``_single_tensor_sgd``), which every other implementation of torch follows within roundings. Numbers
-that are the same for all elements of a weight (bias corrections, step sizes) are computed in
-float64, as there. ``torch.compile`` of torch's own code computes them in float32, in which
-``1 - 0.999**step`` loses up to 5 of its 7 digits.
+The first pass reads the gradients, computes their norm and checks that they are finite. The second
+pass unscales, clips and updates in registers, and writes the weights, the optimizer state and the
+cached low-precision copies of the weights. With AdamW, the passes move 4 and 30 bytes per element,
+including 2 bytes for the copy.
 """
 
 from __future__ import annotations
@@ -40,17 +32,25 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """Update of one weight by one kind of optimizer.
+    """Update of one weight by one kind of optimizer, as pure functions.
+
+    Formulas and the order of ops match torch's loops over parameters (``_single_tensor_adam``,
+    ``_single_tensor_sgd``), which all implementations of torch follow within roundings. As in these
+    loops, numbers that are equal for all elements of a weight (bias corrections, step sizes) are
+    computed in float64. ``torch.compile`` of torch's code computes them in float32, where
+    ``1 - 0.999**step`` loses up to 5 of its 7 digits.
 
     Attributes:
-        numbers: Names of a group's settings that are numbers, the learning rate first; they may
-            change at any time.
-        flags: Names of a group's settings that decide which ops an update has; set if not 0.
-        states: Names of the tensors in the optimizer's state of a weight, and the flag with which
-            each exists; "" for those that always do.
-        counts: True if the state has a step counter, too.
-        scalars: Computes the scalars of updates, [scalars, weights], from the counters after the
-            step, float64 of shape [weights], and the numbers, float64 of shape [numbers, weights].
+        numbers: Names of the numeric settings of a group, the learning rate first. They may change
+            at any time.
+        flags: Names of the settings that determine the ops of an update; a flag is set if the
+            setting is truthy.
+        states: Names of the state tensors of a weight, with the flag that each requires; ``""`` if
+            it always exists.
+        counts: True if the state contains a step counter.
+        scalars: Computes the scalars of updates, shape [scalars, weights], from the counters after
+            the step, float64 of shape [weights], and the numbers, float64 of shape [numbers,
+            weights].
         update: Computes the new weight and states from the weight, its gradient, states, scalars
             and flags.
     """
@@ -64,10 +64,10 @@ class Rule(NamedTuple):
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """Returns the rule of an optimizer, or None.
+    """Returns the rule of an optimizer; None if it cannot be used.
 
-    There is none for optimizers of other classes, with hooks, with a replaced ``step``, that
-    differentiate through the step, or that have tensors for settings other than the learning rate.
+    Returns None for other classes, for optimizers with hooks, a replaced ``step`` or
+    ``differentiable=True``, and if settings other than the learning rate are tensors.
     """
     rule = _RULES.get(type(optimizer))
     if rule is None or not runs_only_own_code(optimizer, allowed=(after_step,)):
@@ -96,22 +96,24 @@ def _adam_scalars(counts: Tensor, numbers: Tensor) -> Tensor:
     lr, beta1, beta2, eps, weight_decay = numbers.unbind()
     step_size = lr / (1 - beta1**counts)
     correction = (1 - beta2**counts).sqrt()
-    kept = 1 - lr * weight_decay
+    decay_factor = 1 - lr * weight_decay
     return torch.stack(
-        [1 - beta1, beta2, 1 - beta2, correction, eps, -step_size, kept, weight_decay]
+        [1 - beta1, beta2, 1 - beta2, correction, eps, -step_size, decay_factor, weight_decay]
     )
 
 
 def _adam(weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: Flags) -> New:
-    rest1, beta2, rest2, correction, eps, step_size, kept, weight_decay = scalars.unbind()
+    weight1, beta2, weight2, correction, eps, step_size, decay_factor, weight_decay = (
+        scalars.unbind()
+    )
     if "maximize" in flags:
         grad = -grad
     if "weight_decay" in flags and "decoupled_weight_decay" in flags:
-        weight = weight * kept
+        weight = weight * decay_factor
     elif "weight_decay" in flags:
         grad = grad + weight_decay * weight
-    first = torch.lerp(states[0], grad, rest1)
-    second = states[1] * beta2 + rest2 * grad * grad
+    first = torch.lerp(states[0], grad, weight1)
+    second = states[1] * beta2 + weight2 * grad * grad
     largest = torch.maximum(states[2], second) if "amsgrad" in flags else second
     denominator = largest.sqrt() / correction + eps
     weight = weight + step_size * first / denominator
@@ -124,14 +126,14 @@ def _sgd_scalars(counts: Tensor, numbers: Tensor) -> Tensor:  # noqa: ARG001
 
 
 def _sgd(weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: Flags) -> New:
-    step_size, momentum, rest, weight_decay = scalars.unbind()
+    step_size, momentum, grad_weight, weight_decay = scalars.unbind()
     if "maximize" in flags:
         grad = -grad
     if "weight_decay" in flags:
         grad = grad + weight_decay * weight
     if "momentum" not in flags:
         return weight + step_size * grad, []
-    buffer = states[0] * momentum + rest * grad
+    buffer = states[0] * momentum + grad_weight * grad
     grad = grad + momentum * buffer if "nesterov" in flags else buffer
     return weight + step_size * grad, [buffer]
 
@@ -159,7 +161,7 @@ _RULES: dict[type, Rule] = {
 }
 
 
-_DEVICES = ("cpu", "cuda")  # other devices may lack float64, in which numbers are computed
+_DEVICES = ("cpu", "cuda")  # other devices may lack float64, which `Rule.scalars` needs
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -167,18 +169,18 @@ class Work(NamedTuple):
     """Tensors of one step; lists are in the order of the weights."""
 
     rule: Rule
-    weights: list[Tensor]  # those with gradients
+    weights: list[Tensor]  # weights with gradients
     grads: list[Tensor]
     states: list[list[Tensor]]
-    counts: list[Tensor]  # step counters; empty if there are none
-    sizes: tuple[int, ...]  # the number of these weights in each group
+    counts: list[Tensor]  # step counters; empty if the rule has none
+    sizes: tuple[int, ...]  # number of weights with gradients in each group
     flags: tuple[Flags, ...]
 
 
 def work_of(optimizer: Any) -> Work | None:
-    """Returns the tensors of a step; None if no step of the optimizer can take two passes.
+    """Returns the tensors of a step; None if the optimizer's steps cannot use two passes.
 
-    States and counters are None before the first step, which creates them.
+    States and counters are None before the first step.
     """
     rule = rule_of(optimizer)
     if rule is None:
@@ -187,21 +189,23 @@ def work_of(optimizer: Any) -> Work | None:
     group_flags = [
         tuple([name for name in rule.flags if group.get(name)]) for group in optimizer.param_groups
     ]
-    flags = sum([(own,) * size for own, size in zip(group_flags, sizes, strict=True)], ())
+    flags = tuple([f for f, size in zip(group_flags, sizes, strict=True) for _ in range(size)])
     weights = [param for param in params_of(optimizer) if param.grad is not None]
     grads = grads_of(weights)
     all_states = [optimizer.state.get(weight, {}) for weight in weights]
     states = [
-        [state.get(name) for name, flag in rule.states.items() if not flag or flag in own]
-        for state, own in zip(all_states, flags, strict=True)
+        [state.get(name) for name, flag in rule.states.items() if not flag or flag in weight_flags]
+        for state, weight_flags in zip(all_states, flags, strict=True)
     ]
     counts = [state.get("step") for state in all_states] if rule.counts else []
     tensors = [tensor for tensor in (*weights, *grads, *flat(states)) if tensor is not None]
-    return Work(rule, weights, grads, states, counts, sizes, flags) if _are_alike(tensors) else None
+    if not _are_supported(tensors):
+        return None
+    return Work(rule, weights, grads, states, counts, sizes, flags)
 
 
-def _are_alike(tensors: list[Tensor]) -> bool:
-    """Returns True if all are plain and dense, on one device and of one dtype that steps have."""
+def _are_supported(tensors: list[Tensor]) -> bool:
+    """Returns True if tensors are plain and dense, on one device and of one supported dtype."""
     first = next((tensor for tensor in tensors if tensor.numel()), None)
     return (
         first is not None
@@ -218,7 +222,7 @@ def _are_alike(tensors: list[Tensor]) -> bool:
 
 
 def measure_of(work: Work, max_norm: float | None, norm_type: float) -> Any:
-    """Returns the first pass: flag, norm, the factor that clips, and the updates' scalars."""
+    """Returns the first pass: computes overflow flag, norm, clip factor and scalars of updates."""
     rule, sizes = work.rule, work.sizes
     dtype = work.weights[0].dtype
 
@@ -241,7 +245,7 @@ def measure_of(work: Work, max_norm: float | None, norm_type: float) -> Any:
 
 
 def update_of(work: Work, *, write_grads: bool) -> Any:
-    """Returns the second pass."""
+    """Returns the second pass: updates weights, states and cached copies of weights."""
     rule, flags = work.rule, work.flags
 
     def update(
@@ -273,22 +277,25 @@ def update_of(work: Work, *, write_grads: bool) -> Any:
 def split(
     weights: list[Tensor], lows: list[list[Tensor]]
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Returns the copies that an update writes, and pairs of weights and copies for afterwards.
+    """Returns the copies that an update writes, and pairs of weights and copies to write later.
 
-    On a CPU the pairs are copies with other strides than their weights, such as a convolution's:
-    with one of them in the update, inductor transposes tiles, which takes 3 times as long.
+    On the CPU, copies whose strides differ from the weight's (such as those of convolutions) are
+    written later. Otherwise, inductor would transpose tiles in the update, which takes 3 times as
+    long.
     """
     if weights[0].device.type != "cpu":
         return lows, []
-    pairs = list(zip(weights, lows, strict=True))
-    fused = [[low for low in some if low.stride() == w.stride()] for w, some in pairs]
-    apart = [(w, low) for w, some in pairs for low in some if low.stride() != w.stride()]
-    return fused, apart
+    fused: list[list[Tensor]] = []
+    separate: list[tuple[Tensor, Tensor]] = []
+    for weight, copies in zip(weights, lows, strict=True):
+        fused.append([low for low in copies if low.stride() == weight.stride()])
+        separate += [(weight, low) for low in copies if low.stride() != weight.stride()]
+    return fused, separate
 
 
-def write_copies(apart: list[tuple[Tensor, Tensor]], computed: list[Computed]) -> None:
-    """Writes the copies that an update does not."""
-    for weight, low in apart:
+def write_copies(separate: list[tuple[Tensor, Tensor]], computed: list[Computed]) -> None:
+    """Writes the copies that are not part of an update."""
+    for weight, low in separate:
         low.copy_(weight)
     for weight, function, targets in computed:
         for target, source in zip(targets, function(weight), strict=True):
@@ -305,7 +312,7 @@ def _unless(found_inf: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
 
 
 def overflow_flag(grads: list[Tensor]) -> Tensor:
-    """Returns 1.0 if a gradient is not finite, else 0.0: float32, 0-dim."""
+    """Returns a 0-dim float32 tensor: 1.0 if a gradient is not finite, else 0.0."""
     are_finite = torch.stack([grad.isfinite().all() for grad in grads])
     return are_finite.all().logical_not().to(torch.float32)
 
@@ -343,5 +350,5 @@ def count_step(counts: list[Tensor], found_inf: Tensor | None) -> None:
     if counts and found_inf is None:
         foreach_add_(counts, 1)
     elif counts and found_inf is not None:
-        # Without alpha torch takes the tensor for a number, and waits for its value.
+        # Without alpha, torch converts the tensor to a number, which synchronizes with the device.
         foreach_add_(counts, (1 - found_inf).to(counts[0].dtype), alpha=1)

@@ -1,1 +1,1 @@
-"""Tools for passes: nodes of captured graphs, their values, and autocast's state at them."""
+"""Utilities for passes: nodes of captured graphs, their values, and their autocast state."""

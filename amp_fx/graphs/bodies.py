@@ -1,9 +1,4 @@
-"""Graphs inside higher-order ops: where they and their operands stand among the arguments.
-
-Copies captured graphs, too, so that Dynamo's own stays as Dynamo made it.
-Dynamo goes on reading its graph after the backend returns (it builds guards from the
-placeholders), and a graph that turns out not to be rewritable is taken from it afresh.
-"""
+"""Bodies and operands of higher-order ops, and copies of captured graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
-    """A graph and the graphs of bodies inside it."""
+    """Returns the graph of a module and the graphs of all bodies inside it."""
     return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
 
 
@@ -38,8 +33,8 @@ _BODIES: dict[Any, tuple[slice, int | None]] = {
     _hop.wrap: (slice(1), None),
     _hop.cond: (slice(1, 3), 3),
 }
-"""Higher-order ops whose bodies are plain graphs, called on operands: where the bodies
-stand, and which argument is the tuple of operands; None where all others are."""
+"""Higher-order ops that call plain graphs on operands. Maps each to the positions of its bodies
+and of the tuple of operands; None if all other arguments are operands."""
 
 
 def has_plain_bodies(node: fx.Node) -> bool:
@@ -51,28 +46,27 @@ def argument_graphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs among the arguments of a higher-order op of any kind."""
     if not isinstance(node.target, HigherOrderOperator):
         return []
-    names = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-    return [
-        body for name in names if isinstance(body := operator.attrgetter(name)(gm), fx.GraphModule)
-    ]
+    names = [str(source.target) for source in node.all_input_nodes if source.op == "get_attr"]
+    attributes = [operator.attrgetter(name)(gm) for name in names]
+    return [attribute for attribute in attributes if isinstance(attribute, fx.GraphModule)]
 
 
 def is_reentrant_checkpoint(node: fx.Node) -> bool:
-    """Returns True if a node is ``torch.utils.checkpoint`` that recomputes under autograd's feet.
+    """Returns True if a node is ``torch.utils.checkpoint`` with ``use_reentrant=True``.
 
-    Relies on Dynamo handing the checkpoint's arguments on; None means True there.
+    Relies on Dynamo passing the arguments of the checkpoint on; None means True.
     """
     is_checkpoint = node.target is _hop.tag_activation_checkpoint
     return is_checkpoint and node.kwargs.get("use_reentrant", False) is not False
 
 
 def body_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The ``get_attr`` nodes of the bodies of a higher-order op."""
+    """Returns the ``get_attr`` nodes of the bodies of a higher-order op."""
     return node.args[_BODIES[node.target][0]]  # type: ignore[return-value]
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The bodies of one higher-order op of ``gm``."""
+    """Returns the bodies of one higher-order op of ``gm``."""
     return [getattr(gm, str(body_node.target)) for body_node in body_nodes(node)]
 
 
@@ -84,7 +78,7 @@ def operands_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def append_operand(node: fx.Node, operand: fx.Node) -> None:
-    """Calls the bodies with one more operand; each needs a placeholder for it."""
+    """Adds an operand to a higher-order op; each body must have a placeholder for it."""
     _, position = _BODIES[node.target]
     if position is None:
         node.args = (*node.args, operand)
@@ -93,11 +87,13 @@ def append_operand(node: fx.Node, operand: fx.Node) -> None:
 
 
 def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
-    """Takes out operands that no body reads, those of nested higher-order ops first.
+    """Removes operands that no body reads, starting with nested higher-order ops.
+
+    Only affects higher-order ops whose operands are one tuple.
 
     Args:
-        gm: The graph; of it, only higher-order ops whose operands are one argument are looked at.
-        names: Of the placeholders that may be taken out of the operands.
+        gm: The graph.
+        names: Names of the nodes that may be removed from the operands.
     """
     for node in gm.graph.nodes:
         position = _BODIES[node.target][1] if has_plain_bodies(node) else None
@@ -106,26 +102,26 @@ def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
         bodies = bodies_of(gm, node)
         inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
         for body, placeholders in zip(bodies, inputs, strict=True):
-            passed = {
-                p.name
-                for p, o in zip(placeholders, operands_of(node), strict=True)
-                if getattr(o, "name", None) in names
+            inner_names = {
+                placeholder.name
+                for placeholder, operand in zip(placeholders, operands_of(node), strict=True)
+                if getattr(operand, "name", None) in names
             }
-            drop_unused_operands(body, passed)
-        kept = []
+            drop_unused_operands(body, inner_names)
+        remaining = []
         for index, operand in enumerate(operands_of(node)):
             placeholders = [nodes[index] for nodes in inputs]
             is_named = isinstance(operand, fx.Node) and operand.name in names
             if not is_named or any(placeholder.users for placeholder in placeholders):
-                kept.append(operand)
+                remaining.append(operand)
                 continue
             for body, placeholder in zip(bodies, placeholders, strict=True):
                 body.graph.erase_node(placeholder)
-        node.update_arg(position, tuple(kept))
+        node.update_arg(position, tuple(remaining))
 
 
 def mark_rewritten(node: fx.Node) -> None:
-    """Records that the bodies of a higher-order op hold casts of their own."""
+    """Records that the bodies of a higher-order op contain inserted casts."""
     HAS_REWRITTEN_BODIES.put(node, True)
 
 
@@ -135,15 +131,18 @@ def is_rewritten(node: fx.Node) -> bool:
 
 
 def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """The rewritten graphs inside the higher-order ops of ``gm``."""
+    """Returns the rewritten bodies of the higher-order ops of ``gm``."""
     return [body for node in gm.graph.nodes if is_rewritten(node) for body in bodies_of(gm, node)]
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph module and of the graph modules inside it; weights are shared.
+    """Copies a graph module and the graph modules inside it; the copy shares the weights.
 
-    Relies on what AOTAutograd reads of a graph by Dynamo: ``meta``,
-    ``_param_name_to_source``, and ``_dynamo_source`` of its placeholders.
+    Captured graphs are copied before they are edited, because Dynamo builds guards from their
+    placeholders after the backend returns. The original also serves as fallback if a rewrite fails.
+
+    Relies on the attributes that AOTAutograd reads from Dynamo's graphs: ``meta``,
+    ``_param_name_to_source``, and ``_dynamo_source`` of placeholders.
     """
     copy = fx.GraphModule(gm, _copy_graph(gm.graph), class_name=type(gm).__name__)
     for name, child in gm.named_children():
@@ -162,7 +161,7 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     for old, new in env.items():
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
-        # Dynamo takes it off its own graph when it is done: it refers to the real inputs.
+        # It refers to the real inputs. Dynamo removes it from its own graph later.
         new.meta.pop("grapharg", None)
     node = copy.output(output)
     node.meta = dict(graph.output_node().meta)
@@ -172,13 +171,14 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
 def with_attributes_as_inputs(
     gm: fx.GraphModule,
 ) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """A graph that takes the tensors it has as attributes as further inputs, and those tensors.
+    """Turns tensor attributes of a graph into additional inputs.
 
-    Dynamo captures weights as inputs, but as attributes where ``torch._inductor.config.freezing``
-    or ``torch._dynamo.config.prepare_freezing`` is on; it then guards their identity.
+    Dynamo captures weights as inputs. With ``torch._inductor.config.freezing`` or
+    ``torch._dynamo.config.prepare_freezing``, it captures them as attributes and guards their
+    identity.
 
     Returns:
-        The graph itself if it holds none.
+        A copy of the graph, or the graph itself if it has no such attributes, and the tensors.
     """
     if not any(_is_tensor(gm, node) for node in gm.graph.find_nodes(op="get_attr")):
         return gm, ()
@@ -201,8 +201,8 @@ def _is_tensor(gm: fx.GraphModule, node: fx.Node) -> bool:
 def _input_for(gm: fx.GraphModule, node: fx.Node, num_added: int) -> fx.Node:
     placeholders = gm.graph.find_nodes(op="placeholder")
     first = next(iter(gm.graph.nodes))
-    place = gm.graph.inserting_after(placeholders[-1]) if placeholders else None
-    with place or gm.graph.inserting_before(first):
+    after_last = gm.graph.inserting_after(placeholders[-1]) if placeholders else None
+    with after_last or gm.graph.inserting_before(first):
         added = gm.graph.placeholder(f"{node.name}_attribute_{num_added}")
     added.meta.update(node.meta)
     added.meta["tensor_dict"] = {"_dynamo_static_input_type": "guarded"}

@@ -1,7 +1,4 @@
-"""Cast nodes: how they are made, marked and recognised.
-
-In graphs that AOTAutograd makes, casts to fewer bytes are found, put elsewhere, and evaluated.
-"""
+"""Creates, marks and recognizes cast nodes in captured graphs and in graphs of AOTAutograd."""
 
 from __future__ import annotations
 
@@ -22,26 +19,25 @@ from amp_fx.torch_private import pytree
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
 CAPTURED_DTYPE = "captured dtype"
-"""The reason of casts back to what capture saw, for an op that takes no mixture."""
+"""Reason of casts to the captured dtype, for ops that reject mixtures of dtypes."""
 
 CONVERT = torch.ops.prims.convert_element_type.default
-"""The cast in graphs that AOTAutograd makes."""
+"""The cast op in graphs of AOTAutograd."""
 
 KERNEL_RESULT = "result of a kernel"
-"""The reason of casts after an island: they say what eager autocast gives there."""
+"""Reason of casts after an island, to the dtype that eager autocast returns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Describes a cast that a pass inserted; ``metadata.CAST``.
+    """Description of a cast that a pass inserted (``metadata.CAST``).
 
     Attributes:
-        source_dtype: Dtype of the tensor that is cast.
-        dtype: Dtype that it is cast to.
-        source_version: The source's version counter where the cast stands: two casts of
-            one node are equal only if no write came between. None if it has none.
-        reason: Why it is there: the op that wanted it, ``"output"``, or one of
-            the constants above.
+        source_dtype: Dtype of the source.
+        dtype: Dtype of the result.
+        source_version: Version of the source at the cast (``values.version_of``). Two casts of one
+            node are equal only if no write happened between them.
+        reason: The op that needs the cast, ``"output"``, or one of the constants above.
     """
 
     source_dtype: torch.dtype
@@ -51,12 +47,12 @@ class Cast:
 
 
 def is_cast_call(node: fx.Node) -> bool:
-    """Returns True if a node makes a cast as ``make_cast`` does."""
+    """Returns True if a node calls the cast op of captured graphs."""
     return node.op == "call_function" and node.target is _OP
 
 
 def mark_cast(node: fx.Node, reason: str) -> None:
-    """Records that a pass put this cast in; its source must have a value."""
+    """Marks a node as an inserted cast; its source must have a value."""
     source = value_of(node.all_input_nodes[0])
     dtype = node.kwargs["dtype"]
     assert isinstance(dtype, torch.dtype)
@@ -64,7 +60,7 @@ def mark_cast(node: fx.Node, reason: str) -> None:
 
 
 def inserted_cast(node: fx.Node) -> Cast | None:
-    """The record of a cast that a pass inserted; None for any other node."""
+    """Returns the description of an inserted cast; None for any other node."""
     return CAST.get(node)
 
 
@@ -79,7 +75,7 @@ def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) 
 
 
 def cast_name(source: fx.Node, dtype: torch.dtype) -> str:
-    """A readable name: the source's and the dtype's, ``weight_bfloat16``."""
+    """Returns a name such as ``weight_bfloat16``."""
     return f"{source.name}_{dtype_name(dtype)}"
 
 
@@ -91,32 +87,40 @@ _LOSSLESS = {
 
 
 def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
-    """Returns True if every value of one dtype has the same value in the other."""
+    """Returns True if a cast from ``source`` to ``target`` is lossless."""
     return target in _LOSSLESS.get(source, ())
 
 
 WHOLE_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("_reshape_alias", "_unsafe_view", "alias", "detach", "permute", "reshape"),
-        *("squeeze", "t", "transpose", "unsqueeze", "view"),
-    )
+    {
+        "aten::_reshape_alias",
+        "aten::_unsafe_view",
+        "aten::alias",
+        "aten::detach",
+        "aten::permute",
+        "aten::reshape",
+        "aten::squeeze",
+        "aten::t",
+        "aten::transpose",
+        "aten::unsqueeze",
+        "aten::view",
+    }
 )
-"""What gives all elements of one tensor, each once and, but for ``aten.view.dtype``, as it is."""
+"""Ops whose result contains each element of one tensor exactly once."""
 
 
 def is_whole_view(node: fx.Node) -> bool:
-    """Returns True if a node is one of ``WHOLE_VIEWS``, and of the same dtype."""
+    """Returns True if a node is one of ``WHOLE_VIEWS`` and does not change the dtype."""
     return op_name(node) in WHOLE_VIEWS and not is_reinterpreting(node)
 
 
 def is_reinterpreting(node: fx.Node) -> bool:
-    """Returns True if a view is of another dtype: ``aten.view.dtype``."""
+    """Returns True if a view reinterprets the bits in another dtype (``aten.view.dtype``)."""
     return "dtype" in str(getattr(node.target, "_overloadname", ""))
 
 
 def narrows(node: fx.Node) -> bool:
-    """Returns True if a node is a plain cast to a dtype of fewer bytes."""
+    """Returns True if a node is a plain cast to a smaller dtype."""
     value, source = VALUE.get(node), _cast_value(node)
     if not isinstance(value, torch.Tensor) or source is None:
         return False
@@ -128,31 +132,38 @@ def _is_plain_copy(node: fx.Node) -> bool:
     if op_name(node) != "aten::_to_copy" or VALUE.get(node) is None:
         return False
     value, source = VALUE.of(node), VALUE.of(node.all_input_nodes[0])
-    given = {key for key, argument in node.kwargs.items() if argument is not None}
-    is_alike = value.device == source.device and value.stride() == source.stride()
-    return "dtype" in given and is_alike
+    has_dtype = node.kwargs.get("dtype") is not None
+    return has_dtype and value.device == source.device and value.stride() == source.stride()
 
 
-def narrowing_cast(
-    graph: fx.Graph, given: fx.Node, dtype: torch.dtype, *, like: fx.Node
-) -> fx.Node:
-    """A cast of a node at the graph's insertion point; what it was widened from, if that is it."""
-    source = _cast_value(given)
+def narrowing_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node) -> fx.Node:
+    """Returns a node cast to a smaller dtype, at the graph's insertion point.
+
+    If the node is itself a cast from that dtype, returns the source of the node.
+
+    Args:
+        graph: The graph of the node.
+        node: The node to cast.
+        dtype: The dtype of the result.
+        like: An existing cast, whose op and provenance are copied.
+    """
+    source = _cast_value(node)
     if source is not None and source.dtype == dtype:
-        return given.all_input_nodes[0]
+        return node.all_input_nodes[0]
     if op_name(like) == "prims::convert_element_type":
         convert: Any = like.target
-        cast = graph.call_function(convert, (given, dtype))
+        cast = graph.call_function(convert, (node, dtype))
     else:
-        cast = graph.call_function(torch.ops.aten._to_copy.default, (given,), {"dtype": dtype})
-    kept = ("stack_trace", "nn_module_stack")
-    cast.meta.update({key: like.meta[key] for key in kept if key in like.meta})
+        cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in like.meta:
+            cast.meta[key] = like.meta[key]
     evaluate(cast)
     return cast
 
 
 def _cast_value(node: fx.Node) -> torch.Tensor | None:
-    """The tensor that a plain cast takes; None for any other node."""
+    """Returns the value of a plain cast's source; None for any other node."""
     if op_name(node) != "prims::convert_element_type" and not _is_plain_copy(node):
         return None
     source = VALUE.get(node.all_input_nodes[0])
@@ -160,7 +171,7 @@ def _cast_value(node: fx.Node) -> torch.Tensor | None:
 
 
 def evaluate(node: fx.Node) -> None:
-    """Gives a node the value that it has with its arguments as they are now."""
+    """Computes and records the value of a node of AOTAutograd's graph."""
     args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
     fake_mode: Any = detect_fake_mode(pytree.tree_leaves(args))
     with fake_mode or contextlib.nullcontext(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Collectives in graphs of AOTAutograd, and how many bytes a process hands to them."""
+"""Collectives in graphs of AOTAutograd."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _COLLECTIVES = frozenset(
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns ``"aten::view"`` for any of its overloads; ``""`` for what is no op of PyTorch's."""
+    """Returns an op's name without its overload, such as ``"aten::view"``; ``""`` for non-ops."""
     return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
 
 
 def collective_bytes(graph: fx.Graph) -> int:
-    """Returns the bytes that one process hands to the collectives of a graph with values."""
+    """Returns the number of bytes that one process passes to the collectives of a graph."""
     nodes = [node for node in graph.nodes if op_name(node) in _COLLECTIVES]
-    return sum(num_bytes(tensor) for node in nodes for tensor in _handed_over(node))
+    return sum(num_bytes(tensor) for node in nodes for tensor in _sent_tensors(node))
 
 
-def _handed_over(node: fx.Node) -> list[torch.Tensor]:
+def _sent_tensors(node: fx.Node) -> list[torch.Tensor]:
     assert isinstance(node.target, OpOverload)
     arguments = bind(node.target, *argument_values(node))
     tensors = tensors_in([arguments.get(key) for key in ("input", "inputs", "tensor", "tensors")])
@@ -51,7 +51,7 @@ def _handed_over(node: fx.Node) -> list[torch.Tensor]:
 
 
 def group_of(name: Any) -> Any:
-    """Returns the process group of a collective; None if it is not known here.
+    """Returns the process group of a collective; None if this process does not know it.
 
     Relies on ``torch.distributed.distributed_c10d._resolve_process_group``.
     """
@@ -62,5 +62,5 @@ def group_of(name: Any) -> Any:
     registry: Any = torch.distributed.distributed_c10d
     try:
         return registry._resolve_process_group(name)
-    except Exception:  # noqa: BLE001 - it raises what its registry raises
+    except Exception:  # noqa: BLE001 - the registry may raise anything
         return None

@@ -1,7 +1,4 @@
-"""Conditions that passes require of a graph and ensure; the runner checks them.
-
-A condition is a named function that finds a node which breaks it.
-"""
+"""Preconditions and postconditions of passes, which the runner checks."""
 
 from __future__ import annotations
 
@@ -37,32 +34,32 @@ _CALLS = ("call_function", "call_method")
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Something that holds of every node of a graph."""
+    """Predicate that must hold for every node of a graph."""
 
     text: str
     holds: Callable[[fx.Node], bool] = dataclasses.field(repr=False)
 
     def broken_by(self, gm: fx.GraphModule) -> fx.Node | None:
-        """The first node that it does not hold of."""
+        """Returns the first node that violates the condition, or None."""
         return next((node for node in gm.graph.nodes if not self.holds(node)), None)
 
 
 SITES_KNOWN = Condition("every node knows its region and grad mode", SITE.is_on)
-"""What ``mark_regions`` ensures."""
+"""Postcondition of ``mark_regions``."""
 
 VALUES_KNOWN = Condition(
     "every call has a value",
     lambda node: node.op not in _CALLS or node.target in MARKERS or VALUE.is_on(node),
 )
-"""What ``insert_casts`` ensures, and every pass after it."""
+"""Postcondition of ``insert_casts`` and all later passes."""
 
 
 def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
-    """Checks a graph that went through ``insert_casts`` or a later pass.
+    """Checks a graph after ``insert_casts`` or a later pass.
 
     Raises:
-        GraphInvariantError: The graph does not lint; a node has no fresh value; a cast
-            that we inserted casts another one, or casts to the dtype its source has.
+        GraphInvariantError: The graph does not lint, the recorded value of a node is wrong, or an
+            inserted cast is redundant: its source is another cast or already has the dtype.
     """
     try:
         gm.graph.lint()
@@ -73,12 +70,14 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
     for node in gm.graph.nodes:
         _check_cast(node, pass_name)
         if node.op in _CALLS and _can_evaluate(node):
-            given = map_arg(
+            args, kwargs = map_arg(
                 (node.args, node.kwargs), lambda n: fresh[n] if n in fresh else value_of(n)
             )
             with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
-                fresh[node] = adopt_captured(captured_value(node), call_on_fakes(node, *given))
-    # Ops such as ``unsqueeze_`` change the shape of what an earlier node gave, recorded or fresh.
+                value = call_on_fakes(node, args, kwargs)
+                fresh[node] = adopt_captured(captured_value(node), value)
+    # Compared at the end, because ops such as ``unsqueeze_`` change the shapes of earlier values,
+    # both recorded and fresh.
     for node, value in fresh.items():
         _check_value(node, value, pass_name)
 
@@ -96,12 +95,12 @@ def _check_value(node: fx.Node, fresh: Any, pass_name: str) -> None:
     if recorded != actual:
         raise GraphInvariantError(
             f"after {pass_name}: {node.format_node()} produces {actual}, "
-            f"but its meta['val'] says {recorded}"
+            f"but its meta['val'] contains {recorded}"
         )
 
 
 _FORCED = (CAPTURED_DTYPE, KERNEL_RESULT)
-"""Reasons of casts that stand for an op's need; what comes after may cast their result."""
+"""Reasons of casts that represent part of an op, so that another cast may follow."""
 
 
 def _check_cast(node: fx.Node, pass_name: str) -> None:
@@ -110,7 +109,9 @@ def _check_cast(node: fx.Node, pass_name: str) -> None:
         return
     source = node.all_input_nodes[0]
     if cast.dtype == cast.source_dtype:
-        raise GraphInvariantError(f"after {pass_name}: {node} casts to the dtype that {source} has")
+        raise GraphInvariantError(
+            f"after {pass_name}: {node} casts to {cast.dtype}, which is the dtype of {source}"
+        )
     inner = inserted_cast(source)
     if inner is not None and inner.dtype == cast.source_dtype and inner.reason not in _FORCED:
-        raise GraphInvariantError(f"after {pass_name}: {node} casts {source}, itself a cast")
+        raise GraphInvariantError(f"after {pass_name}: {node} casts {source}, which is a cast")

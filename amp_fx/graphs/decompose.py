@@ -1,11 +1,11 @@
-"""Opens one node of a captured graph into the dispatcher-level ops that it makes.
+"""Decomposes nodes of captured graphs into dispatcher-level ops and their casts.
 
-Dynamo's nodes are Python-level (``torch.nn.functional.*``, ``torch.*``, methods); the
-policies are written for ATen ops. A node is decomposed by tracing it alone, before dispatch
-(``make_fx(pre_dispatch=True)``), on fake tensors of the dtypes that it really gets, with
-the cast policies as the decomposition table: an op with a policy casts its inputs and
-stays whole, an unlisted composite op is looked into, anything else is recorded as it is.
-If no cast comes out, the node needs none and stays what it was.
+Dynamo's nodes call Python functions (``torch.nn.functional.*``, ``torch.*``, methods), but policies
+are defined for ATen ops. Each node is therefore traced before dispatch
+(``make_fx(pre_dispatch=True)``), on fake tensors with the dtypes of its rewritten inputs. The
+decomposition table applies the policy: an op with a policy is recorded with casts of its inputs, a
+composite op without a policy is decomposed, and any other op is recorded unchanged. A node whose
+trace contains no casts is not replaced.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ if TYPE_CHECKING:
 
 
 class NotPlainError(Exception):
-    """A node cannot be decomposed; it runs as it is, under native autocast."""
+    """Raised if a node cannot be decomposed. The node then runs under native autocast."""
 
 
 class OpaqueKernelError(NotPlainError):
-    """A node makes an op whose kernel casts inside (``tables/kernels.py``)."""
+    """Raised if a node calls an op whose kernel casts internally (``tables/kernels.py``)."""
 
     def __init__(self, op: str, low_dtype: torch.dtype, result: str) -> None:
         super().__init__(f"the kernel of {op} calls ops that autocast casts")
@@ -78,7 +78,7 @@ class OpaqueKernelError(NotPlainError):
 
 @dataclasses.dataclass(frozen=True)
 class OpDecision:
-    """One op with a policy, as met while opening a node."""
+    """Decision on one op with a policy in the decomposition of a node."""
 
     op: str
     device_type: str
@@ -87,19 +87,19 @@ class OpDecision:
 
     @property
     def node_op(self) -> str:
-        """The op that is in the graph, by its qualified name."""
-        is_wide = self.policy is CastPolicy.LOWER_PRECISION_WIDE
-        return FLOAT32_PRODUCT if is_wide else self.op
+        """Qualified name of the op that the graph contains."""
+        has_float32_result = self.policy is CastPolicy.LOWER_PRECISION_WIDE
+        return FLOAT32_PRODUCT if has_float32_result else self.op
 
 
 @dataclasses.dataclass(frozen=True)
 class Decomposed:
-    """Holds what opening a node found.
+    """Decomposition of a node.
 
     Attributes:
-        graph: Dispatcher-level ops with their casts; one placeholder for each of the
-            node's distinct inputs. None where no cast is needed.
-        decisions: The ops with a policy, in call order.
+        graph: Dispatcher-level ops with their casts, with one placeholder for each distinct input
+            of the node. None if no cast is needed.
+        decisions: Decisions on the ops with a policy, in call order.
     """
 
     graph: fx.Graph | None
@@ -108,15 +108,15 @@ class Decomposed:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Describes a node's surroundings: which casts apply, and whether gradients are recorded.
+    """Autocast state and grad mode at a node.
 
     Attributes:
-        state: Which devices autocast to which dtype.
+        state: The autocast dtype of each device.
         is_grad_enabled: Whether gradients are recorded.
-        is_bare: Whether the program has no region on here: what autocasts is the one that a
-            graph in the bare way is, which Dynamo knew nothing of when it captured.
-        is_branch: Whether this is a branch of ``cond``, which traces its own backward with the
-            autocast cache off: each use of a weight there has a cast of its own.
+        is_bare: Whether the program is in no region here. The state then comes from the options of
+            amp_fx, and Dynamo captured the node without autocast.
+        is_branch: Whether the node is in a branch of ``cond``. Such a branch traces its backward
+            with the autocast cache off, so each use of a weight has a separate cast.
     """
 
     state: AutocastState
@@ -125,16 +125,16 @@ class Site:
     is_branch: bool = False
 
     def without_cast_cache(self) -> Site:
-        """Returns this place where eager autocast shares no casts."""
+        """Returns this site with eager autocast's weight cache disabled."""
         return dataclasses.replace(self, state=dataclasses.replace(self.state, cache_enabled=False))
 
     def without_autocast(self) -> Site:
-        """Returns this place with no region on, as the program has it."""
+        """Returns this site with autocast disabled."""
         return dataclasses.replace(self, state=self.state.turned_off())
 
 
 class Decomposer:
-    """Opens the nodes of one graph; equal calls are traced once."""
+    """Decomposes the nodes of one graph; equal calls are traced once."""
 
     def __init__(
         self, policy: Policy, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
@@ -146,15 +146,15 @@ class Decomposer:
         self._memo: dict[Any, Decomposed | NotPlainError] = {}
 
     def open(self, node: fx.Node, site: Site) -> tuple[Decomposed, list[Any]]:
-        """Opens one call node.
+        """Decomposes one call node.
 
         Returns:
-            What was found, and the node's distinct inputs (nodes) in the order of the
-            placeholders of ``Decomposed.graph``.
+            The decomposition, and the node's distinct input nodes in the order of the placeholders
+            of ``Decomposed.graph``.
 
         Raises:
-            NotPlainError: The node's effect cannot be seen by tracing it.
-            BannedOpError: The node makes an op that autocast bans.
+            NotPlainError: The node cannot be traced.
+            BannedOpError: The node calls an op that autocast bans.
             PolicyError: A rule of the policy failed; the message names the node.
         """
         inputs = node.all_input_nodes
@@ -168,10 +168,10 @@ class Decomposer:
                 raise PolicyError(f"{error} (node {node.format_node()})") from error
             except NotPlainError as error:
                 self._memo[key] = error
-        found = self._memo[key]
-        if isinstance(found, NotPlainError):
-            raise found
-        return found, inputs
+        result = self._memo[key]
+        if isinstance(result, NotPlainError):
+            raise result
+        return result, inputs
 
     def _trace(
         self,
@@ -186,8 +186,8 @@ class Decomposer:
         try:
             return self._trace_on(values, node, site, _PolicyTable(resolver, site.state, stack))
         except NotPlainError:
-            # C++ kernels of some composite ops (``upsample_*.vec``) take no symbolic sizes. A trace
-            # on the sizes of the call at hand tells whether they call an op with a policy.
+            # C++ kernels of some composite ops (``upsample_*.vec``) accept no symbolic sizes. A
+            # trace with hints shows whether they call an op with a policy.
             hinted = [_with_hints(value) for value in values]
             if all(map(operator.is_, values, hinted)):
                 raise
@@ -215,16 +215,17 @@ class Decomposer:
         if not table.num_changed:
             return Decomposed(None, tuple(table.decisions))
         if any(n.op == "get_attr" for n in graph.nodes):
-            raise NotPlainError(f"{node.target} makes a tensor that a trace would bake in")
+            raise NotPlainError(f"a trace of {node.target} would contain a constant tensor")
         return Decomposed(graph, tuple(table.decisions))
 
 
 def _metadata_without_guards(
     fake_mode: FakeTensorMode | None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Keeps traces from adding guards on the memory format of results, which nothing reads.
+    """Context in which traces do not guard on the memory format of results.
 
-    Dynamo cannot check guards on the ragged size of a nested tensor that the graph itself makes.
+    Dynamo cannot check such guards on the ragged size of a nested tensor that the graph creates,
+    and the memory format in the metadata is not used.
 
     Relies on ``torch.fx.experimental.proxy_tensor._extract_tensor_metadata``.
     """
@@ -241,24 +242,24 @@ def _metadata_without_guards(
 
 
 def _with_hints(value: Any) -> Any:
-    """Returns a value with symbolic sizes and strides replaced by those of the call at hand.
+    """Replaces symbolic sizes and strides by their hints.
 
-    Anything else, tensor subclasses included, is returned as it is.
+    Returns other values unchanged, including tensor subclasses.
     """
     is_plain = isinstance(value, FakeTensor) and value.layout is torch.strided
     if not is_plain or not is_symbolic(value):
         return hint(value)
-    sizes, strides = ([hint(n) for n in each] for each in (value.size(), value.stride()))
+    sizes, strides = list(map(hint, value.size())), list(map(hint, value.stride()))
     with value.fake_mode:
         hinted = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
     return hinted.requires_grad_(value.requires_grad)
 
 
 class _PolicyTable:
-    """The cast policies as a decomposition table that is worked out op by op.
+    """Lazy decomposition table that applies a policy.
 
-    An op that is met gets its casts and is recorded whole; an unlisted composite op is
-    decomposed, and the decomposition kept only if a cast came out of it.
+    An op with a policy is recorded with its casts. A composite op without a policy is decomposed,
+    but its decomposition is discarded if it contains no casts.
     """
 
     def __init__(self, resolver: Resolver, state: AutocastState, stack: ModuleStack) -> None:
@@ -285,7 +286,7 @@ class _PolicyTable:
             self._is_settled = False
             return NotImplemented
         has_policy = False
-        is_float8 = False  # such a call is spelled out also where it needs no cast
+        is_float8 = False  # float8 products are decomposed even if they need no cast
         restored_dtype = None
         call = (op, args, kwargs)
         for device_type in self._state.enabled:
@@ -294,7 +295,7 @@ class _PolicyTable:
             decision = self._resolver.decide(call, device_type, self._stack)
             low_dtype = self._state.low_dtype(device_type)
             if decision is None:
-                _refuse_own_kernel(op, device_type, low_dtype)
+                _reject_opaque_kernel(op, device_type, low_dtype)
                 report_mixture(call, device_type)
                 continue
             has_policy = True
@@ -302,8 +303,8 @@ class _PolicyTable:
             if decision.is_float8(op):
                 policy, is_float8 = CastPolicy.FLOAT8, True
             self.decisions.append(OpDecision(name, device_type, policy, origin))
-            is_wide = policy is CastPolicy.LOWER_PRECISION_WIDE
-            if is_wide and can_give_float32(call, device_type):
+            has_float32_result = policy is CastPolicy.LOWER_PRECISION_WIDE
+            if has_float32_result and can_give_float32(call, device_type):
                 return self._with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
@@ -311,7 +312,7 @@ class _PolicyTable:
             self.num_changed += 1
             self._is_settled = True
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
-        return NotImplemented if has_policy else self._look_into(op, args, kwargs)
+        return NotImplemented if has_policy else self._decompose(op, args, kwargs)
 
     def _with_float32_result(self, call: Call, low_dtype: torch.dtype) -> torch.Tensor:
         self.num_changed += 1
@@ -321,7 +322,7 @@ class _PolicyTable:
         finally:
             self._is_replacing = False
 
-    def _look_into(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _decompose(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = _function_of(op, args)
         if function is None:
             return NotImplemented
@@ -335,7 +336,7 @@ _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns a function that calls the ops inside an op; None if the op stays whole."""
+    """Returns a function that calls the ops inside an op; None if the op is not decomposed."""
     if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
         return OPENED[op]
     if op._schema.is_mutable or not is_composite(op):
@@ -344,37 +345,39 @@ def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | 
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Returns True if an op's kernel for every device is one that calls other ops.
+    """Returns True if an op has a composite C++ kernel, which calls other ops.
 
-    It is C++'s own that counts, and that is called: ``OpOverload.decompose`` prefers a Python
-    decomposition, which eager code never runs and which may call other ops (``upsample_*.vec``).
+    Python decompositions do not count: eager code never runs them, and they may call other ops than
+    the C++ kernel (``upsample_*.vec``). ``OpOverload.decompose`` would prefer them.
     """
     name = qualified_name(op)
     return has_kernel_for(name, _COMPOSITE.name)
 
 
-def _refuse_own_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
-    """A library that registers its own autocast kernel knows its op best: leave it whole."""
+def _reject_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
+    """Raises if an op has an autocast kernel of a library, or a kernel that casts internally."""
     if op.namespace != "aten" and has_autocast_kernel(op, device_type):
-        raise NotPlainError(f"{qualified_name(op)} brings its own autocast kernel")
+        raise NotPlainError(f"{qualified_name(op)} has an autocast kernel of its library")
     result = opaque_result(qualified_name(op), device_type)
     if result is not None:
         raise OpaqueKernelError(qualified_name(op), low_dtype, result)
 
 
 @contextlib.contextmanager
-def _rolled_back_unless(tracer: MakefxTracer | None, is_kept: Callable[[], bool]) -> Iterator[None]:
-    """Removes the nodes that are traced inside, unless they turn out to be wanted."""
+def _rolled_back_unless(
+    tracer: MakefxTracer | None, is_changed: Callable[[], bool]
+) -> Iterator[None]:
+    """Context whose traced nodes are removed at the end unless ``is_changed`` returns True."""
     assert tracer is not None
     assert tracer.fx_tracer is not None
     fx_tracer = tracer.fx_tracer
     before = set(fx_tracer.graph.nodes)
     symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
     expressions = dict(fx_tracer.sympy_expr_tracker)
-    # A call that returns its input, such as ``to``, makes itself the tensor's source.
+    # A call that returns its input, such as ``to``, replaces the proxy of the input.
     tensors = list(fx_tracer.tensor_tracker.items())
     yield
-    if is_kept():
+    if is_changed():
         return
     for node in reversed(list(fx_tracer.graph.nodes)):
         if node not in before:
@@ -386,11 +389,11 @@ def _rolled_back_unless(tracer: MakefxTracer | None, is_kept: Callable[[], bool]
 
 
 def call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
-    """Equal for two calls whose traces are equal: target, constants, input metadata."""
+    """Returns a key of a call's target, constants and input metadata, equal for equal traces."""
     index = {n: i for i, n in enumerate(inputs)}
     metadata = tuple(_value_key(value_of(n)) for n in inputs)
-    # Two nodes may stand for one tensor (``x.float()`` of a float32 ``x`` is ``x``), and the
-    # trace then knows them as one: such a call is not that of two tensors.
+    # Two nodes may have the same tensor as value (``x.float()`` is ``x`` if ``x`` is float32). The
+    # trace then has one input for both, so it must not be reused for two different tensors.
     values = [id(value_of(n)) for n in inputs]
     identity = tuple(map(values.index, values))
     constants = repr(map_aggregate((node.args, node.kwargs), lambda a: _leaf_key(a, index)))
@@ -410,21 +413,20 @@ def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
 
 def _value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        size = tuple(map(str, value.size()))
         stride = tuple(map(str, value.stride())) if value.layout is torch.strided else None
-        return (
-            *(type(value), tuple(map(str, value.size())), stride, value.dtype, value.device),
-            *(value.layout, value.requires_grad, value.is_conj(), value.is_neg()),
-        )
+        flags = value.requires_grad, value.is_conj(), value.is_neg()
+        return type(value), size, stride, value.dtype, value.device, value.layout, flags
     if isinstance(value, (tuple, list)):
         raise NotPlainError("an input is a tuple of tensors")
     return type(value), str(value)
 
 
 def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _PolicyTable) -> fx.Graph:
-    """Traces one call to ops as the autocast keys of the dispatcher would see them.
+    """Traces a call into the ops that reach the autocast keys of the dispatcher.
 
-    Relies on ``MakefxTracer`` (what ``make_fx`` runs), whose decomposition table is
-    replaced by a lazy one; ``make_fx`` itself would copy the table into a dict.
+    Relies on ``MakefxTracer``, the implementation of ``make_fx``. ``make_fx`` itself would copy the
+    lazy decomposition table into a dict.
 
     Raises:
         NotPlainError: The call cannot be traced.
@@ -456,13 +458,13 @@ def inline(
     inputs: list[fx.Node],
     evaluate_node: Callable[[fx.Node], None],
 ) -> int:
-    """Replaces a node by the graph that it was decomposed into.
+    """Replaces a node by its decomposition.
 
     Returns:
         The number of casts among the new nodes.
 
     Raises:
-        NotPlainError: A user takes the node's tuple of results whole.
+        NotPlainError: A user of the node reads its tuple of results other than by item.
     """
     assert decomposed.graph is not None
     placeholders = decomposed.graph.find_nodes(op="placeholder")
@@ -495,7 +497,7 @@ def _op_name(op: fx.Node) -> str | None:
 
 
 def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.Node]) -> None:
-    """Makes a node's users use ``result``: a node, or a tuple of them."""
+    """Replaces a node by ``result``, which is a node or a tuple of nodes."""
     name = node.name
     if isinstance(result, fx.Node):
         if result in fresh:
@@ -503,12 +505,12 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
         if result in fresh:
-            result.name = name  # free again: ``_rename`` would number it
+            result.name = name  # unused since the erasure, but ``_rename`` would add a number
         return
     captured = captured_value(node)
     for user in list(node.users):
         if not is_getitem(user):
-            raise NotPlainError(f"{node} returns a tuple that {user} takes whole")
+            raise NotPlainError(f"{user} reads the whole tuple that {node} returns")
         item = result[user.args[1]]
         if item in fresh:
             _inherit(item, captured[user.args[1]], decomposed)
@@ -518,16 +520,16 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
 
 
 def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
-    """Gives a result what was known of the node, and decisions on ops that left the graph."""
+    """Records the captured value, and the decisions on ops that the graph no longer contains."""
     assert decomposed.graph is not None
     names = {_op_name(op) for op in decomposed.graph.nodes}
-    gone = [decision for decision in decomposed.decisions if decision.node_op not in names]
+    removed = [decision for decision in decomposed.decisions if decision.node_op not in names]
     CAPTURED.put(result, captured)
-    DECISIONS.put(result, (*DECISIONS.of(result), *gone))
+    DECISIONS.put(result, (*DECISIONS.of(result), *removed))
 
 
 def spell_out_tuples(node: fx.Node) -> None:
-    """Replaces an input that is a tuple of tensors by its items, which can be cast."""
+    """Replaces inputs that are tuples of tensors by their items, which can be cast."""
     for source in node.all_input_nodes:
         value = value_of(source)
         if isinstance(value, (tuple, list)) and tensors_in(value):

@@ -1,4 +1,4 @@
-"""Evaluates islands: nodes that stay as they are and run under native autocast."""
+"""Evaluates islands: nodes that no pass rewrites and that run under native autocast."""
 
 from __future__ import annotations
 
@@ -36,39 +36,40 @@ if TYPE_CHECKING:
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 TRANSFORM = "torch.func transform"
-"""``metadata.ISLAND`` of nodes inside a torch.func transform or a level of forward-mode AD."""
+"""Value of ``metadata.ISLAND`` for nodes inside a torch.func transform or a forward-mode AD level.
+"""
 
 
 def is_bare_function(node: fx.Node) -> bool:
-    """Returns True if a node is a ``torch.autograd.Function`` where the program has no region on.
+    """Returns True if a node is a ``torch.autograd.Function`` outside of the program's regions.
 
-    Its forward and backward were captured for the dtypes that they get there, and
-    ``torch.amp.custom_fwd`` did nothing: the function runs as it does uncompiled.
+    Dynamo captured its forward and backward for the program's dtypes, and ``torch.amp.custom_fwd``
+    was a no-op. The function therefore runs without autocast.
     """
     is_function = getattr(node.target, "__name__", "") == "autograd_function_apply"
     return is_function and SITE.of(node).is_bare
 
 
 def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yields the nodes in order; those of one transform come together."""
-    together: list[fx.Node] = []
+    """Yields the nodes in order, one by one or as the list of nodes of one transform."""
+    transform: list[fx.Node] = []
     for node in list(graph.nodes):
         if node._erased:
             continue
         if ISLAND.get(node) == TRANSFORM:
-            together.append(node)
+            transform.append(node)
             continue
-        if together:
-            yield together
-            together = []
+        if transform:
+            yield transform
+            transform = []
         yield [node]
 
 
 def evaluate_island(
     node: fx.Node, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
-    """Runs one island under native autocast, as it will be run, and records its value."""
-    _lay_down_policy([node], frame)
+    """Evaluates an island under native autocast and records its value."""
+    _resolve_module_policy([node], frame)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
     if not tensors_in(args, kwargs):
@@ -81,11 +82,12 @@ def evaluate_island(
 def evaluate_together(
     nodes: list[fx.Node], fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
-    """Runs the nodes of one transform, whose inner values are wrapped or dual.
+    """Evaluates the nodes of one transform and records the values of its results.
 
-    Only what leaves the transform gets its value; wrapped tensors must not outlive it.
+    Values inside the transform are wrapped or dual tensors, which must not outlive it. For their
+    nodes, the captured values are recorded.
     """
-    _lay_down_policy(nodes, frame)
+    _resolve_module_policy(nodes, frame)
     values: dict[fx.Node, Any] = {}
     with (
         native_autocast(nodes[0], fake_mode),
@@ -93,22 +95,25 @@ def evaluate_together(
         contextlib.ExitStack() as dual_level,
     ):
         for node in nodes:
-            given = node.args, node.kwargs
-            args, kwargs = map_arg(given, lambda n: values.get(n, value_of(n)))
+            arguments = node.args, node.kwargs
+            args, kwargs = map_arg(arguments, lambda n: values.get(n, value_of(n)))
             values[node] = call_on_fakes(node, args, kwargs)
             if node.target is enter_dual_level:
-                # All threads share this level, so only the one that entered it can exit it.
+                # The level is global to all threads. If an error leaves it open, no other code
+                # can exit it.
                 dual_level.callback(exit_dual_level, level=values[node])
             elif node.target is exit_dual_level:
                 dual_level.pop_all()
-    inside = set(nodes)
     for node in nodes:
-        is_result = not set(node.users) <= inside
+        is_result = not set(node.users).issubset(nodes)
         set_value(node, values[node] if is_result else captured_value(node))
 
 
-def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
-    """Gives islands the policy of their module: where they run, no module does."""
+def _resolve_module_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
+    """Replaces the policy of islands by its rules for their module.
+
+    When the compiled graph runs, no module is being called.
+    """
     site = SITE.of(nodes[0])
     policy = site.state.policy
     if policy is None or not policy.resolver.depends_on_module:
@@ -120,7 +125,7 @@ def _lay_down_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
 
 @contextlib.contextmanager
 def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Sets up the evaluation of an opaque region: fake tensors, the autocast state at its site."""
+    """Context with fake tensors and the autocast state, grad mode and policy of a node's site."""
     site = SITE.of(node)
     with (
         analysis(fake_mode, is_grad_enabled=site.is_grad_enabled),

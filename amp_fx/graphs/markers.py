@@ -1,4 +1,4 @@
-"""Nodes that enter and exit autocast regions, with their policies, when a graph runs."""
+"""Markers: nodes that enter and exit autocast regions and policies when a graph runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKERS = (*ENTERS, *EXITS)
 def enter_region(
     graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
 ) -> list[fx.Node]:
-    """Adds the nodes that enter regions of ``torch.autocast``, and a policy; returns them."""
+    """Adds and returns nodes that enter regions of ``torch.autocast``, and a policy."""
     enters = [graph.call_function(enter_autocast, region) for region in regions]
     if policy is not None:
         enters.append(graph.call_function(enter_policy, (pin(policy),)))
@@ -31,7 +31,7 @@ def enter_region(
 
 
 def exit_region(graph: fx.Graph, enters: list[fx.Node]) -> list[fx.Node]:
-    """Adds the nodes that exit what ``enter_region`` entered; returns them."""
+    """Adds and returns the nodes that exit the regions of ``enter_region``."""
     counterparts: dict[Any, Any] = dict(zip(ENTERS, EXITS, strict=True))
     return [graph.call_function(counterparts[node.target], (node,)) for node in reversed(enters)]
 

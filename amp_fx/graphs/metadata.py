@@ -1,4 +1,4 @@
-"""Accessors for the keys that we write into ``node.meta``, one for each key."""
+"""Accessors for the keys of ``node.meta`` that amp_fx uses."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ class Key(Generic[T]):
     name: str
 
     def of(self, node: fx.Node) -> T:
-        """Returns the node's value, which must exist."""
-        found: T = node.meta[self.name]
-        return found
+        """Returns a node's value, which must exist."""
+        value: T = node.meta[self.name]
+        return value
 
     def get(self, node: fx.Node) -> T | None:
-        """Returns what a node has; None if it has nothing."""
+        """Returns a node's value; None if it has none."""
         return node.meta.get(self.name)
 
     def is_on(self, node: fx.Node) -> bool:
-        """Returns True if a node has something, which may be None."""
+        """Returns True if a node has a value, which may be None."""
         return self.name in node.meta
 
     def put(self, node: fx.Node, value: T) -> None:
-        """Records what a node has."""
+        """Sets a node's value."""
         node.meta[self.name] = value
 
     def drop(self, node: fx.Node) -> None:
-        """Takes it off."""
+        """Deletes a node's value."""
         del node.meta[self.name]
 
 
 SITE: Key[Site] = Key("site")
-"""The region and grad mode that a node stands in (``mark_regions``)."""
+"""The region and grad mode of a node (``mark_regions``)."""
 ISLAND: Key[str] = Key("island")
-"""Why a node stays as it is, under native autocast: it is opaque to the passes."""
+"""The reason why a node is opaque to the passes and runs under native autocast."""
 IS_WRAPPED: Key[bool] = Key("is_wrapped_island")
-"""Markers stand around an island (``wrap_islands``)."""
+"""An island is surrounded by markers (``wrap_islands``)."""
 CAPTURED: Key[Any] = Key("captured")
-"""The value that capture recorded."""
+"""The value that Dynamo or ``torch.export`` recorded."""
 VALUE: Key[Any] = Key("val")
-"""The value after rewriting, torch's own key (``values.set_value``)."""
+"""The value after rewriting, under torch's key (``values.set_value``)."""
 EXAMPLE_VALUE: Key[Any] = Key("example_value")
-"""The same under Dynamo's key."""
+"""The same value under Dynamo's key."""
 VERSION: Key[tuple[int, int] | None] = Key("version")
-"""The version that the value has where the node stands (``values.version_of``)."""
+"""The version of the value when the node was evaluated (``values.version_of``)."""
 DECISIONS: Key[tuple[OpDecision, ...]] = Key("decisions")
-"""The ops with a policy that were met when the node was decomposed."""
+"""The ops with a policy in the decomposition of a node."""
 CAST: Key[Cast] = Key("cast")
-"""The record of a cast that a pass put in (``casts``)."""
+"""The description of an inserted cast (``casts``)."""
 RANGE_NOTE: Key[str] = Key("range_guard")
-"""Which number the low dtype could not hold, and what was done about it."""
+"""A number that the low dtype cannot represent, and its treatment (``range_guard``)."""
 FLOAT8_NOTE: Key[str] = Key("float8")
-"""How a product runs in float8, or why it does not (``quantize_products``)."""
+"""How a product runs in float8, or the reason why it does not (``quantize_products``)."""
 HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
-"""The graphs of a higher-order op hold casts of their own (``bodies``)."""
+"""The bodies of a higher-order op contain inserted casts (``bodies``)."""
 CONSTANT: Key[torch.Tensor] = Key("amp_fx_constant")
-"""The tensor of a ``get_attr`` node of what is computed from weights (``weights.split``)."""
+"""The tensor of a ``get_attr`` node in ``prepare`` (``weights.split``)."""
 IS_CACHED: Key[bool] = Key("is_cached")
 """The result of a cast is cached across calls (``explanation.recorder``)."""
 STORED_LOW: Key[int] = Key("stored_low")
-"""How many casts of a weight went when it came to be stored low (``store_weights_low``)."""
+"""Number of casts that were removed because their weight is stored low (``store_weights_low``)."""
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", SITE.name)
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
-    """Returns the metadata of a node that nodes made from it keep."""
+    """Returns the metadata that a node passes on to the nodes that replace it."""
     return {key: node.meta[key] for key in _PROVENANCE if key in node.meta}

@@ -1,9 +1,10 @@
-"""Tests if an op takes the mixture of dtypes that a rewrite brings to it.
+"""Tests whether ops accept the mixtures of dtypes that a rewrite produces.
 
-In the bare way in, Python code that reads dtypes was captured with float32
-(``torch.zeros(n, dtype=x.dtype).index_add_(0, index, source)``), and its partner may now
-be low. Some ops promote, some mix on purpose (``batch_norm``), some raise, and the fake
-kernels do not tell. So the kernel is asked: it is run, once per op and mixture, on zeros.
+Without an ambient region, Dynamo captures dtypes that Python code reads as float32, as in
+``torch.zeros(n, dtype=x.dtype).index_add_(0, index, source)``. After the rewrite, another input of
+the op may be low. Some ops promote, some accept mixtures on purpose (``batch_norm``), others raise,
+and fake kernels do not show which. The real kernel is therefore run on zeros, once per op and
+mixture.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ _PROMOTING = frozenset(
 ) | frozenset(("iadd", "isub", "imul", "itruediv", "getitem", "setitem"))
 
 _MAX_ELEMENTS = 2**26
-"""Larger inputs are not tried out: 256 MB of zeros."""
+"""Maximum number of elements to test with: 256 MB of zeros."""
 
 
 class MixtureProbe:
-    """Asks kernels, and remembers the answers for one graph."""
+    """Tests of one graph's ops, each run once."""
 
     def __init__(self) -> None:
-        self._answers: dict[Any, bool] = {}
+        self._results: dict[Any, bool] = {}
 
     def takes(self, node: fx.Node) -> bool:
-        """Returns True if a node's op runs on the dtypes that it now gets.
+        """Returns True if a node's op accepts the current dtypes of its inputs.
 
-        True, too, where nothing can be learnt: the dtypes do not differ among
-        themselves, or the op does not run here even on the captured dtypes.
+        Also returns True if the dtypes are equal, or if the op cannot run on this machine even
+        with the captured dtypes.
         """
         dtypes = tuple(t.dtype for n in node.all_input_nodes for t in tensors_in(value_of(n)))
         if len({d for d in dtypes if d.is_floating_point}) < 2 or name_of(node) in _PROMOTING:
             return True
         key = (node.op, node.target, dtypes)
-        if key not in self._answers:
-            self._answers[key] = _runs(node, value_of) or not _runs(node, captured_value)
-        return self._answers[key]
+        if key not in self._results:
+            self._results[key] = _runs(node, value_of) or not _runs(node, captured_value)
+        return self._results[key]
 
 
 def _runs(node: fx.Node, value: Any) -> bool:
-    """Returns True if a node's op runs on zeros like its inputs' values, on the CPU."""
+    """Returns True if a node's op runs on the CPU, on zeros with the metadata of its inputs."""
     inputs = {n: value(n) for n in node.all_input_nodes}
     if sum(num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
         return True

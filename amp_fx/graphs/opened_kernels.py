@@ -1,7 +1,7 @@
-"""Kernels that call other ops, as Python functions that a trace can follow.
+"""Traceable Python versions of kernels that call other ops.
 
-Eager autocast casts for the ops that such a kernel calls. A trace sees only the kernel's own op,
-which has no policy, and AOTAutograd calls it with autocast off.
+Eager autocast casts for the ops inside such a kernel. A trace records only the outer op, which has
+no policy, and AOTAutograd calls that op with autocast off.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def transformer_encoder_layer(
     mask: torch.Tensor | None = None,
     mask_type: int | None = None,
 ) -> torch.Tensor:
-    """Computes what ``aten::_transformer_encoder_layer_fwd`` does, with the same arguments.
+    """Traceable version of ``aten::_transformer_encoder_layer_fwd``.
 
     ``torch.nn.TransformerEncoderLayer`` calls the op in evaluation mode. ``src`` has the shape
-    (batch, sequence, ``embed_dim``), and is not nested. The ops are those of
+    (batch, sequence, ``embed_dim``) and is not nested. Calls the same ops as
     ``transformer_encoder_layer_forward`` in ``ATen/native/transformers/transformer.cpp``.
     """
     if src.numel() == 0:
@@ -54,7 +54,15 @@ def transformer_encoder_layer(
 
     x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
     x = native_multi_head_attention(
-        *(x, x, x, embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias),
+        x,
+        x,
+        x,
+        embed_dim,
+        num_heads,
+        qkv_weight,
+        qkv_bias,
+        proj_weight,
+        proj_bias,
         mask=mask,
         need_weights=False,
         average_attn_weights=True,
@@ -81,10 +89,10 @@ def _add_in_place(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 OPENED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
 }
-"""Functions for ops; they take the ops' arguments, which must not require gradients."""
+"""Traceable versions by op. Their arguments must not require gradients."""
 
 
 def is_opened(node: fx.Node) -> bool:
-    """Returns True if a captured node calls one of the ops that are opened."""
+    """Returns True if a captured node calls an op of ``OPENED``."""
     name = getattr(node.target, "__name__", "")
     return any(op._schema.name == f"aten::{name}" for op in OPENED)

@@ -1,4 +1,4 @@
-"""Finds a node in the user's program: module path, class, source line, names."""
+"""Maps nodes to the user's program: module path, class, source line, names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]*)\n?\s*([^\n]*)')
 
 
 class Line(NamedTuple):
-    """A line of the program, in the function that was being called."""
+    """Line of the user's program."""
 
     file: str
     number: int
@@ -28,13 +28,13 @@ class Line(NamedTuple):
 
 
 def lines_of(node: fx.Node) -> list[Line]:
-    """The lines that called what a node does, the outermost function's first."""
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    return [Line(file, int(number), name, code.strip()) for file, number, name, code in found]
+    """Returns the stack of lines that created a node, outermost first."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return [Line(file, int(number), name, code.strip()) for file, number, name, code in frames]
 
 
 class Place(NamedTuple):
-    """Describes where an op is in the user's program.
+    """Location of an op in the user's program.
 
     Attributes:
         module: The path of the innermost module around it; empty in the outermost one.
@@ -59,14 +59,14 @@ class Place(NamedTuple):
 
 
 def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> Place:
-    """The innermost module and source line that a node was captured in."""
+    """Returns the innermost module and source line of a node."""
     module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
     file, line, _, code = [Line("", 0, "", ""), *lines_of(node)][-1]
     return Place(module, module_type, file, line, code)
 
 
 def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:
-    """The modules that a node stands in with their classes, from the outside in."""
+    """Returns the classes of the modules around a node by path, outermost first."""
     return {name: _class_name(kind) for _, kind, name in module_stack(node, frame)}
 
 
@@ -76,15 +76,15 @@ def _class_name(kind: Any) -> str:
 
 
 def module_types(gm: fx.GraphModule, frame: CompileFrame) -> dict[str, str]:
-    """Classes of all modules that nodes of a graph stand in, by path."""
-    found: dict[str, str] = {}
+    """Returns the classes of all modules around nodes of a graph by path."""
+    types: dict[str, str] = {}
     for node in gm.graph.nodes:
-        found |= _modules_around(node, frame)
-    return dict(sorted(found.items()))
+        types |= _modules_around(node, frame)
+    return dict(sorted(types.items()))
 
 
 def input_path(node: fx.Node, frame: CompileFrame = NO_FRAME) -> str:
-    """A parameter's or buffer's path (``layers.0.weight``), or an argument's name."""
+    """Returns the path of a parameter or buffer (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
     name = source.name if source is not None else str(node.target)
     path = variable_path(name() if callable(name) else name, frame)
@@ -92,9 +92,12 @@ def input_path(node: fx.Node, frame: CompileFrame = NO_FRAME) -> str:
 
 
 def _named_argument(path: str, frame: CompileFrame) -> str:
-    """``"input_ids"`` for ``"args.0"`` or ``"kwargs.input_ids"``, what a wrapped forward takes."""
+    """Returns the parameter name of an argument of a wrapped forward.
+
+    For example, ``"args.0"`` and ``"kwargs.input_ids"`` become ``"input_ids"``.
+    """
     first, _, rest = path.partition(".")
-    name, _, more = rest.partition(".")
+    name, _, suffix = rest.partition(".")
     if first not in ("args", "kwargs") or not name or frame.root is None:
         return path
     try:
@@ -102,17 +105,17 @@ def _named_argument(path: str, frame: CompileFrame) -> str:
     except (TypeError, ValueError):
         return path
     if first == "args":
-        places = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if not name.isdigit() or int(name) >= len(places):
+        names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if not name.isdigit() or int(name) >= len(names):
             return path
-        name = places[int(name)]
+        name = names[int(name)]
     elif name not in parameters:
         return path
-    return f"{name}.{more}" if more else name
+    return f"{name}.{suffix}" if suffix else name
 
 
 def short_path(file: str) -> str:
-    """A source file as a person tells it: from the working folder, or by its last names."""
+    """Returns a file relative to the working directory, or its last two path components."""
     path = Path(file)
     if "ipykernel" in file:
         return "notebook cell"
@@ -122,7 +125,7 @@ def short_path(file: str) -> str:
 
 
 def op_name(node: fx.Node) -> str:
-    """Names what a node calls, as a person would write it."""
+    """Returns the target of a node as it is written in code, such as ``F.linear``."""
     if node.op == "call_method":
         return f".{node.target}"
     if node.op != "call_function":

@@ -1,10 +1,11 @@
-"""Runs one call of eager code under a policy, as the passes treat a node.
+"""Runs calls of eager code under a policy, with the same results as the passes.
 
-A call is decomposed once, on fake tensors (``decompose``), and its ops run with their casts. A
-call that the policy treats as PyTorch does runs as it is, under native autocast.
+A call is decomposed once, on fake tensors (``decompose``), and its ops run with their casts. If the
+policy and PyTorch agree on a call, the call runs unchanged under native autocast. Casts are not
+cached.
 
-Left alone on purpose: calls in place, calls that take functions (higher-order ops, hooks), nested
-tensors, and what cannot be traced. They run under native autocast. Casts are not cached.
+Also run under native autocast, on purpose: in-place calls, calls with function arguments
+(higher-order ops, hooks), nested tensors, and calls that cannot be traced.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 class _State(threading.local):
     is_decided = False
-    """A mode has decided on the call that runs: modes around it do nothing."""
+    """True while a call runs that a mode has handled; outer modes ignore it."""
 
 
 _state = _State()
@@ -58,7 +59,7 @@ _state = _State()
 def find_call(
     number: int, func: Any, args: tuple[Any, ...], kwargs: Any
 ) -> _Native | _Rewritten | None:
-    """Returns what runs a call under a policy; None if autocast has nothing to do with it."""
+    """Returns a runner of a call under a policy; None if autocast does not affect the call."""
     if _state.is_decided or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return None
     tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
@@ -70,27 +71,27 @@ def find_call(
 
 
 def _is_enabled(device_type: str) -> bool:
-    is_known = torch.amp.is_autocast_available(device_type)
-    return is_known and torch.is_autocast_enabled(device_type)
+    is_available = torch.amp.is_autocast_available(device_type)
+    return is_available and torch.is_autocast_enabled(device_type)
 
 
 _EFFECTS = ("__get__", "__set__", "__delete__", "__setitem__", "backward", "register_hook", "grad")
 
 
 def _has_effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True for functions that do more than compute tensors of tensors."""
+    """Returns True for calls with side effects or function arguments."""
     name = getattr(func, "__name__", "")
     if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
         return True
     if isinstance(func, HigherOrderOperator):
         return True
-    found: list[Any] = []
-    map_aggregate((args, kwargs), lambda leaf: found.append(callable(leaf)))
-    return any(found)
+    leaves: list[bool] = []
+    map_aggregate((args, kwargs), lambda leaf: leaves.append(callable(leaf)))
+    return any(leaves)
 
 
 def outside_of_dynamo(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function, and keeps Dynamo, if it is there at all, from compiling its frames."""
+    """Calls a function whose frames Dynamo must not compile. Does not import Dynamo."""
     return _disabled_call()(function, *args) if "torch._dynamo" in sys.modules else function(*args)
 
 
@@ -105,10 +106,10 @@ def _disabled_call() -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Native:
-    """Runs a call as it is."""
+    """Runs a call unchanged."""
 
     is_off: bool = False
-    """Autocast is off: the policy has nothing for the call, and PyTorch has."""
+    """Whether autocast is off, because PyTorch casts for the call and the policy does not."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _decided(), no_autocast() if self.is_off else contextlib.nullcontext():
@@ -121,10 +122,10 @@ class _Rewritten:
 
     graph: fx.Graph
     float8: dict[str, OpDecision]
-    """The decisions on products that run in float8, by op."""
+    """Decisions on products that run in float8, by op."""
     number: int
     result_type: type
-    """The class of what the call returns: ``torch.topk`` returns a named tuple."""
+    """Class of the result: ``torch.topk`` returns a named tuple, for example."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _, tensors = _as_node(func, args, kwargs)
@@ -147,14 +148,15 @@ class _Rewritten:
         def uncast(source: fx.Node) -> Any:
             return env[source.all_input_nodes[0] if source.target is CAST else source]
 
-        given = map_arg((node.args, node.kwargs), uncast)
-        return self._run_float8((target, *given), (target, args, kwargs), decision)
+        uncast_args, uncast_kwargs = map_arg((node.args, node.kwargs), uncast)
+        call = (target, uncast_args, uncast_kwargs)
+        return self._run_float8(call, (target, args, kwargs), decision)
 
     def _run_float8(self, call: Call, lowered: Call, decision: OpDecision) -> Any:
-        """Runs a product in float8, if it fits and a leaf is its weight; else in the low dtype."""
+        """Runs a product with a weight in float8 if possible, else in the low dtype."""
         weight, has_rows = weight_of(call)
-        is_end = decision.origin == "table" and weight is not None and is_linear_end(weight)
-        if weight is None or is_end:
+        is_end_layer = decision.origin == "table" and weight is not None and is_linear_end(weight)
+        if weight is None or is_end_layer:
             return lowered[0](*lowered[1], **lowered[2])
         settings = policy_of(self.number).float8
         low_dtype = torch.get_autocast_dtype(decision.device_type)
@@ -182,7 +184,7 @@ def _decided() -> Iterator[None]:
 _calls: weakref.WeakKeyDictionary[Policy, dict[object, _Native | _Rewritten]] = (
     weakref.WeakKeyDictionary()
 )
-"""What was found out about calls, by policy; the entries hold no policy."""
+"""Runners of calls by policy. They refer to policies by number, not by reference."""
 _MAX_CALLS = 10_000
 
 
@@ -194,21 +196,21 @@ def _decided_call(
     stack = current_stack() if policy.resolver.depends_on_module else ()
     node, tensors = _as_node(func, args, kwargs)
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.size()):
-        return _find_out(node, tensors, site, number, stack)  # a symbol is of one graph
+        return _decompose_call(node, tensors, site, number, stack)  # symbols belong to one graph
     calls = _calls.setdefault(policy, {})
-    where = policy.resolver.stack_key(stack)
-    key = call_key(node, node.all_input_nodes), site, where, len(REGISTERED)
+    stack_key = policy.resolver.stack_key(stack)
+    key = call_key(node, node.all_input_nodes), site, stack_key, len(REGISTERED)
     if key not in calls:
         if len(calls) >= _MAX_CALLS:
             calls.clear()
-        calls[key] = _find_out(node, tensors, site, number, stack)
+        calls[key] = _decompose_call(node, tensors, site, number, stack)
     return calls[key]
 
 
 def _as_node(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.Node, list[torch.Tensor]]:
-    """Returns a call as a node of a graph of its own, and its distinct tensors."""
+    """Returns a call as the only node of a new graph, and its distinct tensors."""
     graph = fx.Graph()
     nodes: dict[int, fx.Node] = {}
 
@@ -221,46 +223,46 @@ def _as_node(
         return nodes[id(leaf)]
 
     node = graph.create_node("call_function", func, *map_aggregate((args, kwargs), as_placeholder))
-    return node, [VALUE.of(each) for each in node.all_input_nodes]
+    return node, [VALUE.of(placeholder) for placeholder in node.all_input_nodes]
 
 
-def _find_out(
+def _decompose_call(
     node: fx.Node, tensors: list[torch.Tensor], site: Site, number: int, stack: ModuleStack
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
     with _tracing_alone(), no_dispatch_modes(), no_function_modes(), _decided():
-        for each, tensor in zip(node.all_input_nodes, tensors, strict=True):
-            VALUE.put(each, _fake_of(tensor, fake_mode))
-        ours = _opened(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
+        for placeholder, tensor in zip(node.all_input_nodes, tensors, strict=True):
+            VALUE.put(placeholder, _fake_of(tensor, fake_mode))
+        custom = _decompose(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
         try:
-            theirs = _opened(node, site, Decomposer(default, fake_mode))
+            native = _decompose(node, site, Decomposer(default, fake_mode))
         except BannedOpError:
-            theirs = None
-        result_type = _result_type(node, ours, site, fake_mode)
-    if ours is None or (theirs is not None and _effect(ours) == _effect(theirs)):
+            native = None
+        result_type = _result_type(node, custom, site, fake_mode)
+    if custom is None or (native is not None and _effect(custom) == _effect(native)):
         return _Native()
-    if ours.graph is None:
+    if custom.graph is None:
         return _Native(is_off=True)
-    for each in ours.graph.nodes:
-        each.meta.clear()  # the fake values
-    float8 = {d.op: d for d in ours.decisions if d.policy is CastPolicy.FLOAT8}
-    return _Rewritten(ours.graph, float8, number, result_type)
+    for op in custom.graph.nodes:
+        op.meta.clear()  # frees the fake values
+    float8 = {d.op: d for d in custom.decisions if d.policy is CastPolicy.FLOAT8}
+    return _Rewritten(custom.graph, float8, number, result_type)
 
 
 def _result_type(
-    node: fx.Node, ours: Decomposed | None, site: Site, fake_mode: FakeTensorMode
+    node: fx.Node, decomposed: Decomposed | None, site: Site, fake_mode: FakeTensorMode
 ) -> type:
-    """Returns the class of what a call returns, where its ops return several tensors."""
-    if ours is None or ours.graph is None:
+    """Returns the class of a call's result; ``torch.Tensor`` if it is not a tuple or list."""
+    if decomposed is None or decomposed.graph is None:
         return torch.Tensor
-    outputs: Any = ours.graph.output_node().args[0]
+    outputs: Any = decomposed.graph.output_node().args[0]
     if not isinstance(outputs, (list, tuple)):
         return torch.Tensor
     with (
         analysis(fake_mode, is_grad_enabled=site.is_grad_enabled),
         site.state.applied(),
-        contextlib.suppress(Exception),  # a mixture of dtypes that only the casts make right
+        contextlib.suppress(Exception),  # without its casts, the op may reject mixed dtypes
     ):
         return type(evaluate(node))
     return type(outputs)
@@ -268,11 +270,11 @@ def _result_type(
 
 @contextlib.contextmanager
 def _tracing_alone() -> Iterator[None]:
-    """Keeps other threads from compiling while this one traces.
+    """Context in which other threads do not compile.
 
-    FX has one flag for all threads, which says that one of them traces; compiled functions refuse
-    to be called then, unless Dynamo compiles. Relies on ``convert_frame.compile_lock`` and
-    ``torch.compiler._compile_session_context``, with which Dynamo compiles.
+    FX has one global flag for tracing. While it is set, compiled functions raise an error unless
+    Dynamo compiles. Relies on ``convert_frame.compile_lock`` and
+    ``torch.compiler._compile_session_context``, which Dynamo uses when it compiles.
     """
     if "torch._dynamo" not in sys.modules:
         yield
@@ -284,7 +286,7 @@ def _tracing_alone() -> Iterator[None]:
 
 
 def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
-    """Returns a plain fake tensor with the metadata of one of any class."""
+    """Returns a plain fake tensor with the metadata of a tensor of any class."""
     if tensor.layout is not torch.strided:
         return tensor
     with fake_mode:
@@ -297,8 +299,8 @@ def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
         )
 
 
-def _opened(node: fx.Node, site: Site, decomposer: Decomposer) -> Decomposed | None:
-    """Returns what a call is decomposed into; None if it cannot be traced."""
+def _decompose(node: fx.Node, site: Site, decomposer: Decomposer) -> Decomposed | None:
+    """Returns the decomposition of a call; None if it cannot be traced."""
     try:
         return decomposer.open(node, site)[0]
     except NotPlainError:
@@ -311,4 +313,4 @@ def _effect(decomposed: Decomposed) -> object:
 
 
 SKIPPED = (outside_of_dynamo, _disabled_call)
-"""Functions that Dynamo must not compile as frames of their own."""
+"""Functions that Dynamo must not compile as separate frames."""

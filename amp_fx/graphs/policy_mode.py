@@ -1,8 +1,8 @@
-"""Applies a policy of the user's own in eager code, and in what Dynamo captures.
+"""Applies custom policies in eager code and in code that Dynamo captures.
 
-``PolicyMode`` gets each call of a torch function. In eager code it treats the call as the passes
-treat a node (``policy_calls``). Dynamo traces the mode, too: there the mode only annotates the
-nodes with the number of the policy (``annotated_policy``), and Dynamo's guards compare that number.
+``PolicyMode`` intercepts each call of a torch function. In eager code, it treats the call as the
+passes treat a node (``policy_calls``). When Dynamo traces the mode, the mode only annotates nodes
+with the number of the policy (``annotated_policy``), and Dynamo's guards compare that number.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ANNOTATION = "amp_fx_policy_"
 
 
 class PolicyMode(TorchFunctionMode):
-    """Applies a policy to the calls inside it; of nested ones, the innermost.
+    """Mode that applies a policy. If modes are nested, the innermost one wins.
 
-    It has no ``__enter__`` of its own: Dynamo can then break a graph inside it.
+    Does not override ``__enter__``, so that Dynamo can break a graph inside the mode.
 
     Args:
-        number: The number of the policy, which must stay alive.
+        number: The number of the policy, which the caller must hold a reference to.
     """
 
     def __init__(self, number: int) -> None:
@@ -45,13 +45,13 @@ class PolicyMode(TorchFunctionMode):
         self.number = number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function as the policy demands."""
+        """Calls a function under the policy."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
                 if func is binary_cross_entropy and args[0].device.type != "cpu":
-                    torch._dynamo.graph_break()  # PyTorch may ban it, and the policy allow it
-                if func is torch.Tensor.unflatten:  # it calls super(), at which Dynamo breaks
+                    torch._dynamo.graph_break()  # banned by autocast, but the policy may allow it
+                if func is torch.Tensor.unflatten:  # calls super(), which breaks the graph
                     return torch.unflatten(*args, **kwargs)
                 return func(*args, **kwargs)
         call = outside_of_dynamo(find_call, self.number, func, args, kwargs)
@@ -61,23 +61,23 @@ class PolicyMode(TorchFunctionMode):
 
 
 def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
-    """Returns the policy of the innermost mode in which Dynamo captured a node; None without any.
-
-    Dynamo does not annotate a node of a higher-order op, but the nodes of its bodies.
-    """
-    nodes = [node, *(n for body in argument_graphs(gm, node) for n in body.graph.nodes)]
-    names = [str(name) for each in nodes for name in each.meta.get("custom") or ()]
-    numbers = [n.removeprefix(_ANNOTATION) for n in names if n.startswith(_ANNOTATION)]
-    return policy_of(int(numbers[0])) if numbers else None  # the innermost mode annotates first
+    """Returns the policy of the innermost mode around a captured node; None if there is none."""
+    nodes = [node]
+    # Dynamo annotates the nodes in the bodies of a higher-order op, but not the op itself.
+    for body in argument_graphs(gm, node):
+        nodes += body.graph.nodes
+    for annotated in nodes:
+        for name in annotated.meta.get("custom") or ():  # the innermost mode annotates first
+            if str(name).startswith(_ANNOTATION):
+                return policy_of(int(str(name).removeprefix(_ANNOTATION)))
+    return None
 
 
 def ambient_policy() -> Policy | None:
-    """Returns the policy of the innermost region of the calling thread that has one.
-
-    Dynamo empties the stack of modes while it compiles.
-    """
+    """Returns the policy of the calling thread's innermost region with a policy, or None."""
     stack = function_modes()
-    if not stack and TracingContext.try_get() is not None:  # this thread compiles
+    if not stack and TracingContext.try_get() is not None:
+        # While this thread compiles, Dynamo clears the stack of modes.
         from amp_fx.torch_private.dynamo import captured_function_modes
 
         stack = captured_function_modes()
@@ -86,7 +86,7 @@ def ambient_policy() -> Policy | None:
 
 
 def enter_policy(number: int) -> PolicyMode:
-    """Enters the mode of a policy, as a node of a graph that runs an island."""
+    """Enters the mode of a policy; a node before an island calls this function."""
     mode = PolicyMode(number)
     mode.__enter__()  # type: ignore[no-untyped-call]
     return mode
@@ -99,7 +99,7 @@ def exit_policy(mode: PolicyMode) -> None:
 
 @contextlib.contextmanager
 def markers_left_on_error() -> Iterator[None]:
-    """Leaves the regions and modes that an exception has kept markers of a graph from leaving."""
+    """Context that exits the regions and modes of a graph if an exception skips its markers."""
     depth = len(function_modes())
     try:
         with left_on_error():
@@ -112,10 +112,10 @@ def markers_left_on_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def policy_applied(policy: Policy | None) -> Iterator[None]:
-    """Applies an interned policy to the calls inside it; None changes nothing."""
+    """Context that applies an interned policy; None changes nothing."""
     with contextlib.nullcontext() if policy is None else PolicyMode(number_of(policy)):
         yield
 
 
 SKIPPED = (PolicyMode.__torch_function__, ambient_policy, policy_applied)
-"""Functions that Dynamo must not compile as frames of their own."""
+"""Functions that Dynamo must not compile as separate frames."""

@@ -1,9 +1,9 @@
-"""Decides which nodes compute the same tensors from the same arguments, and do nothing else.
+"""Determines whether nodes are pure: their results depend on their arguments only.
 
-A value computed from weights may be cached only if every node on the way from the weights is
-pure: a node that draws random numbers, reads a tensor that is not an argument, counts its calls
-or prints has to run in every call. The dispatcher does not record what a kernel does, so ops
-outside of PyTorch and amp_fx are pure only if their author says so (``register_pure_op``).
+A value computed from weights may only be cached if all nodes that compute it are pure. A node must
+run in every call if it draws random numbers, reads a tensor that is not an argument, or has side
+effects. The dispatcher does not know what a kernel does, so ops outside of PyTorch and amp_fx only
+count as pure if they are registered (``register_pure_op``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TRUSTED_NAMESPACES = frozenset(
         "mkl",  # inductor's packed float32 products
         "mkldnn",  # packed weights of oneDNN
         "onednn",  # packed int8 weights of oneDNN
-        "quantized_decomposed",  # what torch.ao leaves in a graph
+        "quantized_decomposed",  # ops that torch.ao inserts
     }
 )
-"""Namespaces whose ops are pure unless their schema, their tags or ``_IMPURE`` say otherwise."""
+"""Namespaces whose ops are pure unless their schema, their tags or ``_IMPURE`` says otherwise."""
 
 _UNINITIALIZED = "its result is uninitialized memory"
 _STATISTICS = "in training it writes running statistics that its schema does not mark"
-_ORDERED = "it is there for a check, or for its place among checks"
+_ORDERED = "it performs a check, or orders checks"
 
 _IMPURE = {
     "aten::_ctc_loss": "parts of its second result are uninitialized memory",
@@ -69,21 +69,20 @@ _IMPURE = {
     "aten::_make_dep_token": _ORDERED,
     "prims::_make_token": _ORDERED,
 }
-"""Ops of trusted namespaces that neither schema nor tags show to be impure, each with a reason."""
+"""Impure ops of trusted namespaces without a schema or tag that shows it, with the reason."""
 
 _registered: set[str] = set()
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Returns True if a node computes tensors from its arguments alone, and has no other effect.
+    """Returns True if a node computes tensors from its arguments alone and has no side effects.
 
-    It is about the node itself, not about the nodes that its arguments come from. False for
-    placeholders, attributes and outputs, for control flow and all other higher-order ops, for
-    Triton kernels, for Python functions and methods, for ops that return numbers (``item``), and
-    for results whose shape depends on data (``nonzero``, or a mask as an index).
+    The nodes that compute the arguments do not matter. Returns False for placeholders, attributes,
+    outputs, higher-order ops, Triton kernels, Python functions and methods, ops that return numbers
+    (``item``), and results whose shape depends on data (``nonzero``, or a mask as an index).
 
     Args:
-        node: A node of a graph after AOTAutograd, or one whose target is an op.
+        node: A node of a graph of AOTAutograd, or any node whose target is an op.
     """
     if node.op != "call_function":
         return False
@@ -94,9 +93,9 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def is_pure_op(op: OpOverload) -> bool:
-    """Returns True if an op is pure, whatever it is called with.
+    """Returns True if an op is pure for all arguments.
 
-    Ops whose shapes depend on data count as pure here: a single call may have a fixed shape.
+    Ops with data-dependent shapes count as pure, because the shape of a specific call may be fixed.
     """
     name = qualified_name(op)
     is_trusted = op.namespace in TRUSTED_NAMESPACES or name in _registered
@@ -104,16 +103,16 @@ def is_pure_op(op: OpOverload) -> bool:
 
 
 def why_impure(op: OpOverload) -> str:
-    """Returns what is known to make an op impure; an empty string if nothing is known."""
+    """Returns the reason why an op is impure; an empty string if there is no known reason."""
     schema = op._schema
     if schema.is_mutable:
         return "it writes to its arguments"
     if torch.Tag.nondeterministic_seeded in op.tags:
         return "it draws random numbers"
-    if not schema.returns or not all(str(each.type) in _TENSORS for each in schema.returns):
+    if not schema.returns or not all(str(result.type) in _TENSORS for result in schema.returns):
         return "it does not return tensors"
     if is_impure(op):
-        return "torch lists it as having effects"
+        return "torch lists it as having side effects"
     return _IMPURE.get(op._schema.name, "")
 
 
@@ -121,7 +120,7 @@ _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
 
 
 def _overloads_of(target: Any) -> list[OpOverload]:
-    """Returns the overloads that a target may call; inductor's patterns insert packets."""
+    """Returns the overloads that a target may call. Inductor's patterns insert packets."""
     if isinstance(target, OpOverload):
         return [target]
     if isinstance(target, OpOverloadPacket):
@@ -137,12 +136,12 @@ def _has_shape_of_data(node: fx.Node, overloads: list[OpOverload]) -> bool:
 
 
 def register_pure_op(op: Any) -> None:
-    """Registers an op of a library as one that computes its results from its arguments alone.
+    """Registers a custom op as pure: its results depend on its arguments only.
 
-    amp_fx then computes what the op makes of weights once per update and caches it, as it does
-    with PyTorch's own ops. Every other custom op runs in every call, because its kernel may read
-    tensors and numbers that are not among its arguments, draw random numbers or have effects.
-    Call it where the op is defined, before anything that uses the op is compiled::
+    If the arguments of the op are weights, amp_fx then computes its result once per update and
+    caches it, as for PyTorch's ops. Other custom ops run in every call, because their kernels may
+    read tensors or numbers that are not arguments, draw random numbers, or have side effects.
+    Register the op before code that uses it is compiled::
 
         @torch.library.custom_op("mylib::unpack", mutates_args=())
         def unpack(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor: ...
@@ -150,20 +149,20 @@ def register_pure_op(op: Any) -> None:
         amp_fx.register_pure_op(unpack)
 
     Args:
-        op: The op, or its name: ``"mylib::unpack"`` for all its overloads that do not write to
-            their arguments, ``"mylib::unpack.overload"``, or ``"mylib::*"`` for all ops that a
-            library has defined so far.
+        op: The op or its name: ``"mylib::unpack"`` for all overloads that do not write to their
+            arguments, ``"mylib::unpack.overload"`` for one of them, or ``"mylib::*"`` for all ops
+            that a library has defined so far.
 
     Raises:
-        PolicyError: There is no such op, or it is known to be impure: it writes to its arguments,
-            is tagged as random, does not return tensors, or is registered as having effects.
+        PolicyError: The op does not exist or is impure: it writes to its arguments, is tagged as
+            random, does not return tensors, or is registered as having side effects.
     """
     names = expand_ops(op_text(op))
     for name in names:
         packet, _, overload = name.partition(".")
         namespace, _, short = packet.partition("::")
-        found = getattr(getattr(getattr(torch.ops, namespace), short), overload or "default")
-        reason = why_impure(found)
+        overloads = getattr(getattr(torch.ops, namespace), short)
+        reason = why_impure(getattr(overloads, overload or "default"))
         if reason:
             raise PolicyError(f"{name} cannot be registered as pure: {reason}")
     _registered.update(names)

@@ -1,19 +1,12 @@
-"""Numbers in a program that the low dtype cannot hold: found when a graph is rewritten.
+"""Handles numbers in a program that overflow or flush to zero in the low dtype.
 
-``scores.masked_fill(mask, -1e9)``, ``torch.finfo(torch.float32).min`` and ``x / (y + 1e-8)``
-are right in float32. Where this rewrite makes a tensor lower than the program had it (the bare
-way in, or a policy that says so), such a number is
+``scores.masked_fill(mask, -1e9)`` and ``x / (y + 1e-8)`` are correct in float32. If the rewrite
+lowers a tensor that the program computes in float32, ``clamp_fill_value`` clamps fill values and
+``reason_for_float32`` rejects the low dtype for arithmetic. If the program lowers the tensor itself
+(under an ambient region), results match eager autocast, including infinities.
 
-- clamped to the range, where it is put in place of elements (``masked_fill``, ``where``): the
-  program would have asked for the low dtype's own minimum;
-- else the reason to keep the op in float32: it would overflow, or flush to zero.
-
-Where the program itself has the tensor low, under an ambient region, eager autocast's numbers
-stand, infinities included; only what eager refuses to run (``masked_fill`` with a value that
-overflows) is clamped there too. Whatever is found is in ``metadata.RANGE_NOTE``.
-
-Left alone on purpose: in-place arithmetic, which cannot change its dtype; masks with more than
-one element; parameters and buffers, whose values are not known here.
+Left alone on purpose: in-place arithmetic, which cannot change its dtype; tensors with more than
+one element; parameters and buffers, whose values are unknown during compilation.
 """
 
 from __future__ import annotations
@@ -32,17 +25,20 @@ from amp_fx.graphs.values import captured_value, dtypes_differ, tensors_in, valu
 from amp_fx.torch_private.ops import OpOverload
 
 _REFUSED = ("masked_fill", "index_fill", "fill", "full_like", "new_full", "clamp", "clip")
-"""Eager kernels raise where such a number overflows."""
+"""Ops whose eager kernels raise if a number overflows."""
 _FILLS = (*_REFUSED, "where", "clamp_min", "clamp_max")
 _LIMITS = ("clamp", "clip", "clamp_min", "clamp_max")
-"""A limit that flushes to zero is lost, though no limit overflows."""
+"""Ops with limits. A limit may flush to zero but never overflows: it is clamped before."""
 _ARITHMETIC = ("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "truediv")
 _CREATIONS = {"full": 1, "scalar_tensor": 0, "tensor": 0}
-"""Functions that make a constant tensor, and where the number stands."""
+"""Functions that create constant tensors, with the position of the number."""
 
 
 def clamp_fill_value(node: fx.Node) -> None:
-    """Keeps numbers that a node puts in place of elements inside the range of a low dtype."""
+    """Clamps numbers that a node writes into tensors to the range of the low dtype.
+
+    Only clamps if the rewrite lowered the tensor, or if the eager kernel would raise.
+    """
     name = name_of(node)
     low = _low_dtype(node)
     if low is None or name.removesuffix("_") not in _FILLS:
@@ -58,9 +54,9 @@ def clamp_fill_value(node: fx.Node) -> None:
         number = _number(arg)
         if number is None or abs(number) <= limit or not math.isfinite(number):
             return arg
-        fits = type(number)(math.copysign(limit, number))
-        clamped.append(f"{number:g} clamped to {fits:g}, the limit of {dtype_name(low)}")
-        return fits
+        bound = type(number)(math.copysign(limit, number))
+        clamped.append(f"{number:g} clamped to {bound:g}, the limit of {dtype_name(low)}")
+        return bound
 
     node.args = map_aggregate(node.args, clamp)
     node.kwargs = map_aggregate(node.kwargs, clamp)
@@ -69,10 +65,10 @@ def clamp_fill_value(node: fx.Node) -> None:
 
 
 def reason_for_float32(node: fx.Node) -> str | None:
-    """Why a node must compute in float32: a number that its low inputs' dtype cannot hold.
+    """Returns the reason why a node must compute in float32; None if it need not.
 
-    Returns:
-        None if it need not; what eager autocast would not do either is only recorded.
+    The reason is a number that overflows or flushes to zero in the dtype of the inputs. If the
+    program itself lowered the inputs, the number is only recorded, as in eager autocast.
     """
     name, low = name_of(node), _low_dtype(node)
     if low is None or name not in _ARITHMETIC + _LIMITS:
@@ -86,13 +82,13 @@ def reason_for_float32(node: fx.Node) -> str | None:
     return None
 
 
-def record_range(node: fx.Node, what: str) -> None:
-    """Writes onto a node what was found, and what was done about it."""
-    RANGE_NOTE.put(node, f"{name_of(node)}: {what}")
+def record_range(node: fx.Node, note: str) -> None:
+    """Records a note on the numbers of a node."""
+    RANGE_NOTE.put(node, f"{name_of(node)}: {note}")
 
 
 def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> str:
-    """Lists finite numbers among a node's arguments that the low dtype cannot hold; "" for none."""
+    """Describes finite numbers among a node's arguments that the low dtype cannot represent."""
     numbers: list[float] = []
 
     def collect(arg: Any) -> Any:
@@ -111,7 +107,7 @@ def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> str:
 
 
 def _number(arg: Any) -> int | float | None:
-    """A number among the arguments of a node, or in a tensor that the graph makes of one."""
+    """Returns an argument that is a number or a constant tensor of one number; else None."""
     if isinstance(arg, (int, float)) and not isinstance(arg, bool):
         return arg
     if not isinstance(arg, fx.Node) or arg.op != "call_function" or name_of(arg) not in _CREATIONS:
@@ -126,9 +122,9 @@ def _number(arg: Any) -> int | float | None:
 
 
 def _low_dtype(node: fx.Node) -> torch.dtype | None:
-    """The low dtype in which a node computes; None if it has a wider input, or no low one."""
+    """Returns the low dtype of all of a node's inputs; None if they have another dtype."""
     tensors = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    # A tensor without dimensions does not widen the others.
+    # Type promotion ignores tensors without dimensions.
     dtypes = {t.dtype for t in tensors if t.is_floating_point() and t.dim()}
     if len(dtypes) != 1:
         return None
@@ -144,7 +140,7 @@ def _is_narrower(source: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Names what a node calls: ``masked_fill`` for the method, the function and the op."""
+    """Returns the name of a node's target: ``masked_fill`` for the method, function and op."""
     if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""Sizes of tensors in bytes; symbolic sizes count as in the call at hand."""
+"""Sizes of tensors. Symbolic sizes have the values of the call that is being compiled."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Memory of a tensor's elements; symbolic sizes are taken as in the call at hand."""
+    """Returns the memory of a tensor's elements in bytes."""
     return num_elements(tensor) * tensor.dtype.itemsize
 
 
 def num_elements(tensor: torch.Tensor) -> int:
-    """Elements of a tensor, symbolic sizes as in the call at hand."""
+    """Returns the number of elements of a tensor."""
     return int(math.prod(map(hint, tensor.shape)))
 
 
 def hint(value: Any) -> Any:
-    """A symbolic number as it is in the call at hand, 1 if unknown; anything else as it is."""
+    """Returns the hint of a symbolic number, 1 if it has none; any other value unchanged."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
-    known = value.node.hint if value.node.has_hint() else None
-    return 1 if known is None else known
+    number = value.node.hint if value.node.has_hint() else None
+    return 1 if number is None else number

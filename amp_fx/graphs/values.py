@@ -1,8 +1,8 @@
-"""Evaluates single nodes on fake tensors, to learn what they really produce.
+"""Evaluates nodes on fake tensors.
 
-``VALUE`` is the value of a node after rewriting, ``CAPTURED`` the one that Dynamo captured.
-Nodes are evaluated with autocast off, because casts are nodes, and in graph order, so that
-in-place ops raise the version of what they write.
+``VALUE`` is the value of a node after rewriting; ``CAPTURED`` is the value that Dynamo recorded.
+Nodes are evaluated with autocast off, because casts are nodes of the graph. They are evaluated in
+graph order, so that in-place ops increase the versions of the tensors that they write.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Returns True if a size, or one of a tensor's sizes, strides and its offset, is symbolic."""
+    """Returns True if a number, or a size, stride or the offset of a tensor, is symbolic."""
     from torch.fx.experimental.symbolic_shapes import free_symbols  # sympy takes 0.3 s
 
     return bool(free_symbols(value))
 
 
 def is_unbacked(value: Any) -> bool:
-    """Returns True if a size, or one of a tensor's, follows from data that the graph computes."""
+    """Returns True if a number, or a size of a tensor, depends on data that the graph computes."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(value))
 
 
 def captured_value(node: fx.Node) -> Any:
-    """Returns what Dynamo (``example_value``) or ``torch.export`` (``val``) recorded, or None."""
+    """Returns the value that Dynamo or ``torch.export`` recorded; None without a record."""
     return CAPTURED.get(node)
 
 
 def captured_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype of a captured tensor; None for what is none, and for float8."""
+    """Returns the dtype of a captured tensor; None for non-tensors and float8 tensors."""
     value = captured_value(node)
     if not isinstance(value, torch.Tensor):
         return None
@@ -63,61 +63,58 @@ def captured_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def remember_captured(graph: fx.Graph) -> None:
-    """Keeps what capture recorded under ``CAPTURED``, once, for all nodes."""
+    """Copies the captured values to ``CAPTURED`` for all nodes that lack it."""
     for node in graph.nodes:
         if not CAPTURED.is_on(node):
             CAPTURED.put(node, recorded_value(node))
 
 
 def recorded_value(node: fx.Node) -> Any:
-    """Returns what capture left in the metadata, before anything was rewritten."""
+    """Returns the value in the metadata of a node that was not rewritten."""
     return (EXAMPLE_VALUE if EXAMPLE_VALUE.is_on(node) else VALUE).get(node)
 
 
 def set_value(node: fx.Node, value: Any) -> None:
-    """Records what a node produces, and the version that it has there (``version_of``).
-
-    ``example_value`` is kept equal: AOTAutograd's cache takes a method call on a node
-    for one on a tensor only where that key is present.
-    """
+    """Records the value of a node, and its current version (``version_of``)."""
     VALUE.put(node, value)
     if isinstance(value, torch.Tensor):
         VERSION.put(node, version_of(value))
+    # AOTAutograd's cache accepts method calls only on nodes with this key.
     if value is not None:
         EXAMPLE_VALUE.put(node, value)
 
 
 def value_of(node: fx.Node) -> Any:
-    """The value recorded by ``set_value``."""
+    """Returns the value that ``set_value`` recorded."""
     return VALUE.get(node)
 
 
 def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments with every node replaced by its value."""
+    """Returns the arguments of a node with every node replaced by its value."""
     args, kwargs = values_in((node.args, node.kwargs))
     return args, kwargs
 
 
 def values_in(args: Any) -> Any:
-    """Nested arguments with every node replaced by its value."""
+    """Returns nested arguments with every node replaced by its value."""
     return map_arg(args, value_of)
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments, in order."""
-    found: list[torch.Tensor] = []
+    """Returns all tensors in nested arguments, in order."""
+    tensors: list[torch.Tensor] = []
 
     def collect(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         return leaf
 
     map_aggregate(values, collect)
-    return found
+    return tensors
 
 
 def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls what a ``call_function`` or ``call_method`` node calls."""
+    """Calls the target of a ``call_function`` or ``call_method`` node."""
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
@@ -125,23 +122,21 @@ def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def call_on_fakes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls what a node calls, on fake tensors.
-
-    The Python dispatcher, under which torch traces, is used where the call fails without it: some
-    C++ kernels take no symbolic sizes (``upsample_*.vec``), others read numbers (``one_hot`` in
-    ``torch.func.grad``). It is not used elsewhere, because its decompositions are not what eager
-    code runs: ``dropout`` copies its input where eager code returns the input itself.
-    """
+    """Calls the target of a node on fake tensors."""
     try:
         return call_target(node, args, kwargs)
     except Exception:
+        # Some C++ kernels accept no symbolic sizes (``upsample_*.vec``), others read numbers
+        # (``one_hot`` in ``torch.func.grad``). Tracing works with the Python dispatcher. It is
+        # only used after a failure, because its decompositions differ from eager kernels:
+        # ``dropout`` copies its input where the eager kernel returns the input itself.
         with contextlib.suppress(Exception), enable_python_dispatcher():
             return call_target(node, args, kwargs)
         raise
 
 
 def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
-    """The fake mode of the captured values (Dynamo's own, not the tracing context's)."""
+    """Returns the fake mode of the captured values (Dynamo's, not that of the tracing context)."""
     for node in graph.nodes:
         for tensor in tensors_in(captured_value(node)):
             mode = getattr(tensor, "fake_mode", None)
@@ -154,7 +149,13 @@ def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 def analysis(
     fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool, records_writes: bool = False
 ) -> Iterator[None]:
-    """Sets up the evaluation of nodes: fake tensors, autocast off, the program's grad mode."""
+    """Context for evaluating nodes, with fake tensors, autocast off and the program's grad mode.
+
+    Args:
+        fake_mode: The fake mode of the graph's values.
+        is_grad_enabled: Whether the program records gradients.
+        records_writes: Whether ``version_of`` includes writes through ``.data``.
+    """
     with contextlib.ExitStack() as stack:
         if fake_mode is not None:
             stack.enter_context(fake_mode)
@@ -172,7 +173,7 @@ def analysis(
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The user's program warns when it runs; evaluating its nodes must not repeat that."""
+    """Context without warnings, which the program repeats when it runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -180,18 +181,21 @@ def _without_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_meta_errors() -> Iterator[None]:
-    """Keeps torch from logging this thread's ops that fail on fake tensors: the error says it."""
+    """Context in which torch does not log this thread's errors of ops on fake tensors.
+
+    The exceptions of these ops contain the same messages.
+    """
     thread = threading.get_ident()
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
-    def is_kept(record: logging.LogRecord) -> bool:
+    def is_logged(record: logging.LogRecord) -> bool:
         return record.thread != thread or record.levelno < logging.ERROR
 
-    log.addFilter(is_kept)
+    log.addFilter(is_logged)
     try:
         yield
     finally:
-        log.removeFilter(is_kept)
+        log.removeFilter(is_logged)
 
 
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
@@ -201,11 +205,12 @@ _BATCH_NORMS = (
     torch.ops.aten.cudnn_batch_norm,
     torch.ops.aten.miopen_batch_norm,
 )
-"""In training they write arguments 3 and 4, the running statistics; their schemas do not say so."""
+"""Ops that write the running statistics (arguments 3 and 4) in training, unlike their schemas say.
+"""
 
 
 class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts writes per storage, those through ``.data`` and detached aliases included."""
+    """Counts writes per storage, including those through ``.data`` and detached aliases."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -216,23 +221,24 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _BATCH_NORMS and args[5]:
             self._counts.update(storage_id(t) for t in args[3:5] if t is not None)
         if func._schema.is_mutable:
-            given = bind(func, args, kwargs)
-            written = [given.get(name) for name in written_arguments(func)]
+            arguments = bind(func, args, kwargs)
+            written = [arguments.get(name) for name in written_arguments(func)]
             self._counts.update(map(storage_id, tensors_in(written)))
         return func(*args, **kwargs)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns a key that is equal for tensors that share memory; each sparse tensor is alone."""
+    """Returns a key that is equal for strided tensors that share a storage."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Changes whenever a tensor is written to; None for inference tensors.
+    """Returns a value that changes with each write to a tensor; None for inference tensors.
 
-    The version counter does not see writes to ``.data``, the recorder of ``analysis`` does.
+    The first item is the version counter, which ignores writes through ``.data``. The second item
+    counts the writes that ``analysis(records_writes=True)`` recorded.
     """
     if tensor.is_inference():
         return None
@@ -251,7 +257,7 @@ def is_dynamic(value: Any) -> bool:
 
 
 def is_written(placeholder: fx.Node) -> bool:
-    """Returns True if the graph writes to one of its inputs, as the walk of its nodes saw it."""
+    """Returns True if the evaluation of the graph's nodes wrote to an input."""
     value = value_of(placeholder)
     if not isinstance(value, torch.Tensor):
         return False
@@ -260,43 +266,43 @@ def is_written(placeholder: fx.Node) -> bool:
 
 
 def evaluate(node: fx.Node) -> Any:
-    """The value of one call node from the values of its arguments, inside ``analysis``."""
+    """Computes the value of a call node from the values of its arguments, inside ``analysis``."""
     args, kwargs = argument_values(node)
     value = call_on_fakes(node, args, kwargs)
     if _is_custom_op(node.target):
-        value = _apart_from(tensors_in(args, kwargs), value)
+        value = _without_aliases_of(tensors_in(args, kwargs), value)
     return adopt_captured(captured_value(node), value)
 
 
 def _is_custom_op(target: Any) -> bool:
-    """Returns True for ops that are neither PyTorch's nor amp_fx's, and alias no argument."""
+    """Returns True for third-party ops whose schemas declare no aliases of arguments."""
     op = getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
     if not isinstance(op, OpOverload) or op.namespace in ("aten", "prims", "amp_fx"):
         return False
-    return all(each.alias_info is None for each in op._schema.returns)
+    return all(result.alias_info is None for result in op._schema.returns)
 
 
-def _apart_from(given: Sequence[torch.Tensor], value: Any) -> Any:
-    """Returns results with memory of their own.
+def _without_aliases_of(arguments: Sequence[torch.Tensor], value: Any) -> Any:
+    """Clones results that share a storage with an argument.
 
-    A fake kernel may return its argument where the real one computes a new tensor. The result
-    would pass for the argument, say for a weight.
+    The fake kernel of an op may return its argument although the real kernel returns a new tensor.
+    Such a result would otherwise be mistaken for the argument, for example for a weight.
     """
-    known = {storage_id(tensor) for tensor in given}
+    storages = {storage_id(tensor) for tensor in arguments}
 
-    def apart(leaf: Any) -> Any:
-        is_given = isinstance(leaf, torch.Tensor) and storage_id(leaf) in known
-        return leaf.clone() if is_given else leaf
+    def without_alias(leaf: Any) -> Any:
+        is_alias = isinstance(leaf, torch.Tensor) and storage_id(leaf) in storages
+        return leaf.clone() if is_alias else leaf
 
-    return pytree.tree_map(apart, value)
+    return pytree.tree_map(without_alias, value)
 
 
 def adopt_captured(captured: Any, value: Any) -> Any:
-    """A fresh value, with everything but dtypes taken from capture where it has to be.
+    """Replaces data-dependent sizes of a new value by the captured ones.
 
-    Sizes that depend on data get a new symbol at each evaluation; only the captured one
-    has a source. Dtypes do not change sizes, so the captured tensor in the fresh dtype
-    is the value. Numbers and symbols are taken as captured for the same reason.
+    Each evaluation creates new symbols for such sizes, but only the captured symbols have sources.
+    Dtypes do not change sizes, so a tensor with such sizes becomes the captured tensor in the new
+    dtype. Numbers and symbols become the captured ones for the same reason.
     """
     if captured is None or value is None:
         return value
@@ -314,17 +320,17 @@ def adopt_captured(captured: Any, value: Any) -> Any:
 
 
 def dtypes_differ(left: Any, right: Any) -> bool:
-    """Returns True if two nested values hold tensors of different dtypes at any place."""
-    ours, theirs = tensors_in(left), tensors_in(right)
-    if len(ours) != len(theirs):
-        return bool(ours) and bool(theirs)
-    return any(a.dtype != b.dtype for a, b in zip(ours, theirs, strict=True))
+    """Returns True if corresponding tensors of two nested values have different dtypes."""
+    lefts, rights = tensors_in(left), tensors_in(right)
+    if len(lefts) != len(rights):
+        return bool(lefts) and bool(rights)
+    return any(a.dtype != b.dtype for a, b in zip(lefts, rights, strict=True))
 
 
 def plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """Inputs with fake tensors replaced by empty ones on ``meta`` that share their storages.
+    """Replaces fake inputs by meta tensors that share their storages.
 
-    Fake weights stand for plain ones: nobody can keep the casts of the former in earnest.
+    The cache accepts meta tensors as weights, but no fake tensors.
     """
     return [_plain(x) if isinstance(x, FakeTensor) else x for x in example_inputs]
 

@@ -1,1 +1,1 @@
-"""The state at this point: autocast's state and policy, the module path, eager kernels, devices."""
+"""Ambient state: autocast's flags and policy, the modules around a call, registered ops."""

@@ -1,8 +1,8 @@
 """Autocast kernels of registered ops and devices, and of other libraries' ops.
 
-``torch.autocast`` is a kernel per op on the dispatch key ``Autocast*`` of a device type.
-``register_op`` and ``register_device`` add such kernels for ops and devices that PyTorch knows
-nothing of. Kernels that exist are never replaced.
+``torch.autocast`` consists of one kernel per op on the dispatch key ``Autocast*`` of each device
+type. ``register_op`` and ``register_device`` add such kernels for ops and devices outside of
+PyTorch. Existing kernels are never replaced.
 """
 
 from __future__ import annotations
@@ -31,25 +31,18 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
-"""Holds the registrations of the kernels that this module added, by device type and op."""
+"""Registrations of the kernels that this module added, by device type and op."""
 
 
 def has_autocast_kernel(op: OpOverload, device_type: str) -> bool:
     """Returns True if another library registered an autocast kernel for a device type."""
     name = qualified_name(op)
     is_ours = (device_type, name) in _libraries
-    return not is_ours and _has_kernel(name, autocast_key(device_type))
-
-
-def _has_kernel(name: str, key: str) -> bool:
-    return has_kernel_for(name, key)
+    return not is_ours and has_kernel_for(name, autocast_key(device_type))
 
 
 def autocast_key(device_type: str) -> str:
-    """Returns the autocast dispatch key of a device type.
-
-    Relies on dispatch keys being named ``Autocast`` plus the device's name.
-    """
+    """Returns the name of a device type's autocast dispatch key, such as ``AutocastCUDA``."""
     return _AUTOCAST_KEYS.get(device_type, "AutocastPrivateUse1")
 
 
@@ -60,7 +53,7 @@ _AUTOCAST_KEYS = {
 
 
 def add_kernels_of_op(name: str) -> None:
-    """Adds autocast kernels of all devices for a registered op that has none."""
+    """Adds the autocast kernels of all devices that a registered op lacks."""
     for device_type in preset("torch").tables:
         if hasattr(DispatchKey, autocast_key(device_type)):
             _add_kernel(name, device_type)
@@ -69,8 +62,7 @@ def add_kernels_of_op(name: str) -> None:
 def add_kernels_of_device(device_type: str) -> None:
     """Adds the autocast kernels that a registered device lacks.
 
-    PyTorch registers none for an out-of-tree backend, and its fallback does not let other ops
-    pass either. Kernels of the backend's own stay.
+    PyTorch registers no kernels for an out-of-tree backend, and no fallthrough for other ops.
     """
     key = autocast_key(device_type)
     if not has_backend_fallback(getattr(DispatchKey, key)):
@@ -84,7 +76,7 @@ def add_kernels_of_device(device_type: str) -> None:
 def _add_kernel(name: str, device_type: str) -> None:
     op, key = _find_op(name), autocast_key(device_type)
     with _lock:
-        if op is None or _has_kernel(name, key):
+        if op is None or has_kernel_for(name, key):
             return
         library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
         library.impl(op, _make_kernel(op, device_type, key), key, with_keyset=True)  # type: ignore[no-untyped-call]
@@ -104,7 +96,7 @@ def _find_op(name: str) -> OpOverload | None:
 
 def _make_kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., Any]:
     dispatch_key = getattr(DispatchKey, key)
-    own_key = DispatchKeySet(dispatch_key)
+    autocast_keys = DispatchKeySet(dispatch_key)
     keys_below = keyset_full_after(dispatch_key)
     calls_others = op._can_decompose() or opaque_result(qualified_name(op), device_type) is not None
 
@@ -112,7 +104,7 @@ def _make_kernel(op: OpOverload, device_type: str, key: str) -> Callable[..., An
         decision = preset("torch").resolver.decide((op, args, kwargs), device_type, ())
         if decision is None and calls_others:
             return op.redispatch(keyset & keys_below, *args, **kwargs)
-        with ExcludeDispatchKeyGuard(own_key):
+        with ExcludeDispatchKeyGuard(autocast_keys):
             if decision is None:
                 return op(*args, **kwargs)
             low_dtype = torch.get_autocast_dtype(device_type)

@@ -1,4 +1,4 @@
-"""A guard of Dynamo on disabled autocast regions around compiled code."""
+"""Dynamo guard on disabled autocast regions around compiled code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from amp_fx.torch_private.tracing import Guard, TracingContext
 
 
 def guard_disabled_region() -> None:
-    """Makes Dynamo compile a frame anew where a disabled region is around it, or is no more.
+    """Makes Dynamo recompile a frame if it enters or leaves a disabled region.
 
-    Its own guards compare which devices are on, and with which dtypes: none is, in both.
+    Dynamo's guards compare the enabled devices and their dtypes, which do not differ between a
+    disabled region and no region.
 
-    Relies on ``torch._guards.Guard`` calling any function with the builder, whose
-    ``guard_manager.root`` takes Python functions as guards, and on guards that are installed as
-    long as the backend is being called.
+    Relies on ``torch._guards.Guard``, which calls any function with the builder; on
+    ``guard_manager.root`` of the builder, which accepts Python functions as guards; and on
+    ``install_guard``, which accepts guards while the backend is called.
     """
     if TracingContext.try_get() is None:  # called without Dynamo
         return

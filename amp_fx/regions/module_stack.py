@@ -1,4 +1,4 @@
-"""Finds the module of an op, in a graph's metadata or in the running program."""
+"""Maps ops to their modules, from a graph's metadata or from the running program."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class CompileFrame:
     """The modules around the frame that Dynamo compiles (``compile_frame``).
 
     Attributes:
-        stack: They, outermost first.
-        own: What Dynamo calls the last one, the first argument of a method: ``L['self']``;
-            empty if the frame is of no method of a module.
-        root: The outermost one; None if there is none.
-        function: The code of the function that ``torch.compile`` was given, if this is its frame.
-        held: The modules that variables of the function hold, by name.
+        stack: The modules, outermost first.
+        own: Dynamo's name of the innermost module, such as ``L['self']``; empty if the frame is not
+            a method of a module.
+        root: The outermost module, or None.
+        function: The code of the function that was passed to ``torch.compile``, if it is compiled
+            in this frame.
+        held: Modules in variables of that function, by name.
     """
 
     stack: ModuleStack = ()
@@ -50,15 +51,16 @@ class CompileFrame:
     )
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """The outermost modules that are known here."""
-        return (*(() if self.root is None else (self.root,)), *self.held.values())
+        """Returns the root, or else the modules in variables of the function."""
+        held = tuple(self.held.values())
+        return held if self.root is None else (self.root, *held)
 
 
 NO_FRAME = CompileFrame()
 
 
 def module_stack(node: fx.Node, frame: CompileFrame = NO_FRAME) -> ModuleStack:
-    """The modules that a node stands in; for one of a backward graph, those of its forward."""
+    """Returns the modules around a node; for a backward node, those of its forward node."""
     entries = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return _inside(frame, entries.values())
 
@@ -80,40 +82,40 @@ def _inside(frame: CompileFrame, captured: Iterable[tuple[str, Any]]) -> ModuleS
 
 
 def variable_path(name: str, frame: CompileFrame) -> str:
-    """The path of what Dynamo calls ``name``: of a parameter, for one."""
+    """Returns the path of a variable, such as a parameter, from Dynamo's name of it."""
     if frame.own and name.startswith(frame.own):
         return join_path(name_of(frame.stack), module_path(name.removeprefix(frame.own)))
     return module_path(name)
 
 
 def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
-    """The weights of the first and the last linear layer, by path; None without any."""
-    named = [pair for each in modules for pair in each.named_modules()]
+    """Returns the weights of the first and last linear layers by path; None without layers."""
+    named = [pair for module in modules for pair in module.named_modules()]
     linears = [(join_path(path, "weight"), m) for path, m in named if isinstance(m, nn.Linear)]
     return {path: m.weight for path, m in (linears[0], linears[-1])} if linears else None
 
 
 def is_linear_end(weight: torch.Tensor) -> bool:
-    """Returns True if a weight is of the first or last linear layer of the model that runs."""
+    """Returns True if a weight belongs to the first or last linear layer of the running model."""
     root = _running_modules(sys._getframe(1)).root
     ends = None if root is None else linear_ends((root,))
     return ends is not None and any(weight is end for end in ends.values())
 
 
 def current_stack() -> ModuleStack:
-    """Returns the modules that the calling thread is in, in eager code.
+    """Returns the modules that the calling thread is executing in eager code.
 
-    They are read off Python's stack, which every call of a module leaves its frame on: hooks
-    would change what Dynamo captures, and would not be there for a module called directly.
+    Reads them from Python's stack, which contains a frame for every module call. Hooks would change
+    what Dynamo captures.
     """
     return _running_modules(sys._getframe(1)).stack()
 
 
 def compile_frame() -> CompileFrame:
-    """The modules around the frame that Dynamo is compiling, asked while it does.
+    """Returns the modules around the frame that Dynamo is compiling.
 
-    After a graph break Dynamo compiles the methods of inner modules by themselves; those
-    around them are still on Python's stack.
+    After a graph break, Dynamo compiles methods of inner modules as separate frames. The outer
+    modules are still on Python's stack.
     """
     running = _running_modules(sys._getframe(1))
     translator = _translator()
@@ -123,17 +125,17 @@ def compile_frame() -> CompileFrame:
 
 
 def ends_at_graph_break() -> bool:
-    """Returns True if the graph that is being compiled ends where Dynamo hands over to Python.
+    """Returns True if the graph that is being compiled ends at a graph break.
 
-    Its outputs then go to code of the program that nobody rewrites.
+    The outputs of such a graph are passed to Python code, which is not rewritten.
     """
     return _reason_of_break() is not None
 
 
 def ends_at_backward() -> bool:
-    """Returns True if the graph that is being compiled ends where the program takes gradients.
+    """Returns True if the graph that is being compiled ends before a backward call.
 
-    Relies on the reason of the graph break naming what was called.
+    Relies on the name of the called function in the reason of the graph break.
     """
     return any(name in (_reason_of_break() or "") for name in _TAKING_GRADIENTS)
 
@@ -142,7 +144,7 @@ _TAKING_GRADIENTS = ("Tensor.backward()", "function `backward`", "torch.autograd
 
 
 def _reason_of_break() -> str | None:
-    """Returns why the graph that is being compiled ends before the function does, if it does.
+    """Returns the reason of the graph break that ends the current graph; None without a break.
 
     Relies on ``OutputGraph.compile_subgraph_reason``.
     """
@@ -154,11 +156,11 @@ def _reason_of_break() -> str | None:
 def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFrame:
     code = translator.f_code
     first = code.co_varnames[0] if code.co_argcount else ""
-    # What Dynamo resumes a method with after a graph break has its live variables in any order.
+    # Functions that resume a method after a graph break have the live variables in any order.
     name = first if isinstance(translator.f_locals.get(first), nn.Module) else "self"
     own = translator.f_locals.get(name)
     if not isinstance(own, nn.Module):
-        if running.modules or not _is_compiled_itself(code):
+        if running.modules or not _is_outermost(code):
             return CompileFrame(running.stack(), "", running.root)
         held = _modules_in(code, translator.f_globals, translator.f_locals)
         return CompileFrame(function=code, held=held)
@@ -169,11 +171,10 @@ def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFr
 
 
 def guard_module(frame: CompileFrame) -> None:
-    """Makes Dynamo compile a method of an inner module anew for each module that has it.
+    """Guards the compiled method of an inner module on the identity of the module.
 
-    What it compiles for one of several equal modules it would run for all of them, and each
-    has a path of its own. Relies on ``torch._guards.install_guard`` taking effect as long as
-    the backend is being called.
+    Without the guard, Dynamo would reuse the code for equal modules at other paths. Relies on
+    ``torch._guards.install_guard``, which accepts guards while the backend is called.
     """
     if not frame.own or len(frame.stack) < 2:
         return
@@ -184,7 +185,7 @@ def guard_module(frame: CompileFrame) -> None:
 
 
 def _translator() -> InstructionTranslator | None:
-    """Dynamo's, if it is tracing in this thread.
+    """Returns Dynamo's translator if Dynamo is tracing in this thread, else None.
 
     Relies on ``InstructionTranslator.current_tx``, on its ``f_locals``, and on
     ``output.current_tx``, whose ``nn_module_stack`` becomes that of the nodes.
@@ -201,8 +202,8 @@ class _Running:
     """The modules that are being called.
 
     Attributes:
-        modules: Outermost first: from a compiled one on, if any is.
-        name: How the function that calls the outermost one knows it; empty if it is compiled.
+        modules: The modules, outermost first. If a module is compiled, the first one is compiled.
+        name: The caller's variable for the first module; empty if that module is compiled.
     """
 
     modules: list[nn.Module]
@@ -210,15 +211,15 @@ class _Running:
 
     @property
     def root(self) -> nn.Module | None:
-        """The outermost one; None if there is none."""
+        """The outermost module, or None."""
         return self.modules[0] if self.modules else None
 
     def stack(self) -> ModuleStack:
-        """Their paths."""
+        """Returns the modules as a stack of paths and classes."""
         stack: ModuleStack = ()
         for module in self.modules:
-            found = _name_in(self.modules[0], module)
-            path = path_of(stack) if found is None else found
+            name = _name_in(self.modules[0], module)
+            path = path_of(stack) if name is None else name
             stack += ((path, type(module), join_path(self.name, path)),)
         return stack
 
@@ -239,12 +240,12 @@ def _running_modules(frame: FrameType | None) -> _Running:
         frame = frame.f_back
     modules.reverse()
     if len(modules) > 1 and modules[1] is modules[0]:
-        del modules[0]  # what torch.compile made of a module calls the module itself
+        del modules[0]  # the compiled module calls the original module
     return _Running(modules, _variable_in(caller, modules[0]) if caller is not None else "")
 
 
 def _variable_in(frame: FrameType | None, module: nn.Module) -> str:
-    """The variable of a function that holds a module, as Dynamo would name it; or ``""``."""
+    """Returns Dynamo's name of a caller's variable that holds a module; ``""`` if there is none."""
     while frame is not None and frame.f_code is _WRAPPED_CALL:
         frame = frame.f_back
     if frame is None:
@@ -266,16 +267,17 @@ def _find_variable(frame: FrameType, module: nn.Module) -> str:
 def _modules_in(
     code: CodeType, module_globals: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> dict[str, nn.Module]:
-    """The modules that the variables of a function hold, globals that it names included."""
+    """Returns the modules in a function's variables and in the globals that it uses."""
     used = {name: module_globals[name] for name in code.co_names if name in module_globals}
-    found = {**used, **variables}
-    return {name: value for name, value in found.items() if isinstance(value, nn.Module)}
+    values = {**used, **variables}
+    return {name: value for name, value in values.items() if isinstance(value, nn.Module)}
 
 
-def _is_compiled_itself(code: CodeType) -> bool:
-    """Returns True if ``torch.compile`` was given the function that Dynamo is compiling.
+def _is_outermost(code: CodeType) -> bool:
+    """Returns True if the code is that of the function that was passed to ``torch.compile``.
 
-    Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame`` calling it as ``fn``.
+    Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame``, which calls the function as
+    ``fn``.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
@@ -286,16 +288,16 @@ def _is_compiled_itself(code: CodeType) -> bool:
 _variables: weakref.WeakKeyDictionary[nn.Module, dict[CodeType, str]] = weakref.WeakKeyDictionary()
 _CALL = nn.Module._call_impl.__code__
 _WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
-_known: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-"""The path of each submodule by ``id``, by outermost module."""
+_paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+"""Paths of submodules by ``id``, by outermost module."""
 
 
 def _name_in(root: nn.Module, module: nn.Module) -> str | None:
-    """The path of a module in another one; None if it is not registered there."""
-    name = _known.get(root, {}).get(id(module))
+    """Returns the path of a submodule; None if the module is not registered in ``root``."""
+    name = _paths.get(root, {}).get(id(module))
     if name is None or not _is_at(root, name, module):
-        _known[root] = {id(m): path for path, m in root.named_modules()}
-        name = _known[root].get(id(module))
+        _paths[root] = {id(m): path for path, m in root.named_modules()}
+        name = _paths[root].get(id(module))
     return name
 
 
@@ -307,42 +309,42 @@ def _is_at(root: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None:
-    """Warns of patterns that no module fits, once for each pattern and model or function.
+    """Warns about patterns that match no module, once per pattern and model or function.
 
-    A function's modules are those that its variables hold and those that its graph has calls of.
-    It is asked about where it is compiled whole: another graph may have the rest of them.
+    The modules of a function are those in its variables and those that its graph calls. Functions
+    with graph breaks are not checked, because other graphs may call further modules.
     """
     program: Any = frame.root if frame.root is not None else frame.function
     reason = getattr(gm, "compile_subgraph_reason", None)
     if program is None or (frame.root is None and getattr(reason, "graph_break", False)):
         return
-    done = _checked.setdefault(program, set())
-    patterns = [m for m in policy.modules if m.pattern not in done]
+    checked = _checked.setdefault(program, set())
+    patterns = [m for m in policy.modules if m.pattern not in checked]
     if not patterns:
         return
-    done.update(override.pattern for override in patterns)
+    checked.update(override.pattern for override in patterns)
     modules = _modules_of(frame, gm)
     for override in patterns:
         if not any(override.fits((module,)) for module in modules):
             _warn(override, frame, [name for *_, name in modules])
-        elif override.policy is CastPolicy.FLOAT8 and _holds_no_matrix(override, frame):
+        elif override.policy is CastPolicy.FLOAT8 and _has_no_matrix(override, frame):
             warnings.warn(
-                f"the modules that match {override.text!r} of the policy hold no weight with two "
-                "or three dimensions: no product runs in float8 there",
+                f"the modules that match {override.text!r} of the policy have no weight with two "
+                "or three dimensions, so the pattern has no effect: no product runs in float8",
                 PolicyWarning,
                 stacklevel=2,
             )
 
 
-def _holds_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
+def _has_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
     if frame.root is None:
         return False
-    fitting = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
-    return not any(weight.dim() in (2, 3) for module in fitting for weight in module.parameters())
+    matching = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
+    return not any(weight.dim() in (2, 3) for module in matching for weight in module.parameters())
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
-"""Patterns that were looked for, by outermost module or by the code of a function."""
+"""Patterns that were checked, by outermost module or by the code of a function."""
 
 
 def _modules_of(frame: CompileFrame, gm: fx.GraphModule) -> list[ModuleEntry]:
@@ -357,19 +359,19 @@ def _modules_of(frame: CompileFrame, gm: fx.GraphModule) -> list[ModuleEntry]:
 
 
 def _reachable(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a model, and those that plain lists and dictionaries of its modules hold."""
-    seen: set[int] = set()
+    """Yields all modules of a model, including those in plain lists and dictionaries."""
+    visited: set[int] = set()
     pending = [("", root)]
     while pending:
         start, outer = pending.pop()
         for path, module in outer.named_modules(prefix=start):
-            if id(module) not in seen:
-                seen.add(id(module))
+            if id(module) not in visited:
+                visited.add(id(module))
                 yield path, module
-                pending += _held_plainly(path, module)
+                pending += _in_containers(path, module)
 
 
-def _held_plainly(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _in_containers(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, value in vars(module).items():
         if name == "_modules" or not isinstance(value, (list, tuple, dict)):
             continue
@@ -380,16 +382,16 @@ def _held_plainly(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module
 
 def _warn(override: ModuleOverride, frame: CompileFrame, names: Iterable[str]) -> None:
     names = list(names)
-    near = difflib.get_close_matches(override.text, names, n=3)
-    some = ", ".join(map(repr, near or names[1:6] or names)) or "none"
+    similar = difflib.get_close_matches(override.text, names, n=3)
+    examples = ", ".join(map(repr, similar or names[1:6] or names)) or "none"
     if frame.root is not None:
-        where, begin = type(frame.root).__name__, "the compiled module"
+        program, start = type(frame.root).__name__, "the compiled module"
     else:
         assert frame.function is not None
-        where, begin = frame.function.co_name, "a variable of the function, or the module it holds"
+        program, start = frame.function.co_name, "a variable of the function, or its module"
     warnings.warn(
-        f"no module of {where} matches {override.text!r} of the policy; paths begin at "
-        f"{begin}: {some}",
+        f"no module of {program} matches {override.text!r} of the policy. Paths start at "
+        f"{start}, for example: {examples}",
         PolicyWarning,
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
-"""Numbers of policies.
+"""Numbers that identify policies.
 
-Dynamo's guards compare constants, and nodes of a graph take constants as arguments: both refer to
-a policy by its number. Equal policies share a number. A number is never used again.
+Guards of Dynamo compare constants, and nodes of a graph have constant arguments, so both refer to a
+policy by its number. Equal policies share a number. Numbers are never reused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _pinned: dict[int, Policy] = {}
 
 
 def interned(policy: Policy) -> Policy:
-    """Returns the one of all equal policies that has a number while it is alive."""
+    """Returns the canonical instance of all equal policies; it has a number while it is alive."""
     with _lock:
         number = _numbers.get(policy)
-        found = None if number is None else _policies.get(number)
-        if found is not None:
-            return found
+        existing = None if number is None else _policies.get(number)
+        if existing is not None:
+            return existing
         number = next(_next_number)
         _numbers[policy] = number
         _policies[number] = policy
@@ -41,13 +41,13 @@ def number_of(policy: Policy) -> int:
 
 
 def policy_of(number: int) -> Policy:
-    """Returns the policy that has a number; it must be alive."""
+    """Returns the policy with a number; the policy must be alive."""
     return _policies[number]
 
 
 def pin(policy: Policy) -> int:
-    """Keeps a policy alive, because compiled code refers to its number; returns the number."""
-    found = interned(policy)
-    number = number_of(found)
-    _pinned[number] = found
+    """Returns the number of a policy, and prevents the policy from being freed."""
+    canonical = interned(policy)
+    number = number_of(canonical)
+    _pinned[number] = canonical
     return number

@@ -29,28 +29,32 @@ log = logging.getLogger(__name__)
 
 
 def register_op(op: Any, policy: Treatment, args: Mapping[str, Treatment] | None = None) -> None:
-    """Gives an op a cast policy on all devices, in eager and in compiled code.
+    """Registers the cast policy of a custom op for all devices, in eager and compiled code.
 
-    It holds under ``torch.autocast`` and under every policy, as if all tables had it; what a
-    policy says about the op itself, its module, or by rule comes before. Call it once, where
-    the op is defined. If the op was reported before, all that was compiled is compiled anew.
+    The registration applies under ``torch.autocast`` and under every policy, like an entry of the
+    tables. Overrides of a policy for the op or its module, and rules, take precedence. Register an
+    op once, next to its definition. If amp_fx has already warned about the op, all compiled code is
+    recompiled.
 
     Args:
-        op: Such as ``"mylib::op"``: all its overloads that compute, or ``"mylib::op.overload"``,
-            or the op itself.
-        policy: A cast policy, or its name.
-        args: Arguments that are treated otherwise, as ``Policy.with_args`` takes them.
+        op: The op or its name: ``"mylib::op"`` for all overloads that compute tensors, or
+            ``"mylib::op.overload"`` for one of them.
+        policy: A cast policy or its name.
+        args: Treatments of single arguments, as in ``Policy.with_args``.
 
     Raises:
-        PolicyError: There is no such op, policy or argument; the op cannot take the policy, is
-            PyTorch's own (``Policy.with_ops`` is for these), or is registered otherwise.
+        PolicyError: The op, policy or argument does not exist; the policy does not apply to the op;
+            the op belongs to PyTorch (use ``Policy.with_ops``); or the op is registered with
+            another policy.
     """
     op = op_text(op)
-    found = to_policy(f"op {op!r}", policy)
-    names = tuple(n for n in expand_ops(op) if takes_policy(n, found))
+    cast_policy = to_policy(f"op {op!r}", policy)
+    names = tuple(n for n in expand_ops(op) if takes_policy(n, cast_policy))
     if not names:
-        raise PolicyError(f"op {op!r} cannot be {found.value}: it computes no tensors from tensors")
-    entry = RegisteredOp(found, arg_override(op, args, ()).args if args else ())
+        raise PolicyError(
+            f"op {op!r} cannot be {cast_policy.value}: it computes no tensors from tensors"
+        )
+    entry = RegisteredOp(cast_policy, arg_override(op, args, ()).args if args else ())
     for name in names:
         _check(name, entry)
     REGISTERED.update(dict.fromkeys(names, entry))
@@ -63,17 +67,20 @@ def register_op(op: Any, policy: Treatment, args: Mapping[str, Treatment] | None
 
 def _check(name: str, entry: RegisteredOp) -> None:
     if name.startswith("aten::"):
-        raise PolicyError(f"{name} is PyTorch's own: Policy.with_ops changes how it is cast")
-    before = REGISTERED.setdefault(name, entry)
-    if before != entry:
         raise PolicyError(
-            f"{name} is registered as {before.policy.value} {dict(before.args)} already; "
-            "Policy.with_ops gives it another policy"
+            f"{name} is an op of PyTorch, which cannot be registered: use Policy.with_ops to "
+            "change how it is cast"
+        )
+    existing = REGISTERED.setdefault(name, entry)
+    if existing != entry:
+        raise PolicyError(
+            f"{name} is already registered as {existing.policy.value} {dict(existing.args)}: use "
+            "Policy.with_ops to change how it is cast"
         )
 
 
 def report_mixture(call: Call, device_type: str) -> None:
-    """Reports once that an unlisted op gets floating-point dtypes that differ."""
+    """Warns once if an op without a policy receives different floating-point dtypes."""
     name = qualified_name(call[0])
     if name.startswith(_OWN_NAMESPACES) or name in _reported:
         return
@@ -83,9 +90,9 @@ def report_mixture(call: Call, device_type: str) -> None:
         return
     _reported.add(name)
     log.warning(
-        "%s gets %s under autocast, which has no policy for it. If it rejects that, set "
-        'the cast policy: amp_fx.register_op("%s", "fp32")  # or "lower_precision_fp", '
-        '"promote", "keep"',
+        "%s receives %s under autocast, which has no policy for it. If the op rejects these "
+        'dtypes, register its cast policy: amp_fx.register_op("%s", "fp32")  # or '
+        '"lower_precision_fp", "promote", "keep"',
         name,
         " and ".join(dtypes),
         name,
@@ -99,24 +106,22 @@ _reported: set[str] = set()
 def register_device(
     device_type: str, dtypes: Sequence[torch.dtype | str] | None = None, table: Table | None = None
 ) -> None:
-    """Makes a PrivateUse1 backend autocast as a built-in device does, eager and compiled.
+    """Enables autocast for a PrivateUse1 backend, in eager and compiled code.
 
-    Every preset gets a table for it, the backend treats it as it treats other devices, and
-    ``torch.autocast`` gets the kernels that the backend has not registered by itself.
-    Call it once, after ``torch.utils.rename_privateuse1_backend``.
+    Adds a table for the device to every preset, and registers the autocast kernels that the backend
+    lacks. Call it once, after ``torch.utils.rename_privateuse1_backend``.
 
     Args:
-        device_type: The name given there.
-        dtypes: What it can autocast to, dtypes or their names. None asks the backend's module
-            (``torch.<device_type>.get_amp_supported_dtype()``), as ``torch.autocast`` does;
-            what is given becomes the module's answer.
-        table: Cast policies by qualified overload name. None takes the lists that
-            ``ATen/autocast_mode.h`` offers to new devices.
+        device_type: The name that was passed to ``rename_privateuse1_backend``.
+        dtypes: Dtypes that the device can autocast to, or their names. They are also set as result
+            of ``torch.<device_type>.get_amp_supported_dtype()``, which is the default.
+        table: Cast policies by qualified overload name. Defaults to the lists that
+            ``ATen/autocast_mode.h`` provides for new devices.
 
     Raises:
-        OptionError: torch's PrivateUse1 backend has another name, the dtypes are none to
-            autocast to, or neither the caller nor the module names any.
-        PolicyError: An entry of the table is not usable.
+        OptionError: torch's PrivateUse1 backend has another name, or ``dtypes`` is empty, contains
+            other than floating-point dtypes, or is missing and the backend provides none.
+        PolicyError: An entry of the table is not valid.
     """
     _check_name(device_type)
     supported = _checked_dtypes(device_type, dtypes)
@@ -131,9 +136,9 @@ def _check_name(device_type: object) -> None:
     if device_type == name:
         return
     raise OptionError(
-        f"{device_type!r} is not the name of torch's PrivateUse1 backend, which is {name!r}: "
-        "torch.utils.rename_privateuse1_backend names it; the tables of built-in devices are "
-        "replaced by amp_fx.Policy.with_device"
+        f"{device_type!r} is not the name of torch's PrivateUse1 backend, which is {name!r}: call "
+        "torch.utils.rename_privateuse1_backend first. To replace the table of a built-in device, "
+        "use amp_fx.Policy.with_device"
     )
 
 
@@ -141,22 +146,22 @@ def _checked_dtypes(
     device_type: str, dtypes: Sequence[torch.dtype | str] | None
 ) -> list[torch.dtype]:
     if dtypes is None:
-        ask = getattr(getattr(torch, device_type, None), "get_amp_supported_dtype", None)
-        if ask is None:
+        supported = getattr(getattr(torch, device_type, None), "get_amp_supported_dtype", None)
+        if supported is None:
             raise OptionError(
-                f"torch.{device_type}.get_amp_supported_dtype() does not exist: give dtypes, "
-                "or register a module that has it (torch._register_device_module)"
+                f"torch.{device_type}.get_amp_supported_dtype() does not exist: pass dtypes, "
+                "or register a module with this function (torch._register_device_module)"
             )
-        dtypes = ask()
-    given = list(dtypes)
-    found = [dtype for dtype in map(as_dtype, given) if dtype is not None]
-    is_usable = len(found) == len(given) and all(d.is_floating_point for d in found)
-    if not found or not is_usable:
+        dtypes = supported()
+    names = list(dtypes)
+    parsed = [dtype for dtype in map(as_dtype, names) if dtype is not None]
+    is_valid = len(parsed) == len(names) and all(d.is_floating_point for d in parsed)
+    if not parsed or not is_valid:
         raise OptionError(
-            f"dtypes={given!r}: give floating-point dtypes to autocast to, "
-            "such as [torch.bfloat16, torch.float16]"
+            f"dtypes must be floating-point dtypes to autocast to, such as "
+            f"[torch.bfloat16, torch.float16]; got {names!r}"
         )
-    return found
+    return parsed
 
 
 def _set_supported(device_type: str, supported: list[torch.dtype]) -> None:

@@ -1,10 +1,9 @@
-"""The state of autocast at one place of a program, as a value.
+"""The autocast state at one point of a program, as an immutable value.
 
-``torch.autocast`` keeps its state in thread-local flags of the dispatcher. A graph is
-rewritten long before it runs, so the passes carry that state, and the policy that holds in it, as
-an immutable value:
-``AutocastState.ambient()`` reads the flags, ``enter`` follows one ``_enter_autocast``
-node, ``applied`` sets the flags for as long as an island is evaluated.
+``torch.autocast`` stores its state in thread-local flags of the dispatcher. Passes rewrite a graph
+long before it runs, so they need the state and its policy as a value. ``AutocastState.ambient``
+reads the flags, ``enter`` returns the state after an ``_enter_autocast`` node, and ``applied`` sets
+the flags while an island is evaluated.
 """
 
 from __future__ import annotations
@@ -24,41 +23,38 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.policy import Policy
 
-# Highest dispatch key first: with two devices enabled, this is the order in which the
-# dispatcher reaches their autocast kernels (c10/core/DispatchKey.h).
+# From the highest dispatch key to the lowest (c10/core/DispatchKey.h): the order in which the
+# dispatcher calls autocast kernels if autocast is enabled for several devices.
 _PRIORITY = ("privateuse1", "cuda", "mps", "xla", "hpu", "ipu", "xpu", "maia", "mtia", "cpu")
 
 
 _NO_DEVICE = "ipu"
-"""A device type that no package has ever offered to this torch."""
+"""A device type without any backend (``called_without_autocast``)."""
 
 
 def autocast_device_types() -> tuple[str, ...]:
-    """Device types that this torch can autocast, in dispatch order; to Dynamo a constant.
-
-    Without the one that stands for no device (``called_without_autocast``).
-    """
+    """Returns the device types with autocast, in dispatch order. Dynamo treats it as constant."""
     names = [privateuse1_name() if name == "privateuse1" else name for name in _PRIORITY]
     return tuple(
         name for name in names if name != _NO_DEVICE and torch.amp.is_autocast_available(name)
     )
 
 
-# Before torch 2.13 Dynamo cannot trace what this calls. For the mark see ``region``.
+# Before torch 2.13, Dynamo cannot trace the function. For the mark, see ``eager/region.py``.
 autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
 class AutocastState:
-    """The devices that autocast, and their dtypes, at one place of a program.
+    """Devices with autocast enabled, and their dtypes, at one point of a program.
 
     Attributes:
-        low_dtypes: ``(device_type, dtype)`` for every device type that autocast knows,
-            enabled or not: the dtype that a region without ``dtype=`` takes.
-        enabled: Device types whose autocast is on, in dispatch order.
-        cache_enabled: Whether eager autocast would share casts of leaves.
-        policy: The policy of the innermost region that names one; None if none does. ``ambient``
-            leaves it out.
+        low_dtypes: ``(device_type, dtype)`` for every device type with autocast, enabled or not.
+            The dtype is the default of new regions.
+        enabled: Device types with autocast enabled, in dispatch order.
+        cache_enabled: Whether eager autocast caches casts of leaves.
+        policy: The policy of the innermost region with a policy, or None. ``ambient`` does not set
+            it.
     """
 
     low_dtypes: tuple[tuple[str, torch.dtype], ...]
@@ -68,7 +64,7 @@ class AutocastState:
 
     @classmethod
     def ambient(cls) -> AutocastState:
-        """The state of the calling thread."""
+        """Returns the state of the calling thread."""
         devices = autocast_device_types()
         return cls(
             low_dtypes=tuple((device, torch.get_autocast_dtype(device)) for device in devices),
@@ -77,18 +73,18 @@ class AutocastState:
         )
 
     def low_dtype(self, device_type: str) -> torch.dtype:
-        """The dtype that ``lower_precision_fp`` ops take on a device type."""
+        """Returns the dtype of ``lower_precision_fp`` ops on a device type."""
         return dict(self.low_dtypes)[device_type]
 
     def markers(self) -> list[tuple[str, torch.dtype, bool, bool]]:
-        """Arguments of the ``_enter_autocast`` nodes that bring this state about, in order."""
+        """Returns the arguments of the ``_enter_autocast`` nodes that set this state, in order."""
         return [
             (device, self.low_dtype(device), True, self.cache_enabled)
             for device in reversed(self.enabled)
         ]
 
     def with_policy(self, policy: Policy) -> AutocastState:
-        """This state with another policy."""
+        """Returns this state with another policy."""
         return dataclasses.replace(self, policy=interned(policy))
 
     def turned(
@@ -99,7 +95,7 @@ class AutocastState:
         dtype: torch.dtype | None = None,
         cache_enabled: bool | None = None,
     ) -> AutocastState:
-        """This state with one device switched; None keeps what is."""
+        """Returns this state with the settings of one device changed; None changes nothing."""
         low_dtypes = tuple(
             (device, dtype if dtype is not None and device == device_type else low)
             for device, low in self.low_dtypes
@@ -114,7 +110,7 @@ class AutocastState:
         )
 
     def turned_off(self) -> AutocastState:
-        """This state with all devices off."""
+        """Returns this state with autocast disabled for all devices."""
         return dataclasses.replace(self, enabled=())
 
     def enter(
@@ -124,12 +120,12 @@ class AutocastState:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> AutocastState:
-        """The state inside ``torch.autocast(...)`` with these arguments.
+        """Returns the state inside a region of ``torch.autocast`` with these arguments.
 
-        ``torch.autocast`` itself decides what an unsupported dtype or a missing device
-        does (it warns and turns the region off), so that it is asked here.
+        Constructs the region, because ``torch.autocast`` warns and disables itself for unsupported
+        dtypes and missing devices.
         """
-        # ``applied`` keeps the cache off, which is not what the region shall inherit.
+        # ``applied`` disables the cache, which the region must not inherit.
         cache_enabled = self.cache_enabled if cache_enabled is None else cache_enabled
         with self.applied():
             region = torch.autocast(
@@ -144,12 +140,11 @@ class AutocastState:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Sets the calling thread's autocast flags to this state, and back.
+        """Context in which the calling thread's autocast flags have this state.
 
-        Unlike ``torch.autocast`` this works for a device that the machine lacks, so that
-        fake tensors of any device can be run under it. It keeps the cast cache off:
-        casts of fake tensors must not end up in it. It leaves the regions that an exception
-        inside it has kept code from leaving.
+        Unlike ``torch.autocast``, it works for devices that the machine lacks, so that fake tensors
+        of any device can be evaluated. The cast cache is off, because it must not contain casts of
+        fake tensors. On exit, also exits regions that an exception left open.
         """
         before, depth = AutocastState.ambient(), _nesting()
         try:
@@ -168,10 +163,10 @@ def _set_flags(state: AutocastState) -> None:
 
 
 def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Turns autocast off for every device, for code whose casts are already nodes.
+    """Context in which autocast is off for every device.
 
-    Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys;
-    a region entered inside it is on again, so that islands still work.
+    Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys. A region
+    that is entered inside the context, such as that of an island, enables autocast again.
     """
     guard: contextlib.AbstractContextManager[None] = DisableAutocast()
     return guard
@@ -179,11 +174,11 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def called_without_autocast() -> Iterator[None]:
-    """Makes what AOTAutograd compiles inside it run with autocast off, backwards too.
+    """Context in which AOTAutograd generates code that disables autocast, in the backward as well.
 
-    AOTAutograd does so if autocast is on where it compiles. Here it is on for a device that no
-    tensor is ever on, so that nothing is traced otherwise. Relies on
-    ``torch._C._is_any_autocast_enabled`` asking for that device.
+    AOTAutograd generates such code if autocast is enabled during compilation. The context enables
+    autocast for a device without tensors, which does not affect the trace. Relies on
+    ``torch._C._is_any_autocast_enabled`` checking that device.
     """
     before = torch.is_autocast_enabled(_NO_DEVICE)
     torch.set_autocast_enabled(_NO_DEVICE, True)
@@ -195,10 +190,10 @@ def called_without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_on_error() -> Iterator[None]:
-    """Leaves the regions that an exception has kept the markers of a graph from leaving.
+    """Context that exits the regions of a graph if an exception skips its markers.
 
-    Else the thread stays inside of a region, and casts of weights in autocast's cache for good.
-    Graphs are run when they are called, and also when they are traced.
+    Otherwise the thread would remain in a region, and casts of weights in autocast's cache. This
+    applies to graphs that are called and to graphs that are traced.
     """
     before, depth = AutocastState.ambient(), _nesting()
     try:
@@ -210,7 +205,7 @@ def left_on_error() -> Iterator[None]:
 
 
 def _leave_down_to(depth: int) -> None:
-    """Leaves the innermost regions of the thread until ``depth`` are left."""
+    """Exits the innermost regions of the thread until ``depth`` regions remain."""
     if _nesting() <= depth:
         return
     while _nesting() > depth:
@@ -220,34 +215,33 @@ def _leave_down_to(depth: int) -> None:
 
 
 def nesting() -> int:
-    """Counts the thread's regions, disabled ones too; without those of a recomputation.
+    """Returns the number of regions around the caller, including disabled ones.
 
-    Relies on ``torch.autocast`` counting the regions that it enters.
+    Excludes regions that a checkpoint entered for a recomputation. Relies on ``torch.autocast``
+    counting the regions that it enters.
     """
     return _nesting() - _recomputation.depth
 
 
 def in_disabled_region() -> bool:
-    """Returns True if the thread is in regions, of which none is on: full precision was asked for.
+    """Returns True if the thread is in regions and all of them are disabled.
 
-    No device is on either where no region is, but there a graph may be one of its own. Guards call
-    this before each call of compiled code.
+    A disabled region requests full precision. Without any region, compiled code may autocast by its
+    options. Guards call this function before each call of compiled code.
     """
     return nesting() > 0 and not _is_any_enabled()
 
 
 def _is_any_enabled() -> bool:
-    """Returns True if autocast is on for any device.
-
-    ``torch._C._is_any_autocast_enabled`` is quick but does not ask for all: MPS is left out.
-    """
+    """Returns True if autocast is enabled for any device."""
+    # torch's function is fast but does not check all devices: it omits MPS.
     is_any = is_any_autocast_enabled()
     return is_any or any(map(torch.is_autocast_enabled, autocast_device_types()))
 
 
 @contextlib.contextmanager
 def nested_as(depth: int) -> Iterator[None]:
-    """Makes ``nesting`` what it was elsewhere, for checkpoints that restore the state of there."""
+    """Context in which ``nesting`` returns ``depth``, for checkpoints that restore a state."""
     before = _recomputation.depth
     _recomputation.depth = _nesting() - depth
     try:
@@ -257,7 +251,7 @@ def nested_as(depth: int) -> Iterator[None]:
 
 
 class _Recomputation(threading.local):
-    """Regions that a thread is in because a checkpoint restores the state of its forward."""
+    """Number of regions that a checkpoint entered to restore the state of its forward."""
 
     depth = 0
 

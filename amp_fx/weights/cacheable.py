@@ -14,7 +14,7 @@ from amp_fx.dtypes import is_spread
 from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.weights.engine import engine
+from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.spread import is_distributed, is_managed, is_of_plain_module, part_of
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
@@ -29,9 +29,9 @@ class Weight:
     """A weight among the inputs of a graph.
 
     Attributes:
-        name: Its name in the user's program.
-        tensor: The weight, or this process's part of a DTensor.
-        sharing: Positions of all inputs that share its storage, its own included.
+        name: Name in the user's program.
+        tensor: The weight; for a DTensor, its local tensor.
+        sharing: Positions of all inputs that share the weight's storage, including the weight.
     """
 
     name: str
@@ -48,14 +48,14 @@ def cacheable_weights(
 ) -> dict[int, Weight]:
     """Returns the weights of a graph by their positions among its inputs.
 
-    Left out are weights that the graph writes, that share memory with an input that it writes,
-    whose writes would not be seen, or whose sizes are symbolic.
+    Omits weights with symbolic sizes, weights whose writes would not be detected, and weights that
+    share storage with an input that the graph writes.
 
     Args:
         captured: The graph as Dynamo captured it.
-        rewritten: The same with its casts, where values and versions are known.
-        example_inputs: Its inputs.
-        stored: Identities of weights that were stored low to save memory: they stay as they are.
+        rewritten: The same graph with its casts, and with values and versions in its metadata.
+        example_inputs: The inputs of the graph.
+        stored: Identities of weights that ``store_low`` converted; they are omitted.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
     values = rewritten.graph.find_nodes(op="placeholder")
@@ -64,22 +64,22 @@ def cacheable_weights(
         if isinstance(example, torch.Tensor) and example.layout is torch.strided:
             sharing[_storage_of(example)].add(i)
     written = {i for i, node in enumerate(values) if is_written(node)}
-    found = {}
+    weights = {}
     for i, (node, example) in enumerate(zip(placeholders, example_inputs, strict=True)):
         if not _is_weight(node, example) or id(example) in stored:
             continue
-        own = frozenset(sharing[_storage_of(example)])
+        aliases = frozenset(sharing[_storage_of(example)])
         part = part_of(example)
-        if own.isdisjoint(written) and not is_dynamic(value_of(values[i])) and _is_seen(part):
-            found[i] = Weight(input_path(node), part, own)
-            if part is not example and part.device.type not in ("cpu", "meta"):
-                # Ops that write lists ask no storage there: they are seen by the DTensor itself.
+        if not aliases.isdisjoint(written) or is_dynamic(value_of(values[i])):
+            continue
+        if part.is_meta or type(part) is FakeTensor or is_watchable(part):
+            weights[i] = Weight(input_path(node), part, aliases)
+            is_sharded = part is not example and part.device.type not in ("cpu", "meta")
+            if is_sharded and is_available():
+                # On accelerators, list ops request no pointer from the storage of the local
+                # tensor: their writes are only recorded for the DTensor.
                 engine().share_record(example, part)
-    return found
-
-
-def _is_seen(part: torch.Tensor) -> bool:
-    return part.is_meta or type(part) is FakeTensor or is_watchable(part)
+    return weights
 
 
 def _storage_of(example: torch.Tensor) -> int:
@@ -89,9 +89,9 @@ def _storage_of(example: torch.Tensor) -> int:
 def _is_weight(node: fx.Node, example: Any) -> bool:
     """Returns True for parameters and buffers of modules.
 
-    Subclasses other than DTensor (quantized weights) are left out, as their storage is not plain.
-    So are weights that a library shards (``amp_fx.weights.spread``). A tensor on ``meta``
-    represents one on a device that is not here.
+    Returns False for weights that a library shards (``amp_fx.weights.spread``), and for subclasses
+    other than DTensor, such as quantized weights, because their storage is not plain. A tensor on
+    ``meta`` represents a weight on a device that this machine lacks.
     """
     if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
         return False
@@ -107,7 +107,7 @@ def _is_weight(node: fx.Node, example: Any) -> bool:
 def _kind(example: torch.Tensor) -> type[torch.Tensor]:
     """Returns the class of an input; for a DTensor or a fake tensor, the class it represents.
 
-    Dynamo's ``DDPOptimizer`` compiles a graph in parts, for fake weights.
+    Inputs are fake if Dynamo's ``DDPOptimizer`` splits a graph into parts.
     """
     is_fake = type(example) is FakeTensor
     has_plain_part = is_spread(example) and type(part_of(example)) is torch.Tensor
@@ -117,7 +117,7 @@ def _kind(example: torch.Tensor) -> type[torch.Tensor]:
 
 
 def _is_module_buffer(node: fx.Node) -> bool:
-    """Returns True if Dynamo took an input for a module's own tensor, which keeps its address."""
+    """Returns True if Dynamo marked an input as a static tensor of a module."""
     tensor_dict = node.meta.get("tensor_dict") or {}
     return tensor_dict.get("_dynamo_static_input_type") is not None
 
@@ -140,7 +140,7 @@ _VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
 
 
 def owner_of(gm: fx.GraphModule, root: str | None) -> str:
-    """Returns the class of the outermost module (or the function) of a graph, and its file."""
+    """Returns the root module's class, or the function, of a graph, followed by its file name."""
     for node in gm.graph.nodes:
         for line in lines_of(node):
             return f"{root or line.function} ({Path(line.file).name})"

@@ -1,9 +1,9 @@
 """Calls a compiled graph with fresh values computed from its weights.
 
-The graph takes the values as inputs (``split``) or has them as constants of its code (``packed``).
-Each call checks whether a weight was written since the values were computed, and recomputes the
-values that depend on it. Calls in progress continue with their values. One graph may be called for
-several layers, and caches values for each set of weights.
+The graph receives the values as inputs (``split``) or as constants of its code (``packed``). Each
+call recomputes the values of weights that were written since their computation. Calls that are
+already running continue with the old values. One graph may serve several layers; it then caches
+values for each set of weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADVICE = (
 
 
 def flattened(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Returns values with tuples of tensors expanded in place."""
+    """Returns tensors, with each tuple replaced by its elements."""
     return [t for v in values for t in (v if isinstance(v, tuple) else (v,))]
 
 
@@ -48,15 +48,15 @@ class CachedCall:
 
     Args:
         specs: Describes the values.
-        passed: Positions of the inputs that the graph takes besides.
+        passed: Positions of the inputs that are passed on to the graph.
         owner: Name under which ``stats`` counts the values.
-        verify: ``"sample"``, ``"full"`` or ``"off"``: how much each call compares with the weights.
-        compiled: Takes a list of the passed inputs and the values, tuples of values flattened; None
-            if ``bind`` is given.
-        bind: Returns code that has values as its constants.
+        verify: ``"sample"``, ``"full"`` or ``"off"``; see ``amp_fx.keep``.
+        compiled: Compiled graph. Receives a list of the passed inputs followed by the flattened
+            values. None if ``bind`` is set.
+        bind: Returns code with the values as its constants.
     """
 
-    _boxed_call = True  # AOTAutograd passes a list, which a call empties
+    _boxed_call = True  # AOTAutograd passes a list, which the call clears
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class CachedCall:
         self.leave, self.evict = self._cache.leave, self._cache.evict
         weakref.finalize(self, STORE.run_when_unlocked, STORE.drop_unused).atexit = False
 
-    def __call__(self, given: list[Any]) -> Any:
+    def __call__(self, boxed_args: list[Any]) -> Any:
         """Calls the graph.
 
         Raises:
             StaleWeightError: With ``verify="full"``, a weight was written without a signal.
         """
-        args = tuple(given)
-        given.clear()
+        args = tuple(boxed_args)
+        boxed_args.clear()
         bound, inputs = self.enter(args) or self.prepare(args)
         try:
             code = self._compiled if bound is None else bound[0]
@@ -105,14 +105,13 @@ class CachedCall:
     def adopt(
         self, values: Sequence[Any], started: Any, weights: Mapping[int, torch.Tensor]
     ) -> None:
-        """Stores values that were computed while the graph was compiled, on the CPU."""
+        """Stores values that were computed on the CPU while the graph was compiled."""
         if accelerator_devices(weights.values()):
             return
         order = {position: i for i, position in enumerate(weights)}
         with STORE.locked(waits=False) as is_outermost, computing_values():
             for spec, value in zip(self.specs, values, strict=True) if is_outermost else ():
-                own = tuple(weights[i] for i in spec.positions)
-                entry = self._entry(spec, own)
+                entry = self._entry(spec, tuple(weights[i] for i in spec.positions))
                 if entry is not None:
                     STORE.adopt(entry, value, started, tuple(order[i] for i in spec.positions))
 
@@ -120,12 +119,12 @@ class CachedCall:
         """Begins a call if all values are fresh.
 
         Returns:
-            What ``_bound`` returned and the inputs of the graph; None if a value is stale.
+            The result of ``_bound`` and the inputs of the graph; None if a value is stale.
         """
         if self.devices is None:  # Dynamo guards devices, so they never change
             self.devices = accelerator_devices(args[i] for s in self.specs for i in s.positions)
         if self.devices and is_capturing(self.devices):
-            return None  # replays run no Python, so the capture computes the values itself
+            return None  # replays run no Python, so the captured graph must compute the values
         if self.verify == "full":
             self._verify(args)
         if self.devices:
@@ -138,12 +137,12 @@ class CachedCall:
         """Implements ``enter`` for accelerators, where streams must be ordered."""
         STORE.streams.note(devices)
         self._investigate(self._sample.read())
-        found = self._cache.enter(args)
-        if found is None:
+        call = self._cache.enter(args)
+        if call is None:
             return None
         try:
             STORE.wait_for_refreshes(devices)
-            code, inputs = found  # another thread may have refreshed values since
+            code, inputs = call  # another thread may have refreshed values since
             self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
             entries = self._cache.entries(args) if self.verify == "sample" else None
             if entries is not None and entries.is_due():
@@ -154,17 +153,17 @@ class CachedCall:
         except BaseException:
             self.leave()
             raise
-        return found  # type: ignore[no-any-return]
+        return call  # type: ignore[no-any-return]
 
     def _hold(self, values: Sequence[Any]) -> None:
-        """Delays the reuse of values' memory until the current stream has read it."""
+        """Prevents reuse of the values' memory until the current streams have read it."""
         STORE.streams.hold(flattened(values))
 
     def prepare(self, args: Args) -> tuple[Any, list[Any]]:
         """Computes stale and missing values and begins the call.
 
         Returns:
-            What ``_bound`` returned and the inputs of the graph.
+            The result of ``_bound`` and the inputs of the graph.
         """
         if self._cache.found_mismatch:
             self._investigate(self._suspects(args))
@@ -174,11 +173,11 @@ class CachedCall:
         devices = self.devices or ()
         with STORE.locked() as is_outermost, computing_values():
             if not is_outermost or is_capturing(devices):
-                values = [compute(each, w) for each, w in zip(self.specs, weights, strict=True)]
+                values = [compute(spec, w) for spec, w in zip(self.specs, weights, strict=True)]
                 code = self._bound(values)
             else:
                 STORE.streams.note(devices)
-                STORE.streams.wait(devices)  # for values that are fresh already
+                STORE.streams.wait(devices)  # other streams may still compute fresh values
                 try:
                     values, code = self._cached(args, weights)
                 finally:
@@ -189,19 +188,20 @@ class CachedCall:
         return code, inputs if self._bind is not None else [*inputs, *flattened(values)]
 
     def _cached(self, args: Args, weights: Sequence[Weights]) -> tuple[list[Any], Any]:
-        """Returns all values, stale ones recomputed, and what ``_bound`` returns for them."""
-        known = self._cache.entries(args)
+        """Recomputes stale values; returns all values and the result of ``_bound`` for them."""
+        remembered = self._cache.entries(args)
         is_sampled = bool(self.devices) and self.verify == "sample"
-        if known is not None and is_sampled and known.is_due():
-            self._sample.start(known)  # compares the values that stay
-        entries = known or [
+        if remembered is not None and is_sampled and remembered.is_due():
+            self._sample.start(remembered)  # compares the values that are still fresh
+        entries = remembered or [
             self._entry(spec, tensors) for spec, tensors in zip(self.specs, weights, strict=True)
         ]
-        is_all = None not in entries
+        has_all_entries = None not in entries
         pairs = [(e, w) for e, w in zip(entries, weights, strict=True) if e is not None]
         cached = [entry for entry, _ in pairs]
         STORE.refresh(cached, [tensors for _, tensors in pairs])
-        if self.devices:  # another graph may sample
+        if self.devices:
+            # Without sampling here, another graph may still sample the same weights.
             (remember if self.verify == "sample" else remember_again)(cached)
         values = [
             compute(spec, tensors) if entry is None else entry.slot.value
@@ -209,14 +209,18 @@ class CachedCall:
         ]
         STORE.enforce_limit(cached)
         code = self._bound(values)
-        is_known = self._bind is None and self._cache.entries(args) is not None
-        if not is_known and is_all and all(entry.value is not None for entry in cached):
-            sampled = known or SampledEntries(entries)
+        is_remembered = self._bind is None and self._cache.entries(args) is not None
+        if (
+            not is_remembered
+            and has_all_entries
+            and all(entry.value is not None for entry in cached)
+        ):
+            sampled = remembered or SampledEntries(entries)
             self._cache.remember(tuple(e.slot for e in sampled), sampled, code)
         return values, code
 
     def _bound(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """Binds code to values that are its constants; returns the code and the values, or None."""
+        """Returns code with the values as its constants, and the values; None without ``bind``."""
         return None if self._bind is None else (self._bind(values), tuple(values))
 
     def _entry(self, spec: ValueSpec, weights: Weights) -> Entry | None:
@@ -244,8 +248,8 @@ class CachedCall:
                 engine().distrust(weight)
                 log.warning(
                     "%s was written where PyTorch cannot see it: through a NumPy array, a "
-                    "DLPack alias or a pointer that was taken before the latest call. From now on, "
-                    "values computed from it are computed in every call. To cache them, %s",
+                    "DLPack alias or a pointer that was obtained before the latest call. From now "
+                    "on, every call recomputes values that depend on it. To cache them, %s",
                     description(name, self.owner, weight),
                     ADVICE,
                 )
@@ -258,8 +262,9 @@ class CachedCall:
                 if spec.is_alias or not entry.slot.is_fresh(weights):
                     continue
                 if not same_bits(compute(spec, weights), entry.value):
-                    made_of = ", ".join(spec.names)
+                    names = ", ".join(spec.names)
                     raise StaleWeightError(
-                        f"the cached value of {description(made_of, self.owner, weights[0])} is "
-                        f"stale: it was written where PyTorch cannot see it; {ADVICE}"
+                        f"the cached value of {description(names, self.owner, weights[0])} is "
+                        "stale: a weight was written where PyTorch cannot see it; "
+                        f"{ADVICE}"
                     )

@@ -1,4 +1,4 @@
-"""Compiles the computation of cached values on GPUs, where op by op it would be many kernels."""
+"""Compiles the computation of cached values on GPUs, to launch fewer kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def is_compiled(spec: Any, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns True if ``write_values`` computes a value: one on a GPU, by Triton."""
+    """Returns True if ``write_values`` computes a value, which requires a GPU with Triton."""
     is_computed = isinstance(spec, CachedValueSpec) and not spec.is_alias and not spec.is_cast
     return is_computed and weights[0].is_cuda and _has_triton()
 
 
 def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:
-    """Allocates the value that a description is of: a tensor or a tuple of tensors."""
+    """Allocates the memory of a value: a tensor or a tuple of tensors."""
     fakes = [VALUE.of(output) for output in spec.outputs]
     values = tuple(
         torch.empty_strided(f.size(), f.stride(), dtype=f.dtype, device=weights[0].device)
@@ -33,9 +33,9 @@ def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:
 def write_values(
     specs: Sequence[CachedValueSpec], weights: Sequence[torch.Tensor], values: Sequence[Any]
 ) -> None:
-    """Computes values of the same weights into their memory, by one function.
+    """Computes values of the same weights into existing memory with one compiled function.
 
-    Weights of the same layouts share the function.
+    Weights with equal dtypes, shapes and strides share the function.
     """
     layouts = tuple((w.dtype, w.size(), w.stride()) for w in weights)
     keys = tuple(spec.key(tuple(weights)) for spec in specs)
@@ -44,7 +44,7 @@ def write_values(
 
 
 class _Unhashed:
-    """Argument that a cache does not look at."""
+    """Argument that ``functools.cache`` ignores: all instances are equal."""
 
     def __init__(self, specs: Sequence[CachedValueSpec]) -> None:
         self.specs = specs
@@ -57,22 +57,20 @@ class _Unhashed:
 
 
 @functools.cache
-def _writer(_: Hashable, given: _Unhashed) -> Callable[..., None]:
-    return torch.compile(writing(given.specs), dynamic=False)
+def _writer(_: Hashable, unhashed: _Unhashed) -> Callable[..., None]:
+    return torch.compile(writing(unhashed.specs), dynamic=False)
 
 
 def writing(specs: Sequence[CachedValueSpec]) -> Callable[..., None]:
-    """Returns a function that computes values into given tensors.
-
-    It has its own code object, of which Dynamo compiles few variants.
-    """
+    """Returns a function that computes values into existing tensors."""
     functions = [spec.function for spec in specs]
 
     def write(weights: Sequence[torch.Tensor], targets: Sequence[Sequence[torch.Tensor]]) -> None:
-        for function, own in zip(functions, targets, strict=True):
-            for target, source in zip(own, function(*weights), strict=True):
-                target.copy_(source)
+        for function, outputs in zip(functions, targets, strict=True):
+            for output, source in zip(outputs, function(*weights), strict=True):
+                output.copy_(source)
 
+    # Dynamo limits recompilations per code object, so each function has a copy of the code object.
     write.__code__ = write.__code__.replace()
     return write
 

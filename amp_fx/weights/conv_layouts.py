@@ -1,4 +1,4 @@
-"""Lays cached weights of convolutions out channels-last, where inductor runs convolutions so.
+"""Converts cached convolution weights to channels-last if inductor's convolutions use that layout.
 
 Before:
     %low = prims.convert_element_type(%weight, torch.bfloat16)
@@ -8,8 +8,8 @@ After:
     %laid = aten.clone(%low, memory_format=torch.channels_last)
     %y    = aten.convolution(%x, %laid, ...)
 
-Generated code would otherwise copy the cached value in every call. Left alone on purpose: values
-with any other use, weights that their user has laid out, and those for which both layouts are one.
+Generated code would otherwise convert the cached value in every call. Left alone on purpose: values
+with other users, weights that are not contiguous, and weights whose strides fit both layouts.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _WEIGHT_AT: dict[Any, int] = {aten.convolution.default: 1, aten.convolution_back
 def lay_out_convolutions(
     gm: fx.GraphModule, values: Iterable[fx.Node], *, is_inference: bool
 ) -> bool:
-    """Copies values that only convolutions read to channels-last; edits the graph.
+    """Adds a channels-last copy after each value that only convolutions read.
 
     Relies on ``torch._inductor.graph.GraphLowering.decide_layout_opt``.
 
     Args:
         gm: A graph of AOTAutograd, forward or joint.
-        values: Nodes of it whose results are cached.
-        is_inference: Whether the graph is without gradients.
+        values: Nodes of ``gm`` whose results are cached.
+        is_inference: Whether the graph has no gradients.
 
     Returns:
         True if the graph changed.
     """
     from amp_fx.torch_private.inductor import GraphLowering
 
-    chosen = [node for node in values if _is_weight(node)]
-    if not chosen or not GraphLowering.decide_layout_opt(gm, is_inference=is_inference):
+    weights = [node for node in values if _is_weight(node)]
+    if not weights or not GraphLowering.decide_layout_opt(gm, is_inference=is_inference):
         return False
-    for node in chosen:
+    for node in weights:
         with gm.graph.inserting_after(node):
             laid = gm.graph.call_function(
                 aten.clone.default, (node,), {"memory_format": torch.channels_last}
@@ -63,12 +63,12 @@ def lay_out_convolutions(
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Returns True if convolutions read a node as their weight, and nothing else does."""
+    """Returns True if a node is contiguous and only read as the weight of convolutions."""
     value = VALUE.get(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 4 or not value.is_contiguous():
         return False
-    is_laid_out = value.is_contiguous(memory_format=torch.channels_last)
-    return not is_laid_out and all(_reads_weight(user, node) for user in node.users)
+    is_channels_last = value.is_contiguous(memory_format=torch.channels_last)
+    return not is_channels_last and all(_reads_weight(user, node) for user in node.users)
 
 
 def _reads_weight(user: fx.Node, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled part that watches weights (``csrc/watch.cpp``)."""
+"""The C++ extension that watches weights (``csrc/watch.cpp``)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from amp_fx import csrc
 
 
 def engine() -> Any:
-    """Returns the module of ``watch.cpp``; None if it cannot be built or torch is too old."""
+    """Returns the extension module; None if it cannot be built or torch is too old."""
     return csrc.load()
 
 
 def is_available() -> bool:
-    """Returns True if values can be cached: torch is 2.13 or newer and the part can be built."""
+    """Returns True if values can be cached: torch is 2.13 or newer, and the extension is built."""
     return engine() is not None

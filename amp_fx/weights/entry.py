@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ValueSpec(Protocol):
-    """Describes a value that a graph, or ``amp_fx.keep``, computes from weights."""
+    """Description of a value that a graph or ``amp_fx.keep`` computes from weights."""
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class ValueSpec(Protocol):
 
     @property
     def is_alias(self) -> bool:
-        """True if the value is the weight's own memory."""
+        """True if the value is an alias of the weight."""
 
     def key(self, weights: Weights) -> Hashable:
         """Returns a key; specs with equal keys compute equal values from the same weights."""
@@ -54,19 +54,28 @@ class Entry:
     """One value of the store.
 
     Attributes:
-        key: Its key in the store.
+        key: Key in the store: the identities of the weights, and the key of the spec.
         slot: The value and the state of its weights (``CacheSlot`` in ``csrc/watch.cpp``).
         spec: Describes the value.
         owner: The model or function whose graph requested the value first.
         calls: The compiled graphs and ``keep`` objects that use the value.
-        value_bytes: Bytes of the latest value besides the weights.
-        is_cast: True if the value is memory that one ``copy_`` of the weight fills.
-        is_in_foreach_copy: True if ``_foreach_copy_`` fills it together with other casts.
+        value_bytes: Bytes that the latest value takes in addition to the weights.
+        is_cast: True if the value can be refreshed with one ``copy_`` of the weight.
+        is_in_foreach_copy: True if ``_foreach_copy_`` refreshes the value with other casts.
     """
 
     __slots__ = (
-        *("__weakref__", "calls", "finalizers", "is_cast", "is_in_foreach_copy", "key"),
-        *("owner", "slot", "spec", "value_bytes", "weight_refs"),
+        "__weakref__",
+        "calls",
+        "finalizers",
+        "is_cast",
+        "is_in_foreach_copy",
+        "key",
+        "owner",
+        "slot",
+        "spec",
+        "value_bytes",
+        "weight_refs",
     )
 
     def __init__(self, key: Key, slot: Any, spec: ValueSpec, weights: Weights, owner: str) -> None:
@@ -87,31 +96,32 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the value takes now besides the weights."""
+        """Bytes that the value takes now in addition to the weights."""
         return 0 if self.slot.value is None else self.value_bytes
 
     def weights(self) -> Weights | None:
-        """Returns its weights; None if one of them was freed."""
+        """Returns the weights; None if one of them was freed."""
         alive = tuple(ref() for ref in self.weight_refs)
         return None if any(weight is None for weight in alive) else alive  # type: ignore[return-value]
 
     def is_of(self, weights: Weights) -> bool:
-        """Returns True if these are its weights: identities of freed tensors are reused."""
+        """Returns True if ``weights`` are the entry's weights.
+
+        The key does not tell, because identities of freed tensors are reused.
+        """
         return all(ref() is w for ref, w in zip(self.weight_refs, weights, strict=True))
 
     def is_fresh(self) -> bool:
-        """Returns True if its weights did not move and no signal indicates a write."""
+        """Returns True if the value reflects the weights: no signal indicates a write."""
         weights = self.weights()
         return weights is not None and bool(self.slot.is_fresh(weights))
 
     def set_value_bytes(self, value: Any, weights: Weights) -> None:
-        """Computes ``value_bytes`` of a new value. The padding of packed weights is not counted.
-
-        It reads addresses only: a Python object of a storage would look like another reader.
-        """
+        """Computes ``value_bytes`` of a new value, without the padding of packed weights."""
         self.value_bytes = 0
         if self.spec.is_alias:
             return
+        # Compares addresses: a Python object of a storage would count as another reader of it.
         addresses = {data_address(weight) for weight in weights if weight.numel()}
         for tensor in value if isinstance(value, tuple) else (value,):
             is_strided = tensor.layout is torch.strided
@@ -120,20 +130,23 @@ class Entry:
 
 
 def compute(spec: ValueSpec, weights: Weights) -> Any:
-    """Computes a value from aliases of weights: reading them does not count as a write."""
+    """Computes a value from aliases of weights, so that reads do not count as writes."""
     if spec.is_alias:
         return read_only(weights[0])
     return spec.make(tuple(map(read_only, weights)))
 
 
 def read_only(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight without its gradient; an alias of it if it is a plain tensor."""
+    """Returns a weight detached from autograd; for plain tensors, an alias of it."""
     is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
     return engine().alias(weight.detach()) if is_plain else weight.detach()
 
 
 def copied_into(old: Any, new: Any) -> Any:
-    """Copies a value into the memory of an older one if their layouts are equal; returns it."""
+    """Copies a value into the memory of an older one and returns that.
+
+    Returns ``new`` itself if the layouts differ.
+    """
     olds, news = (x if isinstance(x, tuple) else (x,) for x in (old, new))
     if len(olds) != len(news) or not all(map(_have_equal_layouts, olds, news)):
         return new
@@ -146,19 +159,15 @@ def _have_equal_layouts(old: torch.Tensor, new: torch.Tensor) -> bool:
     is_strided = old.layout is new.layout is torch.strided
     if not is_strided or not torch.ops.aten.is_non_overlapping_and_dense.default(old):
         return False
-    return (old.dtype, old.device, old.size(), old.stride()) == (
-        new.dtype,
-        new.device,
-        new.size(),
-        new.stride(),
-    )
+    layouts = [(t.dtype, t.device, t.size(), t.stride()) for t in (old, new)]
+    return layouts[0] == layouts[1]
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Returns True if two values, tensors or tuples of them, have the same bits, NaN included."""
+    """Returns True if two tensors, or tuples of tensors, have the same bits, including NaN."""
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(same_bits, left, right))
-    if left.is_quantized:  # has no NaN; torch compares the scales, too
+    if left.is_quantized:  # has no NaN; torch.equal compares the scales as well
         return bool(torch.equal(left, right))
     if left.layout is not torch.strided:
         left, right = left.to_dense(), right.to_dense()
@@ -177,7 +186,7 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 
 
 def description(name: str, owner: str, weight: torch.Tensor | None) -> str:
-    """Describes a weight for a message; None stands for one that was freed."""
+    """Describes a weight for a message; None represents a weight that was freed."""
     shape = () if weight is None else tuple(weight.shape)
     return f"{name} of {owner}, shape {shape},"
 

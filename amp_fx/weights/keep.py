@@ -41,11 +41,11 @@ def _get(instance: Keep) -> Value:
 
 
 def _as_input(getter: Callable[[Any], Value]) -> Any:
-    """Returns a property that Dynamo treats as a plain attribute: its tensors are graph inputs.
+    """Returns a property that Dynamo treats as a plain attribute, so its tensors are graph inputs.
 
-    Dynamo reads the property for its guards and when it calls the graph. Relies on
-    ``torch._dynamo.variables.user_defined`` not tracing into a property whose getter is not a
-    Python function.
+    Dynamo reads the property for guards and when it calls the graph. Relies on
+    ``torch._dynamo.variables.user_defined``, which does not trace into a property whose getter is
+    not a Python function.
     """
     as_method = ctypes.pythonapi.PyInstanceMethod_New
     as_method.restype, as_method.argtypes = ctypes.py_object, [ctypes.py_object]
@@ -69,14 +69,14 @@ class Keep:
         _KEEPS.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keep:
-        """Returns the same function of the copied model's weights."""
+        """Returns an object that computes the value from the copied weights."""
         weights = tuple(copy.deepcopy(weight, memo) for weight in self._weights())
         return Keep(copy.deepcopy(self._fn, memo), weights, verify=self._verify)
 
     def __repr__(self) -> str:
         """Returns ``<amp_fx.keep(pack): fresh, 2 weights, 1,024 bytes>``."""
         if any(ref() is None for ref in self._refs):
-            return f"<amp_fx.keep({self._spec.name}): a weight is gone>"
+            return f"<amp_fx.keep({self._spec.name}): a weight was freed>"
         state = "fresh" if self.is_fresh() else "stale" if self.bytes else "not computed"
         count = len(self._refs)
         weights = f"{count} weight" if count == 1 else f"{count} weights"
@@ -87,17 +87,18 @@ class Keep:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"cannot pickle what amp_fx.keep made of {self._spec.name}, because it refers to "
-            "weights of this process: call amp_fx.keep again where the weights are loaded"
+            f"cannot pickle the amp_fx.keep object of {self._spec.name}, because it refers to "
+            "weights of this process: call amp_fx.keep again in the process that loads the weights"
         )
 
     def __call__(self) -> Value:
         """Returns the value, recomputed if a weight was written since its computation.
 
-        Values returned earlier do not change while they are referenced. Do not write to the value.
+        A value that was returned earlier does not change while it is referenced. Do not write to
+        the value.
 
         Returns:
-            What ``fn`` returned: a tensor or a tuple of tensors, without gradients.
+            The result of ``fn``: a tensor or a tuple of tensors, without gradients.
 
         Raises:
             KeepError: A weight was freed, or the result of ``fn`` cannot be cached.
@@ -109,28 +110,29 @@ class Keep:
     def _get(self) -> Value:
         if torch.compiler.is_exporting():
             raise KeepError(
-                f"torch.export would make the value of {self._spec.name} a constant of the "
-                "program, which no new weight would change: in the exported code, call the "
-                "function itself"
+                f"torch.export would turn the value of {self._spec.name} into a constant of the "
+                "program, which would not follow updates of the weights: call the function itself "
+                "in code that is exported"
             )
         weights = self._weights()
         call = self._call
         if call is None:
             with _outside_of_transforms(), computing_values():
                 return self._spec.make(tuple(weight.detach() for weight in weights))
-        call.devices = accelerator_devices(weights)  # a module may have been moved
-        found = call.enter(weights)
-        if found is None:
+        call.devices = accelerator_devices(weights)  # the module may have been moved
+        bound_and_values = call.enter(weights)
+        if bound_and_values is None:
             with _outside_of_transforms():
-                found = call.prepare(weights)
+                bound_and_values = call.prepare(weights)
         call.leave()
-        values = tuple(found[1])
+        values = tuple(bound_and_values[1])
         return values if self._spec.is_tuple else values[0]
 
     def is_fresh(self) -> bool:
         """Returns True if the next call returns the value without computing it.
 
-        It is False before the first call, after a write, and always if ``why_remade`` has a reason.
+        Returns False before the first call, after a write, and whenever ``why_remade`` is not
+        empty.
         """
         weights = self._weights()
         return any(
@@ -147,31 +149,31 @@ class Keep:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the value besides the weights; 0 before the first call."""
+        """Bytes that the value takes in addition to the weights; 0 before the first call."""
         entries = STORE.of_weight(self._weights()[0])
         return sum(entry.num_bytes for entry in entries if entry.spec is self._spec)
 
     @property
     def why_remade(self) -> str:
-        """The reason why every call recomputes the value; an empty string if calls do not."""
+        """The reason why every call recomputes the value; empty if the value is cached."""
         return _why_remade(self._weights())
 
     def _weights(self) -> Weights:
         alive = tuple(ref() for ref in self._refs)
         if any(weight is None for weight in alive):
             raise KeepError(
-                f"a weight of {self._spec.name} is gone, because nobody else refers to it: pass "
-                "the parameter, not its .data or .detach(), and keep its module. If another "
-                "parameter took its place (load_state_dict(assign=True), say), call amp_fx.keep "
-                "again"
+                f"a weight of {self._spec.name} was freed, because amp_fx.keep refers to weights "
+                "weakly: pass the parameter, not its .data or .detach(), and hold a reference to "
+                "its module. If the parameter was replaced, for example by "
+                "load_state_dict(assign=True), call amp_fx.keep again"
             )
         return alive  # type: ignore[return-value]
 
     def _hold(self, tensor: torch.Tensor) -> Callable[[], None] | None:
-        """Holds the weights strongly if ``tensor`` is one of them.
+        """Makes the references to the weights strong if ``tensor`` is one of the weights.
 
         Returns:
-            A function that makes the references weak again; None if it is not one of them.
+            A function that makes the references weak again; None if nothing changed.
         """
         weights = tuple(ref() for ref in self._refs)
         if all(weight is not tensor for weight in weights):
@@ -180,7 +182,7 @@ class Keep:
         return functools.partial(self._refer_to, weights)
 
     def _refer_to(self, weights: Sequence[torch.Tensor | None]) -> None:
-        """Refers to weights weakly; None stands for one that was freed."""
+        """Stores weak references to weights; None represents a weight that was freed."""
         self._refs = [functools.partial(_same, w) if w is None else weakref.ref(w) for w in weights]
 
 
@@ -198,62 +200,63 @@ def _watch_swaps() -> None:
 
 
 def _hold_all(tensor: torch.Tensor) -> Callable[[], None]:
-    ends = [instance._hold(tensor) for instance in list(_KEEPS)]
+    callbacks = [instance._hold(tensor) for instance in list(_KEEPS)]
 
     def release() -> None:
-        for end in filter(None, ends):
-            end()
+        for callback in filter(None, callbacks):
+            callback()
 
     return release
 
 
 @contextlib.contextmanager
 def _outside_of_transforms() -> Iterator[None]:
-    """Disables ``torch.func`` transforms and dispatch modes, which cached values outlive."""
+    """Disables ``torch.func`` transforms and dispatch modes, because cached values outlive them."""
     with temporarily_clear_interpreter_stack(), no_dispatch_modes():
         yield
 
 
 def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample") -> Keep:
-    """Caches what a function computes from weights, and never returns a stale value.
+    """Caches the result of a function of weights, and never returns a stale value.
 
-    Use it for packed, concatenated, quantized or transposed weights: in eager code, in an inference
+    Use it for packed, concatenated, quantized or transposed weights in eager code, in an inference
     engine, or with a custom kernel::
 
         qkv = amp_fx.keep(lambda q, k, v: torch.cat([q, k, v]).bfloat16(), q, k, v)
         y = torch.nn.functional.linear(x, qkv())  # computed once per update of the weights
 
-    All writes are detected: in-place ops, also on ``.data`` or in inference mode, optimizers,
-    ``load_state_dict``, assignments to ``.data``, collectives, compiled code, NumPy arrays.
+    All writes are detected: in-place ops (also on ``.data`` or in inference mode), optimizers,
+    ``load_state_dict``, assignments to ``.data``, collectives, compiled code and NumPy arrays.
     ``amp_fx.weight_cache`` counts, limits and clears these values together with those of compiled
-    graphs. A new value takes the memory of the previous one unless that is still referenced.
+    graphs. A new value reuses the memory of the previous one unless that is still referenced.
 
     Weights are referenced weakly. Subclasses of ``torch.Tensor``, weights in shared or mapped
-    memory, and weights that FSDP or DeepSpeed manage cannot be watched: every call then recomputes
+    memory, and weights that FSDP or DeepSpeed manage cannot be watched. Every call then recomputes
     the value, and ``why_remade`` gives the reason. In code that ``torch.compile`` traces, the value
-    is an input of the graph, computed from the weights as they are when the graph starts.
+    is an input of the graph and reflects the weights at the start of the graph.
 
     Args:
-        fn: Takes the weights as tensors without gradients, and returns a tensor or a tuple of
-            tensors computed from them alone. It runs without autograd and autocast.
+        fn: Function of the weights, which it receives as tensors without gradients. It returns a
+            tensor or a tuple of tensors that depend on the weights alone. It runs without autograd
+            and autocast.
         *weights: One or more tensors, on devices of any type.
         verify: ``"sample"`` compares one element of each weight with its earlier value per call;
             ``"full"`` recomputes and compares the value; ``"off"`` does neither.
 
     Returns:
-        A callable that returns the value. ``fn`` runs in its first call.
+        A callable that returns the value. Its first call runs ``fn``.
 
     Raises:
-        KeepError: A weight is not a strided tensor with data, or there is none. In the first
-            call: ``fn`` returns anything but tensors, a result that requires a gradient, or a view
-            of a weight; it writes to a weight, or an op in it reads a tensor that is not among the
-            weights.
-        ValueError: ``verify`` is none of the three.
+        KeepError: There is no weight, or a weight is not a strided tensor with data. Raised by
+            the first call if ``fn`` returns anything but tensors, a tensor that requires a
+            gradient, or a view of a weight; if it writes to a weight; or if it reads a tensor that
+            is not among the weights.
+        ValueError: ``verify`` is not one of the three values.
     """
     if verify not in ("sample", "full", "off"):
-        raise ValueError(f"verify is 'sample', 'full' or 'off', not {verify!r}")
+        raise ValueError(f"verify must be 'sample', 'full' or 'off', got {verify!r}")
     if not weights:
-        raise KeepError("amp_fx.keep needs at least one weight, after the function")
+        raise KeepError("amp_fx.keep needs at least one weight: pass it after the function")
     for weight in weights:
         _check_weight(weight)
     return Keep(fn, weights, verify=verify)
@@ -261,22 +264,22 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
 
 def _check_weight(weight: Any) -> None:
     if not isinstance(weight, torch.Tensor):
-        raise KeepError(f"weights are tensors, not {type(weight).__name__}")
+        raise KeepError(f"weights must be tensors, got {type(weight).__name__}")
     if weight.layout is not torch.strided or weight.is_quantized:
         raise KeepError(
             f"a weight with layout {weight.layout} and dtype {weight.dtype} cannot be watched: "
-            "keep what is computed from its dense tensor"
+            "pass the dense tensor that it was computed from"
         )
     if weight.is_meta:
-        raise KeepError("a weight on the meta device has no data: move the module first")
+        raise KeepError("a weight on the meta device has no data: materialize the module first")
 
 
 def _why_remade(weights: Weights) -> str:
     for weight in weights:
         if engine() is None:
-            return "the part that watches weights could not be built (python -m amp_fx env)"
+            return "the extension that watches weights could not be built: run python -m amp_fx env"
         if weight.device.type not in DEVICES:
-            return f"writes to weights on {weight.device.type} cannot be seen"
+            return f"writes to weights on {weight.device.type} cannot be detected"
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):
             return f"a weight is a {type(weight).__name__}, a subclass of torch.Tensor"
         if engine().is_distrusted(weight):
@@ -286,17 +289,17 @@ def _why_remade(weights: Weights) -> str:
         if is_cow_tensor(weight):
             return "a weight and its lazy clone share memory until one of them is written"
         if not watch(weight.detach()):
-            return "a weight lies in memory that PyTorch did not allocate: shared, mapped, NumPy's"
+            return "PyTorch did not allocate a weight's memory: it is shared, mapped or NumPy's"
     return ""
 
 
 class _Computed:
-    """Value that a function computes from weights (``amp_fx.weights.entry.ValueSpec``)."""
+    """``ValueSpec`` of a value that a function computes."""
 
     is_alias = False
 
     def __init__(self, instance: Keep, fn: Callable[..., Value], count: int) -> None:
-        self._instance = weakref.ref(instance)  # its function may refer to the weights
+        self._instance = weakref.ref(instance)  # the function may hold references to the weights
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.positions = tuple(range(count))
         self.names = tuple(f"weight {i}" for i in range(count))
@@ -306,7 +309,7 @@ class _Computed:
         self._device = torch.get_default_device()
 
     def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
-        """Returns the object itself: each call of ``keep`` has its own value."""
+        """Returns the object itself, so that each call of ``keep`` has a separate value."""
         return self
 
     def cast_layout(self, weight: torch.Tensor) -> None:
@@ -328,19 +331,19 @@ class _Computed:
         return value
 
     def _check(self, value: Any, weights: Weights) -> None:
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(isinstance(each, torch.Tensor) for each in values):
-            kinds = ", ".join(type(each).__name__ for each in values) or "nothing"
-            raise KeepError(
-                f"{self.name} returns {kinds}: a tensor or a tuple of tensors can be cached"
-            )
-        own = {_identity(weight) for weight in weights}
-        for each in values:
-            if each.requires_grad:
-                raise KeepError(f"{self.name} returns a tensor that requires a gradient")
-            if _identity(each) in own and each.numel():
+        outputs = value if isinstance(value, tuple) else (value,)
+        if not outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
+            kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
+            raise KeepError(f"{self.name} must return a tensor or a tuple of tensors, got {kinds}")
+        weight_memory = {_identity(weight) for weight in weights}
+        for output in outputs:
+            if output.requires_grad:
                 raise KeepError(
-                    f"{self.name} returns a view of a weight, which needs no keeping: clone it, "
+                    f"{self.name} returns a tensor that requires a gradient: detach it first"
+                )
+            if _identity(output) in weight_memory and output.numel():
+                raise KeepError(
+                    f"{self.name} returns a view of a weight, which needs no cache: clone it, "
                     "or use the weight itself"
                 )
 
@@ -352,42 +355,43 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._weights = {_identity(weight) for weight in weights}
-        self._known = {0, *self._weights}
-        self._made: list[torch.Tensor] = []  # so that their identities are not reused
+        self._allowed = {0, *self._weights}
+        self._results: list[torch.Tensor] = []  # referenced so that identities are not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_new = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
+        is_literal = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...) in the function
         for value in tree_leaves((args, kwargs)):
             if not isinstance(value, torch.Tensor):
                 continue
-            if _identity(value) not in self._known and not is_new:
+            if _identity(value) not in self._allowed and not is_literal:
                 raise KeepError(
                     f"{self._name} reads a tensor of shape {tuple(value.shape)} that is not among "
-                    "the weights: pass it to amp_fx.keep as one, or its writes are not seen"
+                    "the weights: pass it to amp_fx.keep as a weight, so that its writes are "
+                    "detected"
                 )
-        given = bind(func, args, kwargs or {})
-        for value in tree_leaves([given.get(name) for name in written_arguments(func)]):
+        arguments = bind(func, args, kwargs or {})
+        for value in tree_leaves([arguments.get(name) for name in written_arguments(func)]):
             if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
                 raise KeepError(f"{self._name} writes to a weight: clone it first")
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
-                self._known.add(_identity(value))
-                self._made.append(value)
+                self._allowed.add(_identity(value))
+                self._results.append(value)
         return result
 
     def check_computed(self, value: Value) -> None:
-        """Raises if the function returned a tensor that existed before, such as a global one."""
-        for each in value if isinstance(value, tuple) else (value,):
-            if _identity(each) not in self._known:
+        """Raises if the function returned a tensor that it did not compute, such as a global."""
+        for output in value if isinstance(value, tuple) else (value,):
+            if _identity(output) not in self._allowed:
                 raise KeepError(
-                    f"{self._name} returns a tensor of shape {tuple(each.shape)} that it did not "
-                    "compute from the weights: pass it to amp_fx.keep as one, or omit it"
+                    f"{self._name} returns a tensor of shape {tuple(output.shape)} that it did not "
+                    "compute from the weights: pass it to amp_fx.keep as a weight, or omit it"
                 )
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's memory, 0 if it has none; ``id`` of a wrapper subclass."""
+    """Returns the address of a tensor's memory or 0; for wrapper subclasses, the object's id."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -1,11 +1,10 @@
 """Compiles graphs without gradients for the CPU, with cached values as constants of their code.
 
-The graph is split (``split``), the values become constants, inductor's freezing passes pack them
-for its kernels, and what the passes add is split off again. Compiled code finds its constants among
-the globals of its module: after a write it gets new ones (``PackedGraph.bind``). Inductor's own
-``freeze`` takes every parameter and buffer for constant and forgets how constants were computed.
-
-Batch norms are folded into convolutions only on request, because that changes roundings.
+``split`` finds the values, which become constants. Inductor's freezing passes pack the constants
+for its kernels and add ops to the graph; those that depend on constants alone are folded as well.
+Compiled code looks up its constants in the globals of its module, so ``PackedGraph.bind`` can
+replace them after a write. Inductor's ``freeze`` is not used: it treats every parameter and buffer
+as constant and does not record how constants were computed.
 """
 
 from __future__ import annotations
@@ -41,21 +40,22 @@ if TYPE_CHECKING:
     from amp_fx.weights.split import CachedValueSpec
 
     Run = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
+    Check = Callable[[fx.Graph], None]
 
 
 class CannotPackError(AmpFxError):
-    """A graph is compiled without constants; the message says why. Never reaches a user."""
+    """Raised if a graph must be compiled without constants. Never reaches a user."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedGraph:
-    """A compiled graph whose constants can be replaced.
+    """Compiled graph whose constants can be replaced.
 
     Attributes:
-        specs: Describes the cached values.
-        taken: Positions of the inputs that it still takes.
-        code: The compiled function; it takes a list of the inputs.
-        names: For each value, the names that the code has for each of its outputs.
+        specs: Descriptions of the cached values.
+        taken: Positions of the remaining inputs.
+        code: The compiled function, which receives a list of the inputs.
+        names: For each output of each value, its names in the code.
     """
 
     specs: tuple[CachedValueSpec, ...]
@@ -64,16 +64,16 @@ class PackedGraph:
     names: tuple[tuple[tuple[str, ...], ...], ...]
 
     def bind(self, values: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """Returns the code with other values as its constants.
+        """Returns a copy of the code with new constants.
 
         Args:
-            values: One for each of ``specs``: a tensor, or a tuple of tensors.
+            values: For each of ``specs``, a tensor or a tuple of tensors.
         """
         constants: dict[str, torch.Tensor] = {}
-        for names, value in zip(self.names, values, strict=True):
+        for value_names, value in zip(self.names, values, strict=True):
             outputs = value if isinstance(value, tuple) else (value,)
-            for own, output in zip(names, outputs, strict=True):
-                constants.update(dict.fromkeys(own, output))
+            for output_names, output in zip(value_names, outputs, strict=True):
+                constants.update(dict.fromkeys(output_names, output))
         function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
         assert isinstance(function, FunctionType)
         scope = {**function.__globals__, **constants}
@@ -82,12 +82,12 @@ class PackedGraph:
 
 
 class Constants:
-    """Constants of a graph that depend on weights, and how they are computed.
+    """Constants of a graph that depend on weights, with the ops that compute them.
 
     Args:
         gm: The graph.
         names: Names of its weights in the user's program, by position.
-        run: Computes a node from the values of others.
+        run: Computes a node from the values of its inputs.
     """
 
     def __init__(self, gm: fx.GraphModule, names: Mapping[int, str], run: Run) -> None:
@@ -97,29 +97,33 @@ class Constants:
         self._run = run
 
     def put(self, node: fx.Node, value: torch.Tensor, copy: fx.Node) -> None:
-        """Replaces a node by a constant, named alike in every process because caches store it."""
+        """Replaces a node by a constant."""
         from amp_fx.torch_private.inductor import replace_node_with_constant
 
+        # On-disk caches store the name, so it must be the same in every process.
         name = f"_frozen_param{len(self.copies)}"
         replace_node_with_constant(self.gm, node, value, name)
         self.copies[name] = copy
 
     def fold(self, gm: fx.GraphModule) -> None:
-        """Replaces everything that depends on constants alone by constants.
+        """Replaces all nodes that depend on constants alone by constants.
 
-        It takes the place of ``torch._inductor.freezing.constant_fold``.
+        Used instead of ``torch._inductor.freezing.constant_fold``.
         """
-        attributes = gm.graph.find_nodes(op="get_attr")
         sources = {
-            n: self.copies[str(n.target)] for n in attributes if str(n.target) in self.copies
+            node: self.copies[str(node.target)]
+            for node in gm.graph.find_nodes(op="get_attr")
+            if str(node.target) in self.copies
         }
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
         values: dict[fx.Node, Any] = {}
         with unset_fake_temporarily(), torch.no_grad():
             for node in copies:
-                is_own = node.op == "get_attr"
-                values[node] = getattr(gm, str(node.target)) if is_own else self._run(node, values)
+                is_attribute = node.op == "get_attr"
+                values[node] = (
+                    getattr(gm, str(node.target)) if is_attribute else self._run(node, values)
+                )
         for node in values_read(copies, self.prepare, sources, has_views=True):
             self.put(node, values[node], copies[node])
         self._drop_unused()
@@ -145,32 +149,37 @@ def compile_packed(
     compile_graph: Callable[..., Any],
     *,
     folds_batch_norm: bool = False,
+    check: Check | None = None,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
     """Packs the weights of a graph and compiles it.
 
     Args:
-        gm: A graph without gradients, as ``compile_fx`` hands it to its inner compiler.
-        example_inputs: Its inputs, fake.
+        gm: A graph without gradients, as ``compile_fx`` passes it to its inner compiler.
+        example_inputs: Fake inputs of the graph.
         weights: The inputs that are weights, by position.
-        names: Their names in the user's program.
-        compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
-        folds_batch_norm: Whether batch norms are folded into the weights of convolutions.
+        names: Names of the weights in the user's program, by position.
+        compile_graph: Inductor's ``compile_fx_inner`` or an equivalent function.
+        folds_batch_norm: Whether batch norms are folded into the weights of convolutions. This
+            changes roundings.
+        check: Raises ``CannotPackError`` for a packed graph that must not be compiled.
         **kwargs: Other arguments of the inner compiler.
 
     Returns:
-        The graph, and the values that were computed while it was compiled.
+        The graph, and the values that were computed during compilation.
 
     Raises:
-        CannotPackError: Nothing can be cached, or inductor computed constants of its own.
+        CannotPackError: Nothing can be cached, or inductor added constants whose computation is
+            unknown.
     """
     with _compiling_constants():
         constants, taken, layout_opt = pack(
-            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm
+            gm, example_inputs, weights, names, folds_batch_norm=folds_batch_norm, check=check
         )
         inputs = [example_inputs[i] for i in taken]
-        new = {old: i for i, old in enumerate(taken)}
-        static = [new[i] for i in kwargs.get("static_input_idxs") or () if i in new]
+        new_positions = {position: i for i, position in enumerate(taken)}
+        old_static = kwargs.get("static_input_idxs") or ()
+        static = [new_positions[i] for i in old_static if i in new_positions]
         kwargs = {**kwargs, "static_input_idxs": static, "layout_opt": layout_opt}
         of_templates = TemplateConstants(constants.prepare)
         for attribute, node in constants.copies.items():
@@ -187,23 +196,17 @@ def compile_packed(
     for attribute in constants.copies:  # gm is in a reference cycle
         gm._buffers.pop(attribute, None)
     specs = specs_of(constants.prepare, outputs)
-    tuples = [tuple(computed[n] for n in spec.outputs) for spec in specs]
-    return (
-        PackedGraph(
-            tuple(specs),
-            taken,
-            code,
-            tuple(tuple(tuple(outputs[n]) for n in s.outputs) for s in specs),
-        ),
-        [value[0] if len(value) == 1 else value for value in tuples],
-    )
+    values = [tuple(computed[n] for n in spec.outputs) for spec in specs]
+    output_names = tuple(tuple(tuple(outputs[n]) for n in spec.outputs) for spec in specs)
+    packed = PackedGraph(tuple(specs), taken, code, output_names)
+    return packed, [value[0] if len(value) == 1 else value for value in values]
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Computes a node from fake tensors.
 
-    Ops that pack weights have no fake kernels. A packed weight takes the memory of the weight, but
-    for padding.
+    Ops that pack weights have no fake kernels. Their results are represented by copies of the
+    weights, which have the same size except for padding.
     """
     if "_reorder_" not in str(node.target):
         return run_node(node, values)
@@ -214,7 +217,7 @@ def run_fake(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 def specs_of(
     prepare: Prepare, outputs: Sequence[fx.Node] | Mapping[fx.Node, Any]
 ) -> list[CachedValueSpec]:
-    """Describes constants: weights as they are, and values computed from them."""
+    """Describes constants, both weights and values computed from weights."""
     weights = [node for node in outputs if node.op == "placeholder"]
     computed = [node for node in outputs if node.op != "placeholder"]
     return [*map(prepare.alias, weights), *prepare.specs(computed)]
@@ -227,12 +230,13 @@ def pack(
     names: Mapping[int, str],
     *,
     folds_batch_norm: bool,
+    check: Check | None = None,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
-    """Runs the passes in the order of ``fw_compiler_freezing`` and ``freeze``; edits the graph.
+    """Edits a graph with the freezing passes, in the order of ``fw_compiler_freezing``.
 
     Returns:
-        The constants, the positions of the inputs that are left, and inductor's layout decision.
+        The constants, the positions of the remaining inputs, and inductor's layout decision.
     """
     from amp_fx.torch_private.inductor import (
         GraphLowering,
@@ -265,14 +269,16 @@ def pack(
         ):
             freezing_passes(gm, [example_inputs[i] for i in taken])
         constants.fold(gm)
+        if check is not None:
+            check(gm.graph)
         record_has_frozen_params(gm)
     return constants, taken, layout_opt
 
 
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:
-    """Merges pure nodes that compute the same; each call of an impure op has its own effect.
+    """Merges equal pure nodes.
 
-    Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that it does not merge.
+    Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that CSE does not merge.
     """
     from amp_fx.torch_private.aot_autograd import compile_utils
 
@@ -283,20 +289,20 @@ def _without_duplicates(graph: fx.Graph) -> fx.Graph:
 
 
 def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
-    """Makes the passes fold arithmetic after a convolution or product into its weights, or not.
+    """Context in which passes fold arithmetic after a convolution or product into its weights.
 
     Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
     """
     from amp_fx.torch_private.inductor import PatternMatcherPass, freezing_patterns
 
-    freezing_patterns.lazy_init()  # which fills the pass
+    freezing_patterns.lazy_init()  # registers the patterns of the pass that is replaced here
     if is_on:
         return contextlib.nullcontext()
     return replaced((freezing_patterns, "binary_folding_pass", PatternMatcherPass()))
 
 
 def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which fake tensors may meet the constants of a graph, which are real."""
+    """Context in which ops may combine fake tensors with the real constants of a graph."""
     from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
     fake_mode = detect_fake_mode(example_inputs)
@@ -306,11 +312,12 @@ def _real_constants(example_inputs: Sequence[Any]) -> contextlib.AbstractContext
 
 
 def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
-    """Context manager in which inductor's on-disk cache stores graphs with packed weights.
+    """Context in which inductor's on-disk cache stores graphs with packed weights.
 
-    It passes over them because it cannot pickle the weights, and takes the contents of those of
-    up to eight elements into the key because it writes them into the code otherwise. Of all
-    others only what they are goes there, and the artifact knows them by their names.
+    Inductor skips such graphs because it cannot pickle packed weights. It also adds the contents of
+    small tensors to the key because it usually writes them into the code as literals. Here, the key
+    describes packed and one-dimensional constants by layout, dtype, device, shape and strides; the
+    artifact refers to them by name.
 
     Relies on ``FxGraphCachePickler._reduce_tensor`` and ``CacheabilityValidator.check_tensor`` of
     ``torch._inductor.codecache``.
@@ -326,9 +333,9 @@ def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
     def reduce_packed(self: FxGraphCachePickler, tensor: torch.Tensor) -> Any:
         if not is_frozen_param(tensor) or not (tensor.is_mkldnn or tensor.dim() == 1):
             return reduce(self, tensor)
-        place = () if tensor.is_mkldnn else (tensor.stride(), tensor.storage_offset())
+        geometry = () if tensor.is_mkldnn else (tensor.stride(), tensor.storage_offset())
         kind = str(tensor.layout), str(tensor.dtype), str(tensor.device)
-        return tuple, ((kind, tuple(tensor.shape), place),)
+        return tuple, ((kind, tuple(tensor.shape), geometry),)
 
     def check_others(tensor: torch.Tensor) -> None:
         if not is_frozen_param(tensor):
@@ -341,15 +348,12 @@ def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
 
 
 def _compiling_constants() -> contextlib.AbstractContextManager[None]:
-    """Sets how inductor compiles graphs whose constants are replaced later.
-
-    Code from a cache on disk does not tell what its templates computed.
-    """
+    """Context in which inductor compiles code whose constants can be replaced."""
     from amp_fx.torch_private.inductor_config import config
 
     has_templates = config.max_autotune or config.max_autotune_gemm
-    settings = {"always_keep_tensor_constants": True}  # small ones become literals otherwise
-    if has_templates:
+    settings = {"always_keep_tensor_constants": True}  # else small ones become literals
+    if has_templates:  # cached code does not contain how its templates computed their constants
         settings |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     patch: contextlib.AbstractContextManager[None] = config.patch(settings)
     return patch
@@ -360,34 +364,34 @@ def _code_of(
 ) -> tuple[FunctionType | MethodType, dict[str, tuple[fx.Node, torch.Tensor]]]:
     """Returns the code of a compiled graph, and its constants by their names in the code.
 
-    Each constant comes with the node of ``prepare`` that computes it.
+    Each constant is paired with the node of ``prepare`` that computes it.
 
-    Relies on ``CompiledFxGraph.constants``, ``frozen_param_names`` (by the names in the code,
-    those of the graph's attributes) and ``current_callable``.
+    Relies on ``CompiledFxGraph.constants``, ``current_callable`` and ``frozen_param_names``, which
+    maps names in the code to attributes of the graph.
 
     Raises:
-        CannotPackError: The code has other constants, or does not look them up as globals.
+        CannotPackError: The code has other constants, or does not look up constants as globals.
     """
     names: dict[str, tuple[fx.Node, torch.Tensor]] = {}
     for name, attribute in getattr(compiled, "frozen_param_names", {}).items():
         if attribute in constants.copies:
             names[name] = constants.copies[attribute], gm.get_buffer(attribute)
-    own = [*vars(gm).values(), *gm._buffers.values(), *gm._parameters.values()]
+    attributes = [*vars(gm).values(), *gm._buffers.values(), *gm._parameters.values()]
     for name, constant in compiled.constants.items():
-        if not any(constant is value for value in own):
+        if not any(constant is attribute for attribute in attributes):
             node = of_templates.node_of(constant)
             if node is None:
                 raise CannotPackError(f"inductor computed {name} while it generated code")
             names[name] = node, constant
     if not names:
-        raise CannotPackError("nothing in it depends on weights alone")
+        raise CannotPackError("no value in the graph depends on weights alone")
     code = compiled.current_callable
     function = getattr(code, "__func__", code)
     if not isinstance(code, (FunctionType, MethodType)) or not isinstance(function, FunctionType):
-        raise CannotPackError("its code is not a function of a Python module")
+        raise CannotPackError("the compiled code is not a function of a Python module")
     if not _names_in(function.__code__).issuperset(names):
-        raise CannotPackError("its code is in several functions")
-    for name in names:  # the module lives as long as the process
+        raise CannotPackError("the compiled code consists of several functions")
+    for name in names:  # the module is never freed, so it must not refer to constants
         function.__globals__[name] = None
         compiled.constants.pop(name, None)
     return code, names

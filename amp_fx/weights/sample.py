@@ -1,18 +1,11 @@
 """Detects writes without a signal on accelerators by sampling weights asynchronously.
 
-When a value is computed, some elements of each of its weights are copied on the device
-(``remember``). Some later calls of a graph start a comparison of all its weights on their stream,
-and a call after that reads the result on the host. On the CPU, ``csrc/watch.cpp`` compares one
-element per call.
+When a value is computed, ``remember`` copies some elements of each of its weights on the device.
+Some later calls of a graph start a comparison with the current elements on their stream. The first
+call after the comparison has finished reads its result on the host. On the CPU, ``csrc/watch.cpp``
+compares one element per call instead.
 
-Each of the first calls with a set of weights starts a comparison, then every 16th call, unless one
-is still running. A comparison detects every write of a whole weight, and of a contiguous 64th of
-one. It detects other writes if they change a sampled element: at least 64 of each weight are
-sampled, at equal distances. Weights may be strided or expanded.
-
-A result counts only for values that were not refreshed since and are fresh when it is read, so that
-a write with a signal is never reported. ``STORE.locked`` protects everything here except
-``DeviceSample.read``.
+``STORE.locked`` protects the state of this module, except in ``DeviceSample.read``.
 """
 
 from __future__ import annotations
@@ -35,19 +28,22 @@ if TYPE_CHECKING:
     from amp_fx.weights.entry import Entry, Weights
 
 MIN_SAMPLED = 64
-"""Minimum of sampled elements per weight; dense weights below 128 elements are sampled whole."""
+"""Minimum number of sampled elements per weight. Every element of a dense weight with fewer than
+128 elements is sampled."""
 
 MAX_SAMPLED = 4 * MIN_SAMPLED
-"""Maximum number: distances are whole numbers."""
+"""Maximum number of sampled elements per weight; it exceeds the minimum because steps are whole
+numbers."""
 
 CALLS_BETWEEN = 16
-"""Calls between two comparisons after the first calls."""
+"""Number of calls from one comparison to the next after the first calls."""
 
 FIRST_CALLS = 4
+"""Number of first calls that each start a comparison."""
 
 
 class SampledEntries(tuple["Entry", ...]):
-    """The entries for one set of weights of a graph, with the state of their comparisons."""
+    """Entries of one set of weights of a graph, with the state of their comparisons."""
 
     num_calls = 0
     due = 1
@@ -56,13 +52,20 @@ class SampledEntries(tuple["Entry", ...]):
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
 
     def room(self, device: torch.device, dtype: torch.dtype) -> int:
-        """Returns the most elements of a comparison: later calls must not pin more memory."""
+        """Returns the maximum number of elements in a comparison on a device, of one dtype.
+
+        The first comparison pins host memory of this size, so that later ones need not pin more.
+        """
         weights = [weight for entry in self for weight in entry.weights() or ()]
-        alike = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
-        return sum(min(weight.numel(), MAX_SAMPLED) for weight in alike)
+        compared = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
+        return sum(min(weight.numel(), MAX_SAMPLED) for weight in compared)
 
     def is_due(self) -> bool:
-        """Counts a call; returns True if it has to start a comparison."""
+        """Counts a call; returns True if the call must start a comparison.
+
+        Each of the first calls does, then every 16th call. A call does not if a comparison is
+        still running.
+        """
         self.num_calls += 1
         is_running = any(answer.is_under_way for answer in self.answers.values())
         if is_running or self.num_calls < self.due:
@@ -72,7 +75,7 @@ class SampledEntries(tuple["Entry", ...]):
 
 
 class _Grid(NamedTuple):
-    """Elements of a strided tensor at equal distances in each dimension."""
+    """Elements of a strided tensor, equally spaced in each dimension."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -80,34 +83,36 @@ class _Grid(NamedTuple):
 
     @classmethod
     def over(cls, tensor: torch.Tensor) -> _Grid:
-        """Chooses at least ``MIN_SAMPLED`` of the distinct elements, at most ``MAX_SAMPLED``.
+        """Chooses ``MIN_SAMPLED`` to ``MAX_SAMPLED`` distinct elements of a tensor.
 
-        Outer dimensions are sampled first. Every contiguous 64th of the elements contains a sample.
+        Outer dimensions are sampled first. Every contiguous 64th of the elements contains a sample,
+        so a comparison detects every write that covers at least that much of a weight. It detects
+        a smaller write only if the write changes a sampled element.
         """
         sizes: list[int] = []
         strides: list[int] = []
-        start, least = 0, MIN_SAMPLED
+        start, minimum = 0, MIN_SAMPLED
         for stride, size in _distinct_elements(tensor):
-            spread = 1 + _random.random() if not sizes else 1
-            step = max(1, int(size / least / spread))
+            density = 1 + _random.random() if not sizes else 1
+            step = max(1, int(size / minimum / density))
             first = _random.randrange(step)
             sizes.append(len(range(first, size, step)))
             strides.append(stride * step)
             start += stride * first
-            least = -(-least // sizes[-1])
+            minimum = -(-minimum // sizes[-1])
         return cls(tuple(sizes), tuple(strides), start)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Reads the elements; one dimension."""
+        """Returns the elements as a one-dimensional tensor."""
         start = tensor.storage_offset() + self.start
         return tensor.as_strided(self.sizes, self.strides, start).reshape(-1)
 
 
 def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Returns strides and sizes of the dimensions in order of address.
+    """Returns the stride and size of each dimension, in descending order of strides.
 
-    Expanded dimensions are omitted, and adjacent ones are merged: a dense tensor has one dimension
-    in any layout.
+    Expanded dimensions are omitted. Dimensions that are adjacent in memory are merged, so a dense
+    tensor of any layout has one dimension.
     """
     pairs = zip(tensor.stride(), tensor.size(), strict=True)
     merged: list[tuple[int, int]] = []
@@ -120,28 +125,28 @@ def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class _WeightSample(NamedTuple):
-    """Elements of one weight of an entry at the time when its value was computed."""
+    """Elements of one weight of an entry, recorded when the entry's value was computed."""
 
     position: int
     grid: _Grid
-    then: torch.Tensor
+    recorded: torch.Tensor
 
-    def now(self, weights: Weights) -> torch.Tensor:
-        """Returns the elements as they are now."""
+    def current(self, weights: Weights) -> torch.Tensor:
+        """Returns the current elements."""
         return self.grid.of(weights[self.position])
 
 
 _samples: weakref.WeakKeyDictionary[Entry, tuple[int, list[_WeightSample]]]
 _samples = weakref.WeakKeyDictionary()
-"""For each entry, the number of computations and the samples of its weights at that time."""
+"""For each entry, the number of computations of its value and the samples of the latest one."""
 
-_random = random.Random()  # leaves the user's random state alone
+_random = random.Random()  # does not advance the user's generator
 
 
 def remember(entries: Iterable[Entry]) -> None:
     """Samples the weights of fresh values that have no samples yet.
 
-    It reads the weights on the current streams, after the computation of the values.
+    The current streams read the weights after they have computed the values.
     """
     with computing_values():
         groups: defaultdict[Any, list[tuple[list[_WeightSample], int, _Grid, torch.Tensor]]]
@@ -150,35 +155,35 @@ def remember(entries: Iterable[Entry]) -> None:
             weights = None if _has_sample(entry) else _fresh_weights(entry)
             if weights is None:
                 continue
-            found: list[_WeightSample] = []
+            samples: list[_WeightSample] = []
             for i, weight in enumerate(weights):
                 if _is_comparable(weight):
                     grid = _Grid.over(weight)
-                    some = found, i, grid, grid.of(weight)
-                    groups[weight.device, weight.dtype].append(some)
-            _samples[entry] = entry.slot.made, found
+                    group = groups[weight.device, weight.dtype]
+                    group.append((samples, i, grid, grid.of(weight)))
+            _samples[entry] = entry.slot.made, samples
         for group in groups.values():
-            now = [elements for *_, elements in group]
-            then = torch.cat(now).split_with_sizes([each.numel() for each in now])
-            for (found, i, grid, _), elements in zip(group, then, strict=True):
-                found.append(_WeightSample(i, grid, elements))
+            read = [elements for *_, elements in group]
+            copies = torch.cat(read).split_with_sizes([elements.numel() for elements in read])
+            for (samples, i, grid, _), elements in zip(group, copies, strict=True):
+                samples.append(_WeightSample(i, grid, elements))
 
 
 def remember_again(entries: Iterable[Entry]) -> None:
-    """Samples weights again that were sampled before, if their values were recomputed since."""
+    """Samples weights again whose values were recomputed since their samples."""
     remember([entry for entry in entries if entry in _samples])
 
 
 def _has_sample(entry: Entry) -> bool:
-    made, _ = _samples.get(entry, (-1, ()))
-    return bool(made == entry.slot.made)
+    num_computed, _ = _samples.get(entry, (-1, ()))
+    return bool(num_computed == entry.slot.made)
 
 
 class DeviceSample:
-    """The comparisons of one graph, for all sets of weights."""
+    """Comparisons of one graph, for all of its sets of weights."""
 
     def __init__(self) -> None:
-        self._under_way: deque[_Comparison] = deque()
+        self._running: deque[_Comparison] = deque()
         self._reading = threading.Lock()
 
     def start(self, entries: SampledEntries) -> None:
@@ -188,68 +193,73 @@ class DeviceSample:
             for entry in entries:
                 weights = _fresh_weights(entry)
                 if weights is not None and _has_sample(entry):
-                    for some in _samples[entry][1]:
-                        weight = weights[some.position]
-                        groups[weight.device, weight.dtype].append((entry, some, weights))
+                    for sample in _samples[entry][1]:
+                        weight = weights[sample.position]
+                        groups[weight.device, weight.dtype].append((entry, sample, weights))
             for key, sampled in groups.items():
                 comparison = _Comparison(entries.answers[key], sampled, entries.room(*key))
-                self._under_way.append(comparison)
+                self._running.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and tensors of changed weights, from comparisons that have finished."""
-        if not self._under_way or not self._reading.acquire(blocking=False):
+        if not self._running or not self._reading.acquire(blocking=False):
             return []
         try:
-            found = []
-            while self._under_way and (answer := self._under_way[0].answer.take()) is not None:
-                found += self._under_way.popleft().changed(answer)
-            return found
+            changed = []
+            while self._running and (answer := self._running[0].answer.take()) is not None:
+                changed += self._running.popleft().changed(answer)
+            return changed
         finally:
             self._reading.release()
 
 
 class _Comparison:
-    """A comparison of samples on one device, of one dtype.
+    """Comparison of samples on one device, of one dtype.
 
-    It has no references to weights, which ``torch.utils.swap_tensors`` would reject.
+    It holds no references to weights because ``torch.utils.swap_tensors`` would reject them.
 
     Args:
         answer: Copies the result to the host.
         sampled: The samples, each with its entry and the weights of the entry.
-        room: The most elements that a later comparison may have.
+        room: The maximum number of elements in a later comparison.
     """
 
     def __init__(
         self, answer: HostCopy, sampled: Sequence[tuple[Entry, _WeightSample, Weights]], room: int
     ) -> None:
         self.answer = answer
-        self._of = [(weakref.ref(e), e.slot.made, some.position) for e, some, _ in sampled]
-        self._lengths = [some.then.numel() for _, some, _ in sampled]
-        then = [some.then for _, some, _ in sampled]
-        STORE.streams.hold([*(weights[some.position] for _, some, weights in sampled), *then])
-        bits = _BITS[then[0].dtype]
-        now = torch.cat([some.now(weights) for _, some, weights in sampled])
-        self.answer.start(now.view(bits) != torch.cat(then).view(bits), room=room)
+        self._sampled = [(weakref.ref(e), e.slot.made, s.position) for e, s, _ in sampled]
+        self._lengths = [sample.recorded.numel() for _, sample, _ in sampled]
+        recorded = [sample.recorded for _, sample, _ in sampled]
+        read = [weights[sample.position] for _, sample, weights in sampled]
+        STORE.streams.hold([*read, *recorded])
+        bits = _BITS[recorded[0].dtype]
+        current = torch.cat([sample.current(weights) for _, sample, weights in sampled])
+        self.answer.start(current.view(bits) != torch.cat(recorded).view(bits), room=room)
 
     def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Returns names and tensors of weights with a difference that no signal explains."""
-        found: list[tuple[str, torch.Tensor]] = []
+        """Returns names and tensors of weights with a difference that no signal explains.
+
+        Values that are stale now, or were refreshed since the comparison, are ignored: a signal
+        has indicated the write.
+        """
+        changed: list[tuple[str, torch.Tensor]] = []
         if not answer.any():
-            return found
+            return changed
         answers = answer.split_with_sizes(self._lengths)
-        for (ref, made, position), differs in zip(self._of, answers, strict=True):
+        for (ref, num_computed, position), differs in zip(self._sampled, answers, strict=True):
             entry = ref()
-            if entry is not None and differs.any() and entry.slot.made == made:
+            if entry is not None and differs.any() and entry.slot.made == num_computed:
                 weights = _fresh_weights(entry)
                 if weights is not None:
-                    found.append((entry.spec.names[position], weights[position]))
-        return found
+                    changed.append((entry.spec.names[position], weights[position]))
+        return changed
 
 
 def _fresh_weights(entry: Entry) -> Weights | None:
-    """Returns the weights of a fresh value; None if it is stale, or an alias of its weight."""
+    """Returns the weights of a fresh value; None if the value is stale or an alias."""
     weights = None if entry.spec.is_alias else entry.weights()
-    # Another thread may assign other data to a weight: read its memory once.
+    # Another thread may assign new data to a weight, so each weight's memory is looked up once.
     current = None if weights is None else tuple(weight.detach() for weight in weights)
     return current if current is not None and entry.slot.is_fresh(current) else None
 

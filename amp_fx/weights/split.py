@@ -1,4 +1,4 @@
-"""Splits graphs of AOTAutograd into what is computed from weights alone and the rest.
+"""Splits graphs of AOTAutograd into ops that depend on weights alone and the rest.
 
 Before:
     graph(weight, x):
@@ -10,10 +10,10 @@ After:
     rest(x, cast):                    # compiled, run in every call
         %y    = aten.mm(%x, %cast)
 
-Views at the end of ``prepare`` stay in the rest, where they cost nothing, so that graphs which view
-one value differently share it. Left in the rest on purpose: values that the graph returns to the
-caller, values larger than their weights, symbolic sizes, and every op that is not a pure function
-of its arguments.
+Views at the end of ``prepare`` stay in the rest, where they cost nothing, so that graphs with
+different views of one value share the value. Also left in the rest on purpose: values that the
+graph returns, values larger than their weights, symbolic sizes, and every op that is not a pure
+function of its arguments.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedValueSpec:
-    """Describes tensors that are computed together from weights alone.
+    """Description of tensors that are computed together from weights alone.
 
     Attributes:
         positions: Positions of the weights among the inputs of the graph.
         names: Names of the weights in the user's program.
         nodes: Nodes of ``prepare`` that compute the tensors, in topological order.
-        outputs: Those of ``nodes`` whose results are cached.
-        is_alias: Whether the value is the weight's own memory, in a storage that compiled code may
-            ask for pointers without that being taken for a write.
+        outputs: The nodes whose results are cached.
+        is_alias: Whether the value is an alias of the weight with a separate storage. Compiled
+            code may request pointers from that storage without this counting as a write.
     """
 
     positions: tuple[int, ...]
@@ -71,15 +71,13 @@ class CachedValueSpec:
 
     @functools.cached_property
     def _key(self) -> str:
-        known: dict[fx.Node, str] = {}
-        for index, node in enumerate(self.nodes):
-            known[node] = f"%{index}"
-        text = [_text(node, known.__getitem__) for node in self.nodes]
-        outputs = [known[node] for node in self.outputs]
+        names = {node: f"%{index}" for index, node in enumerate(self.nodes)}
+        text = [_text(node, names.__getitem__) for node in self.nodes]
+        outputs = [names[node] for node in self.outputs]
         return hashlib.sha256(repr((text, outputs, self.is_alias)).encode()).hexdigest()
 
     def key(self, weights: Weights) -> Hashable:  # noqa: ARG002
-        """Equal for values that the same ops compute of the same weights, in any graph."""
+        """Returns a key that is equal for equal computations in any graph."""
         return self._key
 
     def make(self, weights: Weights) -> Any:
@@ -89,26 +87,26 @@ class CachedValueSpec:
 
     def evaluate(self, weights: Weights) -> tuple[torch.Tensor, ...]:
         """Computes the outputs one op at a time."""
-        given = iter(weights)
+        remaining_weights = iter(weights)
         values: dict[fx.Node, Any] = {}
-        last_users = self._last_users
         for node in self.nodes:
-            values[node] = next(given) if node.op == "placeholder" else run_node(node, values)
-            for used in last_users.get(node, ()):
-                del values[used]
+            is_weight = node.op == "placeholder"
+            values[node] = next(remaining_weights) if is_weight else run_node(node, values)
+            for intermediate in self._freed_after.get(node, ()):
+                del values[intermediate]
         return tuple(values[node] for node in self.outputs)
 
     @functools.cached_property
-    def _last_users(self) -> dict[fx.Node, list[fx.Node]]:
-        """Maps a node to the intermediate results that nothing needs after it."""
-        last: dict[fx.Node, fx.Node] = {}
+    def _freed_after(self) -> dict[fx.Node, list[fx.Node]]:
+        """Maps each node to the intermediate results that no later node reads."""
+        last_users: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
-            last.update(dict.fromkeys(node.all_input_nodes, node))
-        users: dict[fx.Node, list[fx.Node]] = {}
-        for used, user in last.items():
-            if used not in self.outputs:
-                users.setdefault(user, []).append(used)
-        return users
+            last_users.update(dict.fromkeys(node.all_input_nodes, node))
+        freed: dict[fx.Node, list[fx.Node]] = {}
+        for intermediate, user in last_users.items():
+            if intermediate not in self.outputs:
+                freed.setdefault(user, []).append(intermediate)
+        return freed
 
     @functools.cached_property
     def is_cast(self) -> bool:
@@ -120,21 +118,24 @@ class CachedValueSpec:
         return all(node.target is torch.ops.aten.clone.default for node in calls[1:])
 
     def casts(self) -> Iterable[tuple[int, torch.dtype]]:
-        """Yields the weights that are cast on the way: their positions, and to which dtype."""
+        """Yields position and target dtype for each cast of a weight."""
         positions = dict(zip(self.nodes, self.positions, strict=False))
         for node in self.nodes:
             dtype = cast_dtype(node) if node.op == "call_function" else None
-            if dtype is not None and (source := viewed_by(node.all_input_nodes[0])) in positions:
+            if dtype is None:
+                continue
+            source = viewed_by(node.all_input_nodes[0])
+            if source in positions:
                 yield positions[source], dtype
 
     @functools.cached_property
     def is_exact(self) -> bool:
-        """True if all code that computes the value from one weight gives the same bits."""
+        """True if the value depends on one weight and has the same bits under every compiler."""
         return len(self.positions) == 1 and all(map(_is_exact, self.nodes))
 
     @functools.cached_property
     def function(self) -> fx.GraphModule:
-        """Function that computes the outputs and that ``torch.compile`` can trace."""
+        """Traceable module that computes the outputs from the weights."""
         graph = fx.Graph()
         copies: Copies = {}
         constants: dict[str, torch.Tensor] = {}
@@ -149,7 +150,7 @@ class CachedValueSpec:
 
     def cast_layout(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Returns dtype and strides of the value if it is a cast of one weight, else None."""
-        del weight  # Dynamo guards its strides: they are those that the graph was compiled for
+        del weight  # Dynamo guards its strides, so the compiled graph's strides are valid
         if not self.is_cast:
             return None
         value = VALUE.of(self.outputs[0])
@@ -157,11 +158,11 @@ class CachedValueSpec:
 
 
 def cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a node casts to; None if it does anything else."""
+    """Returns the dtype that a node casts to; None if the node is not a plain cast."""
     if node.target is CONVERT:
         return node.args[1]  # type: ignore[return-value]
-    given = {name for name, value in node.kwargs.items() if value is not None}
-    if node.target is torch.ops.aten._to_copy.default and given == {"dtype"}:
+    passed = {name for name, value in node.kwargs.items() if value is not None}
+    if node.target is torch.ops.aten._to_copy.default and passed == {"dtype"}:
         return node.kwargs["dtype"]  # type: ignore[return-value]
     return None
 
@@ -174,31 +175,44 @@ def _is_exact(node: fx.Node) -> bool:
 
 _EXACT = frozenset(
     {
-        *("_to_copy", "abs", "amax", "bitwise_and", "clamp", "clamp_max", "clamp_min", "clone"),
-        *("convert_element_type", "div", "max", "maximum", "minimum", "mul", "reciprocal"),
+        "_to_copy",
+        "abs",
+        "amax",
+        "bitwise_and",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clone",
+        "convert_element_type",
+        "div",
+        "max",
+        "maximum",
+        "minimum",
+        "mul",
+        "reciprocal",
     }
 )
-"""Ops that IEEE 754 rounds in one way, whatever the order of the elements."""
+"""Ops whose result IEEE 754 defines exactly, for any order of the elements."""
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Calls what a node of ``prepare`` calls, on real tensors."""
+    """Executes a node of ``prepare`` on real tensors."""
     if node.op == "get_attr":
         return CONSTANT.of(node)
     args: Any
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     if node.target is CONVERT and _has_plain_strides(args[0]) and args[0].dtype is not args[1]:
-        return args[0].to(args[1])  # the implementation of prims is Python, and slow
+        return args[0].to(args[1])  # prims are implemented in Python, which is slow
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _has_plain_strides(tensor: torch.Tensor) -> bool:
-    """Returns True if ``to`` and ``prims.convert_element_type`` surely give the same strides."""
+    """Returns True if ``to`` certainly gives the strides of ``prims.convert_element_type``."""
     return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
 def _text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
-    if node.op == "placeholder":  # a parameter may get other data, of another shape
+    if node.op == "placeholder":  # data of another shape may be assigned to a parameter
         value = VALUE.of(node)
         return f"weight {value.dtype} {tuple(value.shape)} {value.stride()}"
     if node.op == "get_attr":
@@ -208,7 +222,7 @@ def _text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:
 
 
 class _Name(str):
-    """Name of a node inside of printed arguments."""
+    """Node name that is printed without quotes."""
 
     __slots__ = ()
 
@@ -217,9 +231,9 @@ class _Name(str):
 
 
 class Prepare:
-    """The graph of everything that is computed from weights alone.
+    """Graph of all ops that depend on weights alone.
 
-    Equal nodes are merged, so that a cell that is unrolled packs its weight once.
+    Equal nodes are merged, so that an unrolled recurrent cell packs its weight once.
 
     Args:
         names: Names of the weights in the user's program, by position.
@@ -238,7 +252,7 @@ class Prepare:
 
         Args:
             position: Position of the weight among the inputs of the graph.
-            value: The weight, fake.
+            value: Fake tensor of the weight.
         """
         if position not in self._weights:
             with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
@@ -260,9 +274,9 @@ class Prepare:
             constant: The tensor of a ``get_attr`` node.
 
         Returns:
-            The copy, or an equal node that was there before.
+            The copy, or an equal existing node.
         """
-        if _is_no_cast(node):
+        if _is_noop_cast(node):
             source = copies[node.all_input_nodes[0]]
             if source not in self._positions:  # a value must not be the weight itself
                 return source
@@ -272,11 +286,11 @@ class Prepare:
         return self._merge(copy)
 
     def call(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> fx.Node:
-        """Adds a call of an op on nodes; returns it, or an equal node that was there before."""
+        """Adds a call of an op on nodes; returns its node, or an equal existing node."""
         return self._merge(self.graph.call_function(op, args, kwargs))
 
     def _merge(self, node: fx.Node) -> fx.Node:
-        """Erases a new node if there is an equal one; returns the node that stays."""
+        """Returns an equal existing node and erases ``node``, or returns ``node``."""
         text = _text(node, lambda n: n.name)
         if text in self._merged:
             self.graph.erase_node(node)
@@ -292,55 +306,53 @@ class Prepare:
         return self._sources[copy]
 
     def specs(self, outputs: Iterable[fx.Node]) -> list[CachedValueSpec]:
-        """Returns what describes some results.
+        """Groups results into values and describes them.
 
-        Results that share computation are one value. Those that share only pointwise ops are
-        several, so that graphs which want one of them share it.
+        Results that share an op belong to one value. Shared pointwise ops and views do not count:
+        separate values are more likely to be shared with other graphs.
         """
         groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
         for output in dict.fromkeys(outputs):
-            needed, own = self._needed_by(output), [output]
-            computed = {n for n in needed if n.op == "call_function" and not _is_cheap(n)}
+            nodes = _in_order([output])
+            computed = {n for n in nodes if n.op == "call_function" and not _is_cheap(n)}
+            members = [output]
             for group in [g for g in groups if not computed.isdisjoint(g[0])]:
                 groups.remove(group)
                 computed |= group[0]
-                own = [*group[1], *own]
-            groups.append((computed, own))
-        return [self._spec(own) for _, own in groups]
+                members = [*group[1], *members]
+            groups.append((computed, members))
+        return [self._spec(members) for _, members in groups]
 
     def alias(self, weight: fx.Node) -> CachedValueSpec:
-        """Returns the description of a weight's own memory."""
+        """Describes the value that is an alias of a weight."""
         position = self._positions[weight]
         names = (self._names[position],)
         return CachedValueSpec((position,), names, (weight,), (weight,), is_alias=True)
 
     def _spec(self, outputs: list[fx.Node]) -> CachedValueSpec:
-        needed = set().union(*map(self._needed_by, outputs))
-        weights = [n for n in _in_order(outputs) if n in self._positions]
+        needed = dict.fromkeys(_in_order(outputs))
+        weights = [n for n in needed if n in self._positions]
         rest = [n for n in self.graph.nodes if n in needed and n not in self._positions]
         positions = tuple(self._positions[n] for n in weights)
         names = tuple(self._names[i] for i in positions)
         ordered = sorted(outputs, key=rest.index) if outputs[0] in rest else outputs
         return CachedValueSpec(positions, names, (*weights, *rest), tuple(ordered))
 
-    def _needed_by(self, output: fx.Node) -> set[fx.Node]:
-        return set(_in_order([output]))
-
 
 def _in_order(outputs: Iterable[fx.Node]) -> list[fx.Node]:
-    """Returns nodes and everything they depend on, in the order of a depth-first walk."""
-    found: dict[fx.Node, None] = {}
+    """Returns nodes and all their dependencies in depth-first order."""
+    visited: dict[fx.Node, None] = {}
     stack = [*reversed(list(outputs))]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found[node] = None
+        if node not in visited:
+            visited[node] = None
             stack.extend(reversed(node.all_input_nodes))
-    return list(found)
+    return list(visited)
 
 
-def _is_no_cast(node: fx.Node) -> bool:
-    """Returns True for casts to the dtype that a value has, which folding leaves behind."""
+def _is_noop_cast(node: fx.Node) -> bool:
+    """Returns True for casts to the dtype that the value already has; folding leaves such casts."""
     if node.target is not CONVERT:
         return False
     source = VALUE.get(node.all_input_nodes[0])
@@ -348,20 +360,20 @@ def _is_no_cast(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Returns True if a node only gives views of its inputs."""
+    """Returns True if a node's results are views of its inputs."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     if node.target is torch.ops.aten.reshape.default:
         return _is_viewable(VALUE.get(node.all_input_nodes[0]), VALUE.get(node))
-    is_schema_of_view = getattr(node.target, "is_view", False)
-    return bool(is_schema_of_view) or node.target is torch.ops.aten._unsafe_view.default
+    has_view_schema = getattr(node.target, "is_view", False)
+    return bool(has_view_schema) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _is_viewable(value: Any, reshaped: Any) -> bool:
-    """Returns True if ``reshape`` gives a view, which its schema does not tell."""
-    if value is None or reshaped is None:  # a pattern inserted it
+    """Returns True if ``reshape`` returns a view for this input; its schema does not say."""
+    if value is None or reshaped is None:  # inductor's pattern matcher sets no values
         return False
     like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     try:
@@ -384,12 +396,12 @@ def copy_prepared(
 
     Args:
         gm: A graph whose nodes have their values in ``meta["val"]``.
-        sources: Nodes of it that are weights or values already, with their copies.
-        prepare: The graph to copy into; it is extended.
+        sources: Nodes of ``gm`` that are weights or cached values, with their copies.
+        prepare: The graph that receives the copies.
         skipped: Nodes that are not copied.
 
     Returns:
-        The copies by node, those of ``sources`` included.
+        The copies by node, including those of ``sources``.
     """
     copies = dict(sources)
     for node in gm.graph.nodes:
@@ -407,96 +419,91 @@ def copy_prepared(
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    found: Any = gm
+    attribute: Any = gm
     for name in target.split("."):
-        found = getattr(found, name, None)
-    return found
+        attribute = getattr(attribute, name, None)
+    return attribute
 
 
 def _is_preparable(node: fx.Node, copies: Copies) -> bool:
     if node.op != "call_function" or not is_pure(node):
         return False
     values = tensors_in(VALUE.get(node))
-    # Ops that pack weights have no fake kernels, and so no values.
+    # Ops that pack weights have no fake kernels, so their nodes have no values.
     if any(map(is_symbolic, values)) or (VALUE.is_on(node) and not values):
         return False
     return all(source in copies for source in node.all_input_nodes)
 
 
 def _fits(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Returns True if the result takes no more memory than the weights it is computed from.
-
-    A tensor constructor has no weights: it is copied for the sake of what reads it.
-    """
+    """Returns True if the result takes no more memory than the weights it is computed from."""
     if not weights or is_view(node):
-        return True
-    own = sum(map(num_bytes, tensors_in(VALUE.get(node))))
-    return own <= sum(num_bytes(VALUE.of(weight)) for weight in weights)
+        return True  # a tensor constructor has no weights; the nodes that read it need the copy
+    size = sum(map(num_bytes, tensors_in(VALUE.get(node))))
+    return size <= sum(num_bytes(VALUE.of(weight)) for weight in weights)
 
 
 def values_read(
-    copies: Copies, prepare: Prepare, given: Collection[fx.Node], *, has_views: bool
+    copies: Copies, prepare: Prepare, sources: Collection[fx.Node], *, has_views: bool
 ) -> list[fx.Node]:
     """Returns the copied nodes that the rest of the graph reads.
 
     Args:
-        copies: Nodes that depend on weights alone.
-        prepare: Where they were copied to.
-        given: Nodes that need not be computed: weights, and values from before.
-        has_views: Whether a view that is read is a value; otherwise what it views is.
+        copies: Nodes that depend on weights alone, with their copies.
+        prepare: The graph that contains the copies.
+        sources: Nodes that need no computation: weights and existing values.
+        has_views: Whether to return a view that is read; otherwise returns the base of the view.
     """
-    found: dict[fx.Node, None] = {}
+    values: dict[fx.Node, None] = {}
     for node in copies:
         if all(user in copies for user in node.users):
             continue
         base = node if has_views else viewed_by(node)
-        if base not in given and prepare.weights_of(copies[base]):
-            found[base] = None
-    return list(found)
+        if base not in sources and prepare.weights_of(copies[base]):
+            values[base] = None
+    return list(values)
 
 
 def viewed_by(node: fx.Node) -> fx.Node:
-    """Returns the node that a chain of views begins at."""
+    """Returns the base of a chain of views; any other node itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
-    """Returns the nodes that the caller gets, as they are or as views.
+    """Returns the nodes that are returned to the caller, directly or as views.
 
-    A caller may write to its results, so no cached value may be among them.
+    A caller may write to its results, so cached values must not be among them.
 
     Args:
         gm: A graph of AOTAutograd.
-        num_returned: How many of its first outputs the caller gets; what follows is saved for the
-            backward.
+        num_returned: Number of outputs that are returned to the caller; later ones are saved for
+            the backward.
     """
-    outputs = pytree.tree_leaves(gm.graph.output_node().args, is_leaf=_is_node)
-    found: set[fx.Node] = set()
+    outputs = pytree.tree_leaves(
+        gm.graph.output_node().args, is_leaf=lambda value: isinstance(value, fx.Node)
+    )
+    escaping_nodes: set[fx.Node] = set()
     for output in outputs[:num_returned]:
         node = output
-        while isinstance(node, fx.Node) and node not in found:
-            found.add(node)
+        while isinstance(node, fx.Node) and node not in escaping_nodes:
+            escaping_nodes.add(node)
             node = node.all_input_nodes[0] if is_view(node) else None
-    return found
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
+    return escaping_nodes
 
 
 def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
     """Returns the placeholders that a graph writes, directly or through views."""
-    found: set[fx.Node] = set()
+    written: set[fx.Node] = set()
     for node in gm.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        for argument, given in zip(schema.arguments, node.args, strict=False):
-            if argument.is_write and isinstance(given, fx.Node):
-                found.add(viewed_by(given))
-    return {node for node in found if node.op == "placeholder"}
+        for parameter, argument in zip(schema.arguments, node.args, strict=False):
+            if parameter.is_write and isinstance(argument, fx.Node):
+                written.add(viewed_by(argument))
+    return {node for node in written if node.op == "placeholder"}
 
 
 def cached_nodes(
@@ -507,8 +514,8 @@ def cached_nodes(
     Args:
         gm: A graph of AOTAutograd, forward or joint.
         sources: Its weights, with their placeholders in ``prepare``.
-        prepare: Everything that depends on weights alone is copied there.
-        num_returned: How many of its first outputs the caller gets.
+        prepare: Receives copies of all nodes that depend on weights alone.
+        num_returned: Number of outputs that are returned to the caller.
     """
     returned = escaping(gm, num_returned) - set(gm.graph.find_nodes(op="placeholder"))
     copies = copy_prepared(gm, sources, prepare, skipped=returned)
@@ -518,17 +525,17 @@ def cached_nodes(
 def weights_in(gm: fx.GraphModule, weights: Iterable[int], prepare: Prepare) -> Copies:
     """Returns the placeholders of weights that a graph does not write, with their copies."""
     placeholders, written = gm.graph.find_nodes(op="placeholder"), written_inputs(gm)
-    own = [(placeholders[i], i) for i in weights if placeholders[i] not in written]
-    return {node: prepare.weight(i, VALUE.of(node)) for node, i in own}
+    pairs = [(placeholders[i], i) for i in weights if placeholders[i] not in written]
+    return {node: prepare.weight(i, VALUE.of(node)) for node, i in pairs}
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The inputs and cached values of a split graph.
+    """Inputs and cached values of a split graph.
 
     Attributes:
-        values: What is cached; each of its outputs is an input of the rest, in order.
-        passed: Positions of the inputs that the rest still takes; they come before the values.
+        values: The cached values; their outputs are, in order, the last inputs of the rest.
+        passed: Positions of the original inputs that the rest still takes, before the values.
     """
 
     values: tuple[CachedValueSpec, ...]
@@ -536,15 +543,15 @@ class Split:
 
 
 def split(gm: fx.GraphModule, weights: Mapping[int, str], num_returned: int) -> Split | None:
-    """Splits a graph, whose cached values become inputs behind the others.
+    """Splits a graph; its cached values become inputs after the others.
 
     Args:
-        gm: A graph of AOTAutograd, forward; it is edited into the rest.
+        gm: A forward graph of AOTAutograd, which is edited into the rest.
         weights: Names of the weights by their positions among the inputs.
-        num_returned: How many of the first outputs the caller gets.
+        num_returned: Number of outputs that are returned to the caller.
 
     Returns:
-        What the rest takes; None, with the graph unchanged, if nothing can be cached.
+        The inputs of the rest; None, with the graph unchanged, if nothing can be cached.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     prepare = Prepare(weights)
@@ -553,7 +560,7 @@ def split(gm: fx.GraphModule, weights: Mapping[int, str], num_returned: int) -> 
     if not bases:
         return None
     by_copy: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for base, copy in bases.items():  # equal nodes have one copy
+    for base, copy in bases.items():  # equal nodes share a copy
         by_copy[copy].append(base)
     specs = prepare.specs(by_copy)
     last = placeholders[-1]

@@ -1,13 +1,12 @@
 """Finds the local parts of DTensors, and weights that a library shards.
 
-AOTAutograd passes a DTensor's local part, a plain tensor: it is what is watched, and what values
-are computed from.
+AOTAutograd passes the local part of a DTensor, which is a plain tensor. amp_fx watches this tensor
+and computes values from it.
 
-Nothing is cached of weights that belong to a library which shards them. FSDP gathers a weight
-before it is used and frees its storage afterwards (``resize_``). A storage that is watched must
-not be resized: torch keeps half of what watching set, and the next write to it is an error. A
-cached value would also undo what sharding saves. DeepSpeed's ZeRO-3 puts other storages into the
-same parameters. ``DistributedDataParallel`` and its kin write weights like any other code.
+Values of weights that a library shards are not cached, because they would take the memory that
+sharding saves. FSDP also gathers a weight before its use and frees the storage with ``resize_``;
+after a watched storage was resized, the next write to it raises an error. DeepSpeed's ZeRO-3
+replaces the storages of parameters. ``DistributedDataParallel`` needs no special handling.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ def is_of_plain_module(source: Any) -> bool:
 
     Weights that are arguments of the program may be managed by any library.
 
-    Relies on ``Source.guard_source``, which both FSDPs' modules have as ``is_fsdp_module``
-    (``_is_fsdp_managed_module``), other modules as ``is_unspecialized_nn_module`` or
-    ``is_specialized_nn_module``.
+    Relies on the predicates of ``Source.guard_source``: ``is_fsdp_module`` is true for modules of
+    FSDP and FSDP2 (``_is_fsdp_managed_module``), ``is_unspecialized_nn_module`` or
+    ``is_specialized_nn_module`` for other modules.
     """
-    found = getattr(source, "guard_source", None)
-    guard = found() if callable(found) else found
+    attribute = getattr(source, "guard_source", None)
+    guard = attribute() if callable(attribute) else attribute
     if guard is None or guard.is_fsdp_module():
         return False
     return bool(guard.is_unspecialized_nn_module() or guard.is_specialized_nn_module())
@@ -49,21 +48,22 @@ def is_of_plain_module(source: Any) -> bool:
 def is_managed(weight: torch.Tensor) -> bool:
     """Returns True if a weight is sharded by FSDP2, its ``replicate``, or DeepSpeed.
 
-    A graph that was compiled for the weights of one module may be called with those of another.
+    Checked at run time as well, because a graph that was compiled for the weights of one module
+    may be called with those of another.
     """
-    if hasattr(weight, "ds_id"):  # DeepSpeed's, on each parameter that it partitions
+    if hasattr(weight, "ds_id"):  # DeepSpeed sets it on each parameter that it partitions
         return True
     storage = weight.untyped_storage()._cdata
     return any(other.untyped_storage()._cdata == storage for other in _gathered_by_fsdp2())
 
 
 def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
-    """Yields the weights of FSDP2 as modules see them between gathering and freeing.
+    """Yields the unsharded parameters of all FSDP2 modules.
 
-    Relies on ``torch.distributed._composable_state._module_state_mapping``, which holds the state
-    of every module that ``fully_shard`` or ``replicate`` was called with, on that state's
-    ``_fsdp_param_groups`` (one ``_fsdp_param_group`` before 2.13), and on ``_unsharded_param`` of
-    their parameters, which the first gathering makes.
+    Relies on ``torch.distributed._composable_state._module_state_mapping``, which contains the
+    state of every module that was passed to ``fully_shard`` or ``replicate``; on
+    ``_fsdp_param_groups`` of that state (one ``_fsdp_param_group`` before 2.13); and on
+    ``_unsharded_param`` of their parameters, which the first all-gather sets.
     """
     if "torch.distributed.fsdp._fully_shard" not in sys.modules:
         return
@@ -78,7 +78,7 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local part of a DTensor, in the same memory; any other tensor as it is."""
+    """Returns the local tensor of a DTensor without a copy; other tensors unchanged."""
     return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
 
 

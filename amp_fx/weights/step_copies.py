@@ -1,15 +1,11 @@
 """Optimizer steps that write cached values together with the weights.
 
 A step writes casts, and values with the same bits under every compiler, such as float8 data. The
-next call computes the others.
+next call computes all other values.
 
-The step writes a weight through an alias, which shares its memory and has another storage. So the
-weight stays watched, and writes by other code are detected as always. The step records its own
-write, and its values are fresh afterwards (``finish_step`` in ``csrc/watch.cpp``).
-
-A value that a call or a backward may still read is not overwritten: a new one replaces it. If
-weights cannot be written this way (``csrc/watch.cpp`` cannot be built, or a CUDA graph is being
-captured), the step writes them as any other code does, and the next call computes the values.
+The step writes a weight through an alias, which shares the weight's memory but has a separate
+storage. The weight's own storage stays watched, so writes by other code are still detected. After
+the step, ``finish_step`` in ``csrc/watch.cpp`` marks the written values as fresh.
 """
 
 from __future__ import annotations
@@ -38,17 +34,17 @@ if TYPE_CHECKING:
     Computed = tuple[torch.Tensor, Callable[..., Any], tuple[torch.Tensor, ...]]
 
 MAX_UNUSED = 8
-"""Number of steps in a row that write a value which no call uses."""
+"""Number of consecutive steps that still write a value without hits."""
 
 
 class Targets(NamedTuple):
-    """Holds what a step writes.
+    """Tensors that a step writes.
 
     Attributes:
-        weights: For each weight the tensor to write it through.
-        lows: For each weight its casts, of any low dtype, with any strides.
-        computed: Other values of one weight: the tensor of ``weights``, the function that computes
-            the value from it, and the tensors to write.
+        weights: For each weight, the tensor through which the step writes it.
+        lows: For each weight, its casts; they may have any low dtype and any strides.
+        computed: For each other value, the tensor of ``weights``, the function that computes the
+            value from it, and the tensors that receive the value.
     """
 
     weights: list[torch.Tensor]
@@ -60,19 +56,20 @@ class HitTracker:
     """Counts how often values are recomputed without a hit in between.
 
     Args:
-        max_unused: How often in a row a value without hits is still recomputed.
+        max_unused: Number of consecutive times that a value without hits is still recomputed.
     """
 
     def __init__(self, max_unused: int) -> None:
         self._max_unused = max_unused
-        self._seen: weakref.WeakKeyDictionary[Entry, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._counts: weakref.WeakKeyDictionary[Entry, tuple[int, int]]
+        self._counts = weakref.WeakKeyDictionary()
 
     def is_used(self, entry: Entry) -> bool:
-        """Returns True if a value is worth recomputing; call it each time before that is done."""
-        hits, num_unused = self._seen.get(entry, (-1, 0))
-        now = entry.slot.hits
-        num_unused = num_unused + 1 if hits == now else 0
-        self._seen[entry] = now, num_unused
+        """Returns True if a value is worth recomputing. Call it once before each recomputation."""
+        previous_hits, num_unused = self._counts.get(entry, (-1, 0))
+        hits = entry.slot.hits
+        num_unused = num_unused + 1 if hits == previous_hits else 0
+        self._counts[entry] = hits, num_unused
         return num_unused <= self._max_unused
 
 
@@ -80,14 +77,15 @@ _steps: weakref.WeakSet[StepCopies] = weakref.WeakSet()
 
 
 def weights_of_steps() -> set[int]:
-    """Returns the identities of all weights whose copies a compiled step writes."""
+    """Returns the identities of all weights whose cached values a compiled step writes."""
     return {id(part) for step in list(_steps) for part in parts_of(step.parameters())}
 
 
 class StepCopies:
-    """The cached values that the steps of one optimizer write.
+    """Cached values that the steps of one optimizer write.
 
-    Graphs that are compiled from now on cache casts of its weights, also in training on the CPU.
+    Graphs that are compiled later cache casts of the optimizer's weights, even in training on the
+    CPU.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -101,14 +99,18 @@ class StepCopies:
 
     @contextlib.contextmanager
     def written(self, weights: Sequence[torch.Tensor]) -> Iterator[Targets]:
-        """Context in which a step writes weights and their cached values."""
+        """Context in which a step writes weights and their cached values.
+
+        If the values cannot be written (``csrc/watch.cpp`` is not built, or a CUDA graph is being
+        captured), the targets contain only the weights, and the next call computes the values.
+        """
         devices = accelerator_devices(weights)
         pairs = [] if not is_available() or is_capturing(devices) else self._pairs(weights)
-        begun = _begin(pairs, devices)
-        if begun is None:
+        state = _begin(pairs, devices)
+        if state is None:
             yield Targets(list(weights), [[] for _ in weights], [])
             return
-        started, values = begun
+        started, values = state
         is_written = False
         try:
             yield _targets(weights, pairs, values)
@@ -120,7 +122,7 @@ class StepCopies:
                 engine().mark([weight for _, weight in pairs])
 
     def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:
-        """Returns the cached values of the weights, each with its weight."""
+        """Returns the entries that a step can write, each with its weight."""
         return [
             (entry, weight)
             for weight in weights
@@ -134,8 +136,8 @@ class StepCopies:
 
 
 def _can_be_written(spec: Any) -> bool:
-    is_own = isinstance(spec, CachedValueSpec) and not spec.is_alias and len(spec.positions) == 1
-    return is_own and (spec.is_cast or spec.is_exact)
+    is_of_one = isinstance(spec, CachedValueSpec) and len(spec.positions) == 1
+    return is_of_one and not spec.is_alias and (spec.is_cast or spec.is_exact)
 
 
 def _targets(
@@ -143,7 +145,7 @@ def _targets(
     pairs: Sequence[tuple[Entry, torch.Tensor]],
     values: Sequence[Any],
 ) -> Targets:
-    through = {id(weight): engine().alias(weight) for _, weight in pairs}
+    aliases = {id(weight): engine().alias(weight) for _, weight in pairs}
     lows: dict[int, list[torch.Tensor]] = {}
     computed: list[Computed] = []
     for (entry, weight), value in zip(pairs, values, strict=True):
@@ -151,9 +153,9 @@ def _targets(
         if spec.is_cast:
             lows.setdefault(id(weight), []).append(value)
         else:
-            own = value if isinstance(value, tuple) else (value,)
-            computed.append((through[id(weight)], spec.function, own))
-    written = [through.get(id(weight), weight) for weight in weights]
+            outputs = value if isinstance(value, tuple) else (value,)
+            computed.append((aliases[id(weight)], spec.function, outputs))
+    written = [aliases.get(id(weight), weight) for weight in weights]
     return Targets(written, [lows.get(id(weight), []) for weight in weights], computed)
 
 
@@ -162,7 +164,8 @@ def _begin(
 ) -> tuple[Any, list[Any]] | None:
     """Records the state of the weights before a step.
 
-    References to the returned tensors prevent other threads from refreshing values in their
+    A value that a call or a backward may still read is not overwritten; the step writes a new
+    tensor instead. References to the returned tensors prevent other threads from reusing their
     memory.
 
     Returns:
@@ -171,24 +174,23 @@ def _begin(
     if not pairs:
         return None
     with STORE.locked() as is_outermost, computing_values():
-        if not is_outermost or any(entry.value is None for entry, _ in pairs):  # dropped in between
+        if not is_outermost:
+            return None
+        if any(entry.value is None for entry, _ in pairs):  # another thread dropped a value
             return None
         STORE.streams.wait(devices)
-        makes_new = STORE.streams.are_several(devices)
+        has_other_readers = STORE.streams.are_several(devices)
         engine().mark([weight for _, weight in pairs])
         sources = tuple(weight for _, weight in pairs)
-        # Other threads may start the slots of the entries.
+        # A separate slot, because other threads may start the slots of the entries.
         started = engine().CacheSlot(sources, False)
         engine().start((started,), (sources,))
-        olds = engine().reusable(tuple(entry.slot for entry, _ in pairs))
-        return started, [
-            _empty_like(entry.value) if old is None or makes_new else old
-            for (entry, _), old in zip(pairs, olds, strict=True)
-        ]
-
-
-def _empty_like(value: Any) -> Any:
-    return tree_map(torch.empty_like, value)
+        reusable = engine().reusable(tuple(entry.slot for entry, _ in pairs))
+        values = []
+        for (entry, _), old in zip(pairs, reusable, strict=True):
+            is_reused = old is not None and not has_other_readers
+            values.append(old if is_reused else tree_map(torch.empty_like, entry.value))
+        return started, values
 
 
 def _end(
@@ -199,8 +201,8 @@ def _end(
 ) -> None:
     with STORE.locked():
         slots = tuple(entry.slot for entry, _ in pairs)
-        own_weights = tuple((weight,) for _, weight in pairs)
-        engine().finish_step(started, slots, tuple(values), own_weights)
+        sources = tuple((weight,) for _, weight in pairs)
+        engine().finish_step(started, slots, tuple(values), sources)
         if devices:
             remember_again(entry for entry, _ in pairs)
         STORE.streams.record(devices)

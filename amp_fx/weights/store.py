@@ -1,9 +1,8 @@
-"""Store of all values computed from weights, each once for the whole process.
+"""Process-wide store of values computed from weights.
 
-Graphs and ``amp_fx.keep`` objects that need the same value of the same weights share one entry. A
-value is recomputed before its first use after a write to one of its weights
-(``amp_fx.weights.write_signals`` describes how writes are detected). The new value takes the memory
-of the old one unless something may still read that.
+Graphs and ``amp_fx.keep`` objects that need the same value of the same weights share one entry.
+After a write to one of its weights (``amp_fx.weights.write_signals``), a value is recomputed before
+its next use. The new value reuses the memory of the old one unless that may still be read.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     from amp_fx.weights.entry import Key, ValueSpec, Weights
 
 MAX_FOREACH_ELEMENTS = 320 * 65536
-"""Elements that one CUDA launch of a foreach kernel covers: 320 blocks of 65,536
-(``ATen/native/cuda/MultiTensorApply.cuh``). A larger tensor is copied faster by itself."""
+"""Number of elements that one CUDA launch of a foreach kernel covers: 320 blocks of 65,536
+(``ATen/native/cuda/MultiTensorApply.cuh``). Larger tensors are copied faster one by one."""
 
 
 class Store:
-    """All values of the process.
+    """All values of the process, protected by ``locked``.
 
-    Only ``locked`` protects them. Code that runs while they change, such as a finalizer or a signal
-    handler that calls a model, must not touch them.
+    The lock is reentrant. Code that may run on a thread that has the lock, such as a finalizer or a
+    signal handler that calls a model, must not touch the values.
     """
 
     def __init__(self) -> None:
@@ -65,9 +64,9 @@ class Store:
         """Acquires the lock; yields False on re-entry by the same thread.
 
         Args:
-            waits: Whether to wait for another thread; if not, yields False when one has the lock.
-                A thread that holds Dynamo's lock must not wait: compiled functions may be
-                computing values in the other thread.
+            waits: Whether to wait if another thread has the lock; otherwise yields False. A thread
+                that holds Dynamo's lock must not wait, because the other thread may compile a
+                function to compute values.
         """
         if not self._lock.acquire(blocking=waits):
             yield False
@@ -82,7 +81,7 @@ class Store:
             self._lock.release()
 
     def run_when_unlocked(self, action: Callable[[], None]) -> None:
-        """Runs an action on the entries: now, or as soon as nothing changes them any more."""
+        """Runs an action on the entries, now or when the lock is released."""
         self._postponed.append(action)
         if self._lock.acquire(blocking=False):
             try:
@@ -96,25 +95,22 @@ class Store:
             self._postponed.popleft()()
 
     def after_fork(self) -> None:
-        """Replaces the lock in a child process, which lacks the thread that may hold it."""
+        """Replaces the lock in a child process, where a thread that held it does not exist."""
         self._lock = threading.RLock()
         self._depth = 0
 
     def wait_for_refreshes(self, devices: Sequence[torch.device]) -> None:
-        """Makes the current streams wait for every value that this call may have found fresh.
-
-        Waits for a refresh in another thread first: its values become fresh before their event is
-        recorded.
-        """
+        """Makes the current streams wait for refreshes of all values that are fresh now."""
         if self.streams.are_several(devices):
+            # A refresh in another thread marks values as fresh before it records their event, so
+            # the lock is needed to see the event.
             with self.locked():
                 self.streams.wait(devices)
 
     def entry(self, spec: ValueSpec, weights: Weights, owner: str) -> Entry | None:
-        """Returns the entry of a value, bound to its weights' current memory.
+        """Returns the entry of a value, bound to the current memory of the weights.
 
-        Returns:
-            The entry; None if writes to a weight would not be detected.
+        Returns None if writes to a weight would not be detected.
         """
         key = (tuple(map(id, weights)), spec.key(weights))
         entry = self.entries.get(key)
@@ -135,7 +131,7 @@ class Store:
     def _new_entry(self, key: Key, spec: ValueSpec, weights: Weights, owner: str) -> Entry:
         install()
         _drop_before_swaps()
-        # Another thread may assign other data to a weight: read its memory once.
+        # Another thread may assign new data to a weight, so each weight's memory is looked up once.
         current = tuple(weight.detach() for weight in weights)
         entry = Entry(key, engine().CacheSlot(current, spec.is_alias), spec, weights, owner)
         on_freed = functools.partial(self._on_weight_freed, weakref.ref(entry))
@@ -148,14 +144,16 @@ class Store:
         return entry
 
     def _rebind(self, entry: Entry, weights: Weights) -> None:
-        """Binds entries to the weights' current memory; drops aliases of the previous memory."""
-        for other in {entry, *(e for weight in weights for e in self.of_weight(weight))}:
-            own = other.weights()
-            if other is not entry and (other.num_bytes or not own):
-                continue
-            if own and not other.slot.matches(own):
-                other.slot.bind(tuple(weight.detach() for weight in own))
-                if not _can_refill(other, own):
+        """Binds entries to the weights' current memory and drops aliases of the old memory."""
+        rebound = {entry}
+        for weight in weights:
+            # Aliases, which take no bytes, would prevent the old memory from being freed.
+            rebound.update(other for other in self.of_weight(weight) if not other.num_bytes)
+        for other in rebound:
+            current = other.weights()
+            if current and not other.slot.matches(current):
+                other.slot.bind(tuple(weight.detach() for weight in current))
+                if not _can_refill(other, current):
                     other.slot.value = None
                     other.is_cast = other.is_in_foreach_copy = False
 
@@ -164,7 +162,7 @@ class Store:
 
         Args:
             entries: Entries to refresh.
-            weights: The weights of each.
+            weights: The weights of each entry.
         """
         slots, sources = tuple([entry.slot for entry in entries]), tuple(weights)
         positions = engine().stale(slots, sources)
@@ -182,7 +180,7 @@ class Store:
             engine().finish(slots, tuple(self._recompute(stale, sources, olds)))
 
     def start(self, weights: Weights) -> Any:
-        """Records the state of weights before values are computed elsewhere (``adopt``).
+        """Records the state of weights before values are computed outside of the store.
 
         Returns:
             A slot for ``adopt``; None if the weights cannot be watched now.
@@ -195,13 +193,15 @@ class Store:
             return started
 
     def adopt(self, entry: Entry, value: Any, started: Any, positions: tuple[int, ...]) -> None:
-        """Stores a value that was computed after ``start``; it is stale after a write since then.
+        """Stores a value that was computed after ``start``.
+
+        The value is stale if a weight was written since ``start``.
 
         Args:
             entry: The entry of the value.
             value: The value.
-            started: What ``start`` returned.
-            positions: Positions of the entry's weights among those of ``start``.
+            started: The slot that ``start`` returned.
+            positions: Positions of the entry's weights among the weights of ``start``.
         """
         weights = entry.weights()
         if weights is not None and entry.value is None:
@@ -212,15 +212,16 @@ class Store:
     def _recompute(
         self, entries: Sequence[Entry], sources: Sequence[Weights], olds: Sequence[Any]
     ) -> list[Any]:
-        """Computes values, in the memory of old ones if that is free.
+        """Computes values in the memory of the old values if that can be reused.
 
-        One compiled function computes the values of each set of weights. One foreach op copies
-        casts; it would copy tensor by tensor if one pair had different strides.
+        One compiled function computes the values of each set of weights. One foreach op writes all
+        casts with the strides of their weights; it would copy tensor by tensor if the strides of
+        one cast differed.
 
         Args:
             entries: Entries of the values.
-            sources: The weights of each.
-            olds: The old value of each if its memory is free, else None.
+            sources: The weights of each entry.
+            olds: The old value of each entry if its memory can be reused, else None.
         """
         is_memory_free = not self.streams.are_several()
         values: list[Any] = []
@@ -233,9 +234,9 @@ class Store:
                 if value is None:
                     value = empty_values(spec, weights)
                     entry.set_value_bytes(value, weights)
-                _, specs, own = compiled.setdefault(tuple(map(id, weights)), (weights, [], []))
-                specs.append(spec)
-                own.append(value)
+                group = compiled.setdefault(tuple(map(id, weights)), (weights, [], []))
+                group[1].append(spec)
+                group[2].append(value)
             elif value is None or not entry.is_cast:
                 value = self._allocate_or_compute(entry, weights, value)
             if entry.is_in_foreach_copy:
@@ -244,14 +245,14 @@ class Store:
             elif entry.is_cast:
                 value.copy_(weights[0])
             values.append(value)
-        for weights, specs, own in compiled.values():
-            write_values(specs, tuple(map(read_only, weights)), own)
+        for weights, specs, outputs in compiled.values():
+            write_values(specs, tuple(map(read_only, weights)), outputs)
         if targets:
             foreach_copy_(targets, copied)
         return values
 
     def _allocate_or_compute(self, entry: Entry, weights: Weights, old: Any) -> Any:
-        """Returns memory for a cast, which is filled later, or computes any other value."""
+        """Allocates memory for a cast, which the caller fills, or computes any other value."""
         layout = None if entry.spec.is_alias else entry.spec.cast_layout(weights[0])
         if layout is not None:
             (weight,), (dtype, strides) = weights, layout
@@ -266,32 +267,34 @@ class Store:
         return value
 
     def drop(self, entry: Entry) -> None:
-        """Removes an entry and frees its value and the code that is bound to it."""
+        """Removes an entry; frees its value and the code that is bound to the value."""
         entry.slot.value = None
         if self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
         for identity in entry.key[0]:  # type: ignore[attr-defined]
-            known = self._by_weight.get(identity, {})
-            if known.get(entry.key) is entry:
-                del known[entry.key]
-            if not known:
+            entries = self._by_weight.get(identity, {})
+            if entries.get(entry.key) is entry:
+                del entries[entry.key]
+            if not entries:
                 self._by_weight.pop(identity, None)
         for finalizer in entry.finalizers:
             finalizer.detach()
         _evict_code([entry])
 
     def _evict(self, entries: Sequence[Entry]) -> None:
-        """Frees stale values, also in other entries that share them, and code bound to them."""
+        """Frees stale values and the code bound to them, including entries that share a value."""
         evicted = set(entries)
         for entry in entries:
-            value, known = entry.value, self._by_weight.get(entry.key[0][0], {})  # type: ignore[index]
-            evicted.update(e for e in known.values() if value is not None and e.value is value)
+            value = entry.value
+            if value is not None:
+                others = self._by_weight.get(entry.key[0][0], {}).values()  # type: ignore[index]
+                evicted.update(other for other in others if other.value is value)
         for entry in evicted:
             entry.slot.value = None
         _evict_code(evicted)
 
     def drop_unused(self) -> None:
-        """Drops values that no call uses any more."""
+        """Drops values whose calls were all freed."""
         for entry in list(self.entries.values()):
             if not entry.calls:
                 self.drop(entry)
@@ -302,11 +305,11 @@ class Store:
             self.drop(entry)
 
     def enforce_limit(self, entries: Sequence[Entry]) -> None:
-        """Drops values that were never used until the limit holds; those of ``entries`` last."""
+        """Drops values without hits until the limit is met, those of ``entries`` last."""
         limit = self.limit
         if limit is None or self.num_bytes <= limit:
             return
-        if self._num_entries_at_limit != len(self.entries):  # else nothing else can be dropped
+        if self._num_entries_at_limit != len(self.entries):  # else all others have hits
             self.shrink(limit, spared=entries, is_unused_only=True)
         for entry in sorted(entries, key=lambda entry: entry.slot.hits):
             if self.num_bytes > limit and entry.num_bytes:
@@ -316,7 +319,7 @@ class Store:
     def shrink(
         self, num_bytes: int, *, spared: Iterable[Entry] = (), is_unused_only: bool = False
     ) -> None:
-        """Drops the least used values until the others take at most ``num_bytes``."""
+        """Drops values with the fewest hits until the rest take at most ``num_bytes``."""
         spared_entries = set(spared)
         for entry in sorted(self.entries.values(), key=lambda entry: entry.slot.hits):
             if self.num_bytes <= num_bytes or (is_unused_only and entry.slot.hits > 0):
@@ -332,7 +335,7 @@ def _evict_code(entries: Iterable[Entry]) -> None:
 
 
 def _can_refill(entry: Entry, weights: Weights) -> bool:
-    """Returns True if a cast of a weight that moved fits into the memory of its old cast."""
+    """Returns True if a rebound weight's cast fits into the memory of the old cast."""
     if not entry.is_cast:
         return False
     value, layout = entry.value, entry.spec.cast_layout(weights[0])
@@ -356,17 +359,17 @@ def _drop_before_swaps() -> None:
 
 
 def forget(tensor: torch.Tensor) -> None:
-    """Drops all values of one tensor, and with them all weak references to it."""
+    """Drops all values of a tensor and the store's weak references to it."""
     with STORE.locked():
         for entry in STORE.of_weight(tensor):
             STORE.drop(entry)
 
 
 def tensors_of(model_or_tensor: torch.nn.Module | torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of a module, or the tensor itself; of a DTensor its local part.
+    """Returns a module's parameters and buffers, or the tensor itself, as local tensors.
 
     Raises:
-        TypeError: It is neither a module nor a tensor.
+        TypeError: The argument is neither a module nor a tensor.
     """
     if isinstance(model_or_tensor, torch.Tensor):
         return [part_of(model_or_tensor)]
@@ -374,7 +377,7 @@ def tensors_of(model_or_tensor: torch.nn.Module | torch.Tensor) -> list[torch.Te
         parts = (*model_or_tensor.parameters(), *model_or_tensor.buffers())
         return [part_of(tensor) for tensor in parts]
     raise TypeError(
-        f"invalidate takes a module, a tensor or None, not {type(model_or_tensor).__name__}"
+        f"invalidate expects a module, a tensor or None, got {type(model_or_tensor).__name__}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Marks weights that ``store_low`` converted to save memory: no values of them are cached.
+"""Marks weights that ``store_low`` converted, to exclude them from the cache.
 
-The mark is an attribute of the module that owns the weight. It survives copies, pickles and moves
-to another device, which create other tensors.
+The mark is an attribute of the module that owns the weight. A mark on the tensor would be lost when
+the module is copied, pickled or moved to another device.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def mark_stored(module: nn.Module, name: str) -> None:
 
 def stored_names(module: nn.Module) -> frozenset[str]:
     """Returns the marked parameters and buffers of a module, without those of submodules."""
-    found: frozenset[str] = vars(module).get(_ATTRIBUTE, frozenset())
-    return found
+    names: frozenset[str] = vars(module).get(_ATTRIBUTE, frozenset())
+    return names
 
 
 def stored_tensors(modules: Iterable[Any]) -> set[int]:
     """Returns the identities of all marked tensors of modules and their submodules."""
-    found = set()
+    identities = set()
     for root in modules:
         for module in root.modules() if isinstance(root, nn.Module) else ():
             for name in stored_names(module):
-                found.add(id(module._parameters.get(name, module._buffers.get(name))))
-    return found
+                identities.add(id(module._parameters.get(name, module._buffers.get(name))))
+    return identities
 
 
 def forget(weight: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
 """Orders streams that refresh cached values and streams that use them.
 
-The call that finds a value stale refreshes it on its stream. A call on another stream may use the
-value without synchronization, so the cache makes that stream wait. CPUs have no streams.
+A call that needs a stale value refreshes it on the current stream. A later call on another stream
+must wait for that refresh, because users do not synchronize streams for the cache. CPUs have no
+streams.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StreamOrder:
-    """The streams that calls used, and the last refresh on each, for each device."""
+    """Streams that calls used on each device, and the event of the last refresh on each stream."""
 
     def __init__(self) -> None:
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
@@ -42,16 +43,18 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def are_several(self, devices: Iterable[torch.device] | None = None) -> bool:
-        """Returns True if calls used several streams: another one may still read a value.
+        """Returns True if calls used several streams of a device.
+
+        Another stream may then still read a value.
 
         Args:
-            devices: The devices to look at; None for all.
+            devices: The devices to check; None for all.
         """
-        known = self._streams if devices is None else devices
-        return any(len(self._streams.get(device, ())) > 1 for device in known)
+        checked = self._streams if devices is None else devices
+        return any(len(self._streams.get(device, ())) > 1 for device in checked)
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
-        """Delays the reuse of values' memory until the current streams have read it."""
+        """Prevents reuse of the values' memory until the current streams have read it."""
         for value in values:
             if len(self._streams.get(value.device, ())) > 1:
                 value.record_stream(torch.accelerator.current_stream(value.device))
@@ -61,6 +64,6 @@ _WITHOUT_STREAMS = ("cpu", "meta", "mps")  # mps has one stream
 
 
 def accelerator_devices(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """Returns the devices of tensors that have streams; none for the CPU."""
-    found = dict.fromkeys(t.device for t in tensors if t.device.type not in _WITHOUT_STREAMS)
-    return tuple(found)
+    """Returns the devices of tensors, without devices that have no streams."""
+    devices = dict.fromkeys(t.device for t in tensors)
+    return tuple(device for device in devices if device.type not in _WITHOUT_STREAMS)

@@ -1,8 +1,8 @@
 """Calls hooks around ``torch.utils.swap_tensors``.
 
-``swap_tensors`` raises an error for a tensor that has weak references, and the store refers to
-weights weakly. ``Module.to`` and ``load_state_dict`` swap parameters if
-``torch.__future__.set_swap_module_params_on_conversion(True)`` was called.
+``swap_tensors`` rejects tensors that have weak references, and the store refers to weights weakly.
+``Module.to`` and ``load_state_dict`` swap parameters after
+``torch.__future__.set_swap_module_params_on_conversion(True)``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _hooks: list[Hook] = []
 def before_swaps(hook: Hook) -> None:
     """Registers a hook that runs before two tensors are swapped.
 
-    Replaces ``torch.utils.swap_tensors`` once. Code that imported the function before keeps the
-    original.
+    The first call replaces ``torch.utils.swap_tensors``. Code that has already imported the
+    function still calls the original.
 
     Args:
-        hook: Takes each of the two tensors. It may return a function, which runs after the swap.
+        hook: Called with each of the two tensors. May return a function to call after the swap.
     """
     if not _hooks:
         torch.utils.swap_tensors = _with_hooks(torch.utils.swap_tensors)

@@ -1,8 +1,9 @@
-"""Follows what inductor's C++ templates compute from constants while they generate code.
+"""Records how inductor's C++ templates compute constants while they generate code.
 
-With ``max_autotune``, a template may be faster than oneDNN's packed product. It then blocks the
-weight for its kernel and adds the result as a constant of the code. The ops that compute it are
-recorded in ``prepare``, so that the constant can be computed again after a write to the weight.
+With ``max_autotune``, inductor may choose a template instead of oneDNN's packed product. The
+template blocks the weight for its kernel and adds the blocked weight to the code as a constant.
+``TemplateConstants`` records the ops that compute such a constant, so that it can be recomputed
+after a write to the weight.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records ops on constants as nodes of ``prepare``.
 
     Args:
-        prepare: The graph of everything that is computed from weights.
+        prepare: The graph of all ops that depend on weights alone.
     """
 
     def __init__(self, prepare: Prepare) -> None:
@@ -45,7 +46,7 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._nodes[constant] = node
 
     def node_of(self, constant: torch.Tensor) -> fx.Node | None:
-        """Returns the node that computes a constant; None if it was not followed."""
+        """Returns the node that computes a constant; None if its ops were not recorded."""
         node: fx.Node | None = self._nodes.get(constant)  # type: ignore[no-untyped-call]
         return node
 
@@ -63,10 +64,10 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Records while a template that was chosen makes its constants, and not while it is timed.
+        """Context in which constants of chosen templates are recorded.
 
-        Relies on ``DataProcessorChoiceCallerWrapper.output_node`` of
-        ``torch._inductor.select_algorithm``.
+        Constants of templates that are only benchmarked are not recorded. Relies on
+        ``DataProcessorChoiceCallerWrapper.output_node`` of ``torch._inductor.select_algorithm``.
         """
         from amp_fx.torch_private.inductor import DataProcessorChoiceCallerWrapper as Choice
 

@@ -1,28 +1,7 @@
 """The signals that detect writes to weights.
 
-A cached value is fresh until a signal indicates a write. No single signal detects every write:
-
-storage
-    Code requested a mutable pointer to the weight's storage (``csrc/watch.cpp``). In-place ops do,
-    also on ``.data`` and in inference mode; so do inductor's kernels, collectives, NumPy, DLPack
-    and ``data_ptr()``. Foreach and fused kernels on accelerators do not: they take
-    ``const_data_ptr`` (``MultiTensorApply.cuh``).
-version
-    ``Tensor._version`` increased. Writes through ``.data`` do not increase it.
-list op
-    An op that writes a list of tensors was called (``_foreach_*_``, ``_fused_*_``). amp_fx
-    registers a kernel before each of them.
-step
-    An optimizer's ``step`` ended (``register_optimizer_step_post_hook``): it may have written any
-    of its weights, also by its own kernels.
-sample
-    An element changed since the value was computed (``options={"verify": ...}``). On accelerators
-    a later call reads the result (``amp_fx.weights.sample``).
-place
-    The weight has another storage, offset, shape or layout.
-
-``CAUGHT_BY`` lists the signals for each kind of write. Nothing is cached on devices that are not in
-it: MPS kernels do not request pointers from storages, and other backends were not examined.
+A cached value is fresh until a signal indicates a write. No single signal detects every write;
+``CAUGHT_BY`` lists the signals that detect each kind.
 """
 
 from __future__ import annotations
@@ -80,9 +59,31 @@ CAUGHT_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "xpu": ("sample",),
     },
 }
-"""For each kind of write and device type, the signals that detect it; one is enough."""
+"""For each kind of write and device type, the signals that detect the write; one is enough.
+
+storage
+    Code requested a mutable pointer to the weight's storage (``csrc/watch.cpp``). In-place ops do,
+    including those on ``.data`` and in inference mode; so do inductor's kernels, collectives,
+    NumPy, DLPack and ``data_ptr()``. Foreach and fused kernels on accelerators do not: they request
+    ``const_data_ptr`` (``MultiTensorApply.cuh``).
+version
+    ``Tensor._version`` increased. Writes through ``.data`` do not increase it.
+list op
+    An op that writes a list of tensors was called (``_foreach_*_``, ``_fused_*_``). amp_fx
+    registers a kernel that runs before each of them.
+step
+    An optimizer's ``step`` ended (``register_optimizer_step_post_hook``). The step may have written
+    any of its weights, possibly with custom kernels.
+sample
+    An element changed since the value was computed (``options={"verify": ...}``). On accelerators
+    a later call reads the result (``amp_fx.weights.sample``).
+place
+    The weight has a different storage, offset, shape or layout.
+"""
 
 DEVICES = ("cpu", "cuda", "xpu")
+"""Device types with cached values. MPS kernels do not request pointers from storages, and other
+backends were not examined."""
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def _watch_steps() -> None:
 
 
 def install() -> None:
-    """Starts to detect list ops, collectives and optimizer steps in this process."""
+    """Starts detecting list ops, collectives and optimizer steps in this process."""
     with _install_lock:
         _watch_steps()
         engine().watch_list_ops()
@@ -112,10 +113,8 @@ def after_step(optimizer: Any, *_: Any) -> None:
 
 
 def is_capturing(devices: Iterable[torch.device]) -> bool:
-    """Returns True if a CUDA graph is being captured.
-
-    It asks torch only about CUDA devices: builds without CUDA raise an error.
-    """
+    """Returns True if a CUDA graph is being captured."""
+    # Builds of torch without CUDA raise an error, so torch is only queried for CUDA devices.
     has_cuda = any(device.type == "cuda" for device in devices)
     return has_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -123,7 +122,8 @@ def is_capturing(devices: Iterable[torch.device]) -> bool:
 def is_watchable(weight: Any) -> bool:
     """Returns True if all writes to a weight are detected.
 
-    That needs a plain tensor on a known device that no library shards (``amp_fx.weights.spread``).
+    This requires a plain tensor on one of ``DEVICES`` that no library shards
+    (``amp_fx.weights.spread``).
     """
     return (
         type(weight) in (torch.Tensor, torch.nn.Parameter)

@@ -255,6 +255,23 @@ def test_the_backend_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(started) == 1
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_training_on_the_cpu_does_not_wait_for_it(
+    is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step on the CPU caches nothing by default, so that its first call needs no watch."""
+    loads: list[None] = []
+    monkeypatch.setattr(csrc, "load", lambda: loads.append(None))
+    compiled = torch.compile(
+        torch.nn.Linear(2, 2), backend="amp_fx", options={"compiler": "aot_eager"}
+    )
+    with torch.set_grad_enabled(is_training):
+        loss = compiled(torch.ones(2, 2)).sum()
+    if is_training:
+        loss.backward()
+    assert bool(loads) is not is_training
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 @pytest.mark.usefixtures("watched")

@@ -140,7 +140,7 @@ def test_bad_input(decorator: Any) -> None:
         decorator(device_type="nowhere")
     with pytest.raises(RegionError, match="without an index"):
         decorator(device_type="cpu:0")
-    with pytest.raises(TypeError, match="decorates a function, not 3"):
+    with pytest.raises(TypeError, match="can only decorate a function, got 3"):
         decorator(3, device_type="cpu")
     with pytest.raises(TypeError):
         decorator(lambda: None)

@@ -165,7 +165,7 @@ def test_origins_modules_and_source_lines() -> None:
     assert found[".relu"] == ("float16", "unlisted")
     assert "cpu float16" in nodes["other"].reason
     [island] = explanation.forward[0].islands
-    assert island.reason == "left as it is, in the dtypes of the program: higher-order op"
+    assert island.reason == "not rewritten, runs in the dtypes of the program: higher-order op"
     assert nodes[".relu"].file == __file__
     assert "x.relu()" in nodes[".relu"].code
 

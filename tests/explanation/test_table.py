@@ -55,7 +55,7 @@ def test_every_decision_has_its_reason() -> None:
     assert "fp32 (op 'softmax')" in words
     assert "softmax: floating-point inputs go to float32" in words
     assert "sin: autocast is off in the region around it" in words
-    assert "bilinear: left as it is, under native autocast" in words
+    assert "bilinear: not rewritten, runs under native autocast" in words
 
 
 def in_views(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -42,15 +42,15 @@ def test_an_update_without_a_step_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"init_scale": 0.0}, "init_scale must be a finite number above 0"),
+        ({"init_scale": 0.0}, "init_scale must be between"),
         ({"init_scale": -1.0}, "above 0"),
         ({"init_scale": math.inf}, "finite"),
         ({"init_scale": math.nan}, "finite"),
-        ({"init_scale": 1e-46}, "float32 can hold and invert"),  # 0.0 there
+        ({"init_scale": 1e-46}, "the range of float32"),  # 0.0 there
         ({"init_scale": "8"}, "finite"),
-        ({"min_scale": 0.0}, "min_scale must be a finite number above 0"),
-        ({"max_scale": 0.0}, "max_scale must be a finite number above 0"),
-        ({"max_scale": math.nan}, "max_scale must be a finite number above 0"),
+        ({"min_scale": 0.0}, "min_scale must be between"),
+        ({"max_scale": 0.0}, "max_scale must be between"),
+        ({"max_scale": math.nan}, "max_scale must be between"),
         ({"max_scale": 1.0, "min_scale": 2.0}, r"max_scale must be at least min_scale, 2\.0; got"),
         ({"hysteresis": 0}, "hysteresis must be an integer of at least 1"),
         ({"hysteresis": 1.5}, "hysteresis must be an integer of at least 1"),
@@ -112,5 +112,7 @@ def test_names(names: Any) -> None:
 
 def test_lbfgs_cannot_be_compiled() -> None:
     scaler = Case().scaler
-    with pytest.raises(TypeError, match="LBFGS cannot be compiled: its step needs a closure"):
+    with pytest.raises(
+        TypeError, match="LBFGS cannot be compiled, because its step needs a closure"
+    ):
         scaler.compile_step(torch.optim.LBFGS(make_params((3,))))

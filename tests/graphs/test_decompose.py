@@ -138,7 +138,7 @@ def test_baked_tensor_is_not_plain(decomposer: Decomposer) -> None:
     """A trace would hold the tensor of its own run for ever."""
     constant = ones(2, 2)
     node = node_of(lambda x: torch.mm(x, constant), ones(2, 2))
-    with pytest.raises(NotPlainError, match="bake in"):
+    with pytest.raises(NotPlainError, match="would contain a constant tensor"):
         decomposer.open(node, site())
 
 
@@ -156,7 +156,7 @@ def test_library_with_its_own_kernel_is_left_whole(decomposer: Decomposer) -> No
         library.impl("own", lambda x: x * 2, "CompositeExplicitAutograd")
         library.impl("own", lambda x: x.bfloat16(), "AutocastCPU")
         node = node_of(torch.ops.amp_fx_tests.own.default, ones(2))
-        with pytest.raises(NotPlainError, match="brings its own autocast kernel"):
+        with pytest.raises(NotPlainError, match="has an autocast kernel"):
             decomposer.open(node, site())
 
 

@@ -152,7 +152,7 @@ def test_equal_calls_are_traced_once(
     other = torch.zeros_like(x, requires_grad=True)
     with amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
         (x @ weight).sum()
-        monkeypatch.setattr(policy_calls, "_find_out", lambda *_: pytest.fail("traced again"))
+        monkeypatch.setattr(policy_calls, "_decompose_call", lambda *_: pytest.fail("traced again"))
         (other @ weight).sum()
 
 

@@ -400,7 +400,9 @@ def test_options_are_checked(options: Any, error: type[Exception], message: str)
 
 
 def test_only_modules_and_functions() -> None:
-    with pytest.raises(CompileTargetError, match=r"amp_fx\.accuracy takes a module or a function"):
+    with pytest.raises(
+        CompileTargetError, match=r"amp_fx\.accuracy expects a module or a function"
+    ):
         amp_fx.accuracy(nn.Linear)
 
 

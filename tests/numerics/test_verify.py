@@ -493,7 +493,7 @@ def test_distances_are_counted_in_units_of_the_last_place(
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(CompileTargetError, match="takes a module or a function"):
+    with pytest.raises(CompileTargetError, match="expects a module or a function"):
         amp_fx.verify(nn.Linear)
     with pytest.raises(OptionError, match="not an optimizer"):
         amp_fx.verify(net(), optimizer=3)  # type: ignore[arg-type]

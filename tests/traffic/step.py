@@ -131,7 +131,7 @@ class _Counted:
 
     def in_two_passes(self, num_copies: int, *, has_scaler: bool = True) -> tuple[float, int]:
         """As ``PlainStep`` does, or with a scaler."""
-        with unittest.mock.patch.object(two_pass, "_are_alike", return_value=True):  # fake, too
+        with unittest.mock.patch.object(two_pass, "_are_supported", return_value=True):  # fake, too
             work = work_of(self._optimizer)
         assert work is not None
         inv_scale = self._scalar() if has_scaler else None

@@ -221,7 +221,7 @@ def test_repr_tells_its_state_and_its_size() -> None:
     weights[0].data.mul_(2)
     assert repr(kept).endswith(": stale, 2 weights, 32 bytes>")
     weights.clear()
-    assert repr(kept).endswith(": a weight is gone>")
+    assert repr(kept).endswith(": a weight was freed>")
 
 
 def test_full_verification_raises_at_one_element_and_off_compares_nothing() -> None:
@@ -468,7 +468,7 @@ def test_a_weight_that_is_gone_is_named_and_its_value_freed() -> None:
     uses: list[Callable[[], Any]] = [kept, kept.is_fresh, kept.invalidate]
     uses += [lambda: kept.bytes, lambda: kept.why_remade]
     for use in uses:
-        with pytest.raises(KeepError, match=r"a weight of doubled is gone"):
+        with pytest.raises(KeepError, match=r"a weight of doubled was freed"):
             use()
 
 
@@ -599,11 +599,11 @@ BAD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "writes by a list op": (lambda w: (torch._foreach_mul_([w], 2.0), w + 1)[1], "writes to a"),
     "writes by out=": (lambda w: torch.mul(w, 2, out=w) + 1, "writes to a weight"),
     "resizes the weight": (lambda w: w.resize_(2, 2) + 1, "writes to a weight"),
-    "returns None": (lambda _: None, "returns NoneType"),
-    "returns a number": (lambda w: w.shape[0], "returns int"),
-    "returns a dictionary": (lambda w: {"w": w + 1}, "returns dict"),
-    "returns an empty tuple": (lambda _: (), "returns nothing"),
-    "returns tuples in a tuple": (lambda w: ((w + 1,), w + 2), "returns tuple, Tensor"),
+    "returns None": (lambda _: None, "got NoneType"),
+    "returns a number": (lambda w: w.shape[0], "got int"),
+    "returns a dictionary": (lambda w: {"w": w + 1}, "got dict"),
+    "returns an empty tuple": (lambda _: (), "got nothing"),
+    "returns tuples in a tuple": (lambda w: ((w + 1,), w + 2), "got tuple, Tensor"),
 }
 
 
@@ -795,14 +795,14 @@ def test_what_is_no_weight_is_refused_at_once() -> None:
     with pytest.raises(KeepError, match="needs at least one weight"):
         amp_fx.keep(doubled)
     for bad in (None, 1.0, nn.Linear(2, 2), [weight()]):
-        with pytest.raises(KeepError, match=f"weights are tensors, not {type(bad).__name__}"):
+        with pytest.raises(KeepError, match=f"weights must be tensors, got {type(bad).__name__}"):
             amp_fx.keep(doubled, bad)  # type: ignore[arg-type]
     with pytest.raises(KeepError, match="meta device has no data"):
         amp_fx.keep(doubled, torch.empty(2, device="meta"))
     for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn()):
         with pytest.raises(KeepError, match="cannot be watched"):
             amp_fx.keep(doubled, sparse)
-    with pytest.raises(ValueError, match="'sample', 'full' or 'off', not 'always'"):
+    with pytest.raises(ValueError, match="'sample', 'full' or 'off', got 'always'"):
         amp_fx.keep(doubled, weight(), verify="always")
 
 
@@ -874,10 +874,10 @@ def of_parameter_subclass(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
 
 
 REMADE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "NumPy array": (of_numpy, "memory that PyTorch did not allocate"),
-    "buffer": (of_buffer, "memory that PyTorch did not allocate"),
-    "shared memory": (of_shared_memory, "memory that PyTorch did not allocate"),
-    "mapped file": (of_file, "memory that PyTorch did not allocate"),
+    "NumPy array": (of_numpy, "PyTorch did not allocate"),
+    "buffer": (of_buffer, "PyTorch did not allocate"),
+    "shared memory": (of_shared_memory, "PyTorch did not allocate"),
+    "mapped file": (of_file, "PyTorch did not allocate"),
     "subclass": (of_subclass, "a weight is a Wrapped, a subclass"),
     "subclass of two tensors": (of_wrapper, "a weight is a TwoTensor, a subclass"),
     "subclass of Parameter": (of_parameter_subclass, "a weight is a Special, a subclass"),
@@ -1052,7 +1052,7 @@ def test_in_compiled_code_a_refused_function_is_named(fullgraph: bool) -> None:
     w = weight()
     kept = amp_fx.keep(lambda w: w.t(), w)
     compiled = torch.compile(lambda x: x @ kept(), backend="eager", fullgraph=fullgraph)
-    with pytest.raises(Exception, match="returns a view of a weight, which needs no keeping"):
+    with pytest.raises(Exception, match="returns a view of a weight, which needs no cache"):
         compiled(torch.eye(SIZE))
 
 
@@ -1081,7 +1081,7 @@ def test_what_a_transform_or_mode_asks_for_first_is_kept_as_it_is() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_would_be_a_constant_of_an_exported_program_is_refused(strict: bool) -> None:
     """A program whose parameters are loaded anew would go on with the value of the old ones."""
-    with pytest.raises(Exception, match=r"torch.export would make the value .* a constant"):
+    with pytest.raises(Exception, match=r"torch.export would turn the value .* into a constant"):
         torch.export.export(Packs(), (torch.randn(3, SIZE),), strict=strict)
 
 
