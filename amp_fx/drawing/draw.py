@@ -28,7 +28,7 @@ from amp_fx.drawing.heat import levels_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.network import _chosen
+from amp_fx.explanation.network import _graphs_of
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
 from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, origins_of
@@ -209,7 +209,7 @@ def draw(
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
-        records = tuple(_chosen(explanation, graph))
+        records = tuple(_graphs_of(explanation, graph))
     view = View(level, focus, ghosts, fold, before, legend, color, dpi)
     drawing = Drawing(explanation, tuple(records), view, report)
     if path is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +47,7 @@ def traced(
     options: Options,
     *,
     is_rewritten: bool = True,
+    only: int | None = None,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Compiles a program whose calls add the values of its graphs to a trace.
@@ -55,29 +57,36 @@ def traced(
         trace: The trace.
         options: The options of the backend. Values of weights are not cached.
         is_rewritten: Whether amp_fx inserts casts; else autocast casts while AOTAutograd traces.
+        only: The number of the one value to trace; None traces all.
         settings: Other arguments of ``torch._dynamo.optimize``, such as ``dynamic``.
     """
+    numbers = itertools.count()
+
+    def is_wanted() -> bool:
+        return next(numbers) == only or only is None
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not is_rewritten:
-            compiler = _compiler(trace, options, compile_frame())
+            compiler = _compiler(trace, options, compile_frame(), is_wanted)
             return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
         found = rewrite(gm, given, options, Reporting())
         with no_autocast(), composites_isolated(options):
-            compiled = _compiler(trace, options, found.frame)(found.gm, given)
+            compiled = _compiler(trace, options, found.frame, is_wanted)(found.gm, given)
         return called_in(no_autocast, lambda *args: compiled(*args, *attributes))
 
     found: Callable[..., Any] = optimized(backend, **settings)(program)
     return found
 
 
-def _compiler(trace: Trace, options: Options, frame: CompileFrame) -> Callable[..., Any]:
+def _compiler(
+    trace: Trace, options: Options, frame: CompileFrame, is_wanted: Callable[[], bool]
+) -> Callable[..., Any]:
     isolated = options
     if options.numerics == "invariant":  # rows are kept apart before values are added
         isolated = dataclasses.replace(options, numerics="eager")
-    inside = isolating(functools.partial(_compile, trace, isolated, frame), options)
+    inside = isolating(functools.partial(_compile, trace, isolated, frame, is_wanted), options)
     backward = functools.partial(inside, is_backward=True)
     compiler: Callable[..., Any] = aot_autograd(fw_compiler=inside, bw_compiler=backward)
     return compiler
@@ -105,13 +114,14 @@ def _compile(
     trace: Trace,
     options: Options,
     frame: CompileFrame,
+    is_wanted: Callable[[], bool],
     gm: fx.GraphModule,
     _: Sequence[Any],
     *,
     is_backward: bool = False,
 ) -> Callable[..., Any]:
     stage = "backward" if is_backward else "forward"
-    values, outputs = _with_values(gm, frame)
+    values, outputs = _with_values(gm, frame, is_wanted)
     compiled: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
@@ -136,7 +146,7 @@ def _compile(
 
 
 def _with_values(
-    gm: fx.GraphModule, frame: CompileFrame
+    gm: fx.GraphModule, frame: CompileFrame, is_wanted: Callable[[], bool]
 ) -> tuple[list[_Value], list[tuple[_Origin, ...]]]:
     """Adds the values of nodes to the outputs of a graph, and describes them and the outputs."""
     values: list[_Value] = []
@@ -150,7 +160,7 @@ def _with_values(
         origins[node] = inputs
         if not isinstance(node.target, OpOverload) or facts_of(node.target).is_view:
             continue
-        made = _tensors_of(gm.graph, node, node.target)
+        made = [n for n in _tensors_of(gm.graph, node, node.target) if is_wanted()]
         if made:
             origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
         for part in made:

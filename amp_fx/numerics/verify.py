@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +147,13 @@ class _Comparison:
         if not found:
             return fields
         cause, remedy = self._cause(expected)
-        return {**fields, "cause": cause, "remedy": remedy, "first": self._first(remedy)}
+        in_outputs = any(each.what.startswith("output") for each in found)
+        return {
+            **fields,
+            "cause": cause,
+            "remedy": remedy,
+            "first": self._first(remedy, in_outputs=in_outputs),
+        }
 
     def of_rows(self) -> dict[str, Any]:
         """Returns the fields of a report on a batch and its rows."""
@@ -203,22 +211,54 @@ class _Comparison:
             return NEEDED, {}
         return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
-    def _first(self, remedy: dict[str, Any]) -> OpDifference | None:
-        """The first op that the remedy changes, or else rewriting; None if that is unknown."""
+    def _first(self, remedy: dict[str, Any], *, in_outputs: bool) -> OpDifference | None:
+        """The first op that the remedy changes, or else rewriting; None if that is unknown.
 
-        def trace(more: Mapping[str, Any], *, is_rewritten: bool = True) -> Trace:
+        Graphs that return all values may be fused so that they differ nowhere. Then the first op
+        is one that differs in a graph that returns the value of this op alone.
+        """
+
+        def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
             found, given = Trace(""), {"weight_cache": False, "freezing": False, **more}
             options = Options.parse(_merged(self.options, given))
-            self.trial.run(traced(self.trial.step, found, options, is_rewritten=is_rewritten))
+            self.trial.run(traced(self.trial.step, found, options, **settings))
             return found
 
         try:
-            if remedy:
-                return next(op_differences(trace(remedy), trace({})), None)
-            native = trace({"compiler": "eager"}, is_rewritten=False)
-            return next(op_differences(native, trace({})), None)
+            if not remedy:
+                native = trace({"compiler": "eager"}, is_rewritten=False)
+                return next(op_differences(native, trace({})), None)
+            first = next(op_differences(trace(remedy), trace({})), None)
+            stage = "forward" if in_outputs else "backward"
+            if first is not None and first.stage in ("forward", stage):
+                return first
+            with torch.set_grad_enabled(not in_outputs):  # what a backward needs is written, too
+                return _first_alone(trace(remedy), stage, lambda n: trace({}, only=n)) or first
         except Exception:  # noqa: BLE001 - the comparison stands without the place
             return None
+
+
+def _first_alone(
+    reference: Trace, stage: str, trace: Callable[[int], Trace]
+) -> OpDifference | None:
+    """Returns the first op that differs from a reference, of traces of one value each."""
+
+    @functools.cache
+    def difference(number: int) -> OpDifference | None:
+        expected = Trace("")
+        expected.ops.append(dataclasses.replace(reference.ops[number], inputs=()))
+        return next(op_differences(expected, trace(number)), None)
+
+    # Casts of weights depend on no other op; those between two ops would mislead the search.
+    ops = enumerate(reference.ops)
+    numbers = [number for number, op in ops if op.stage == stage and op.inputs]
+    place = bisect.bisect_left(numbers, True, key=lambda n: difference(n) is not None)
+    if place == len(numbers):
+        return None
+    number = numbers[place]
+    while above := [n for n in reference.ops[number].inputs if difference(n) is not None]:
+        number = above[0]
+    return difference(number)
 
 
 def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.norm(y))
 
 
-def stack(off: int | None = None, depth: int = 4) -> nn.Module:
+def stack(off: int | None = None, depth: int = 3) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(is_off=place == off) for place in range(depth)))
 
@@ -56,8 +56,8 @@ def x() -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
 
-@settings(max_examples=10, deadline=None)
-@given(off=st.integers(0, 3), compiler=st.sampled_from([None, "eager", "aot_eager"]))
+@settings(max_examples=6, deadline=None)
+@given(off=st.integers(0, 2), compiler=st.sampled_from([None, "eager", "aot_eager"]))
 def test_the_layer_that_was_changed_differs_first(off: int, compiler: str | None) -> None:
     before = amp_fx.record(loss_of(stack()))(x())
     same = before.diff(amp_fx.record(loss_of(stack()), compiler=compiler)(x()))
@@ -212,7 +212,7 @@ def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFix
         assert "is not a trace" in capsys.readouterr().err
     with pytest.raises(OptionError, match="compiler='gcc'"):
         amp_fx.record(stack(), compiler="gcc")
-    with pytest.raises(ArgumentTypeError, match="takes a module or a function"):
+    with pytest.raises(ArgumentTypeError, match="expects a module or a function"):
         amp_fx.record(3)  # type: ignore[arg-type]
 
 
