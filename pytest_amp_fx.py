@@ -75,6 +75,7 @@ class AmpPrecision:
         """
         from amp_fx.numerics import snapshot
         from amp_fx.numerics.entry import accuracy
+        from amp_fx.reports import printed
 
         __tracebackhide__ = True
         self._calls += 1
@@ -96,7 +97,7 @@ class AmpPrecision:
         if changes:
             pytest.fail(
                 f"The precision of {report.model} is not that of {FOLDER}/{path.name}:\n\n"
-                f"{snapshot.table(changes)}\n{snapshot.where_made(old, new)}\n"
+                f"{printed(snapshot.table(changes))}\n{snapshot.where_made(old, new)}\n"
                 "Run pytest with --amp-precision-update if this is meant.",
                 pytrace=False,
             )

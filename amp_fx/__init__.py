@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from amp_fx.numerics.audit.entry import audit
     from amp_fx.numerics.audit.report import AuditReport
     from amp_fx.numerics.entry import accuracy
+    from amp_fx.numerics.record import record
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import search
     from amp_fx.numerics.search_result import SearchResult
+    from amp_fx.numerics.trace import Trace
+    from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.numerics.verify import verify
     from amp_fx.numerics.verify_report import VerifyReport
     from amp_fx.numerics.watching import watch
@@ -52,6 +55,8 @@ __all__ = [
     "Policy",
     "SearchResult",
     "StorageReport",
+    "Trace",
+    "TraceDiff",
     "VerifyReport",
     "__version__",
     "accuracy",
@@ -69,6 +74,7 @@ __all__ = [
     "keep",
     "package",
     "preset",
+    "record",
     "register_device",
     "register_op",
     "register_pass",
@@ -91,6 +97,8 @@ _MODULES = {
     "Policy": "amp_fx.policies.policy",
     "SearchResult": "amp_fx.numerics.search_result",
     "StorageReport": "amp_fx.stored.report",
+    "Trace": "amp_fx.numerics.trace",
+    "TraceDiff": "amp_fx.numerics.trace_diff",
     "VerifyReport": "amp_fx.numerics.verify_report",
     "accuracy": "amp_fx.numerics.entry",
     "audit": "amp_fx.numerics.audit.entry",
@@ -107,6 +115,7 @@ _MODULES = {
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.entry",
     "preset": "amp_fx.policies.policy",
+    "record": "amp_fx.numerics.record",
     "register_device": "amp_fx.regions.registered_ops",
     "register_op": "amp_fx.regions.registered_ops",
     "register_pass": "amp_fx.backend.pipeline",

@@ -234,6 +234,28 @@ def add_verify(subparsers: Subparsers) -> None:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps; default: 3")
 
 
+_DIFF = """\
+examples:
+  python -m amp_fx diff a.trace b.trace
+  python -m amp_fx diff eager.trace compiled.trace --json
+
+Write the files by amp_fx.record(step, "a.trace")(*inputs), with the same weights and inputs.
+"""
+
+
+def add_diff(subparsers: Subparsers) -> None:
+    """Adds ``diff`` and its options to the command line."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="show where two recorded runs first differ, and which op amplifies it",
+        description="Compares two files of amp_fx.record: of two versions of torch, two machines, "
+        "or of eager and compiled code. The exit code is 1 if a result differs.",
+    )
+    parser.add_argument("before", type=Path, help="the file to compare with")
+    parser.add_argument("after", type=Path, help="the other file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
 POLICY_EXAMPLES = """\
 examples:
   python -m amp_fx policy                       every op with a policy, by device
@@ -334,6 +356,7 @@ ADD = {
     "accuracy": (add_accuracy, _ACCURACY),
     "audit": (add_audit, _AUDIT),
     "verify": (add_verify, _VERIFY),
+    "diff": (add_diff, _DIFF),
     "policy": (add_policy, POLICY_EXAMPLES),
     "demo": (add_demo, ""),
     "build": (add_build, _BUILD),

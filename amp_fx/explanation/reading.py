@@ -250,7 +250,7 @@ class GraphReader:
     def _input_place(self, node: fx.Node, kind: str) -> Place:
         """Returns the module that owns a weight; arguments belong to the root."""
         owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
-        return Place(owner, "", "", 0, "")
+        return Place(owner)
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(

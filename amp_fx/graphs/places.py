@@ -34,13 +34,28 @@ def lines_of(node: fx.Node) -> list[Line]:
 
 
 class Place(NamedTuple):
-    """Location of a node in the user's program."""
+    """Location of an op in the user's program.
 
-    module: str
-    module_type: str
-    file: str
-    line: int
-    code: str
+    Attributes:
+        module: The path of the innermost module around it; empty in the outermost one.
+        module_type: That module's class.
+        file: The source file of the line that calls it, or empty.
+        line: The line's number, or 0.
+        code: The line's text.
+        op: The name that a policy has for it; empty where no policy reaches it.
+    """
+
+    module: str = ""
+    module_type: str = ""
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    op: str = ""
+
+    @property
+    def source(self) -> str:
+        """The line with a short path: ``"model.py:12: y = x @ w"``; empty if it is unknown."""
+        return f"{short_path(self.file)}:{self.line}: {self.code}" if self.file else ""
 
 
 def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> Place:

@@ -14,9 +14,8 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import AccuracyError, OptionError
 from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
-from amp_fx.numerics.records import record_of
-from amp_fx.numerics.report import AccuracyReport, MemoryRecord, UnexaminedRecord
-from amp_fx.numerics.running import Request, run_step
+from amp_fx.numerics.report import AccuracyReport
+from amp_fx.numerics.running import caller_of, run_step
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import refuse_strange
 from amp_fx.options import check_device_dtype, default_dtype
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
 
-    from amp_fx.numerics.running import Run
     from amp_fx.policies.policy import Policy
 
 REFERENCES = (torch.float32, torch.float64)
@@ -100,8 +98,7 @@ def accuracy(
             still run three times.
 
     Returns:
-        A function that takes the step's arguments and gives an ``AccuracyReport``. Given one
-        list of tuples it takes these for batches, and adds up.
+        A function that takes the step's arguments and gives an ``AccuracyReport``.
 
     Raises:
         OptionError: An option has a value that is not allowed.
@@ -126,11 +123,11 @@ def accuracy(
             for one in both
         ]
         return lambda *args, **kwargs: DtypeChoice(*(call(*args, **kwargs) for call in calls))
-    target, given = unwrap(step, "amp_fx.accuracy")
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
+    target, asked = asked_for(
+        step,
+        "amp_fx.accuracy",
+        dtype,
+        policy,
         reference=_reference(reference),
         scale=scale_for(scale),
         loss=loss,
@@ -139,9 +136,6 @@ def accuracy(
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
-        if len(args) == 1 and not kwargs and _is_batches(args[0]):
-            reports = [examine(target, asked, batch, {}) for batch in args[0]]
-            return functools.reduce(AccuracyReport.__add__, reports)
         return examine(target, asked, args, kwargs)
 
     return accuracy_call
@@ -165,6 +159,15 @@ class Asked:
     scale: float = 1.0
     loss: Callable[[Any], Any] | None = None
     modules: tuple[str, ...] | None = None
+
+
+def asked_for(
+    step: Any, name: str, dtype: Any, policy: Any, **others: Any
+) -> tuple[Callable[..., Any], Asked]:
+    """Returns what was compiled, and the arguments with the settings that it was compiled with."""
+    target, given = unwrap(step, name)
+    dtype = given.dtype if dtype is None else as_dtype(dtype)
+    return target, Asked(dtype, policy_for(policy, given), given.device_type, **others)
 
 
 def _reference(reference: Any) -> torch.dtype:
@@ -192,10 +195,6 @@ def _patterns(modules: Any) -> tuple[str, ...] | None:
     return found
 
 
-def _is_batches(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(b, tuple) for b in value)
-
-
 def device_type_of(step: Any, args: Any, asked: Asked) -> str:
     """The device type that autocasts: that of the tensors, an accelerator before the CPU."""
     if asked.device_type is not None:
@@ -218,83 +217,35 @@ def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
     return dtype
 
 
-def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a caller of a step with which a module's paths begin at the module."""
-    return step.__call__ if isinstance(step, torch.nn.Module) else step
-
-
 def examine(
-    step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
+    step: Callable[..., Any],
+    asked: Asked,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_brief: bool = False,
 ) -> AccuracyReport:
     """Examines one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
-    request = Request(
-        region=functools.partial(autocast, device_type, dtype, policy=asked.policy),
-        reference=asked.reference,
-        scale=asked.scale,
-        loss=asked.loss,
-        modules=asked.modules,
-    )
+    region = functools.partial(autocast, device_type, dtype, policy=asked.policy)
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
-        run = run_step(caller_of(step), args, kwargs, request)
-    if asked.modules is not None and not run.seen:
+        measured = run_step(caller_of(step), args, kwargs, asked, dtype, region, is_brief=is_brief)
+    if asked.modules is not None and not measured["nodes"]:
         raise AccuracyError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"
         )
-    return report_of(run, name_of(step), dtype, device_type, asked)
-
-
-def name_of(step: Any) -> str:
-    """Returns the name of a step."""
-    return str(getattr(step, "__qualname__", None) or type(step).__name__)
-
-
-def report_of(
-    run: Run, name: str, dtype: torch.dtype, device_type: str, asked: Asked
-) -> AccuracyReport:
-    """The report of a run."""
     return AccuracyReport(
-        model=name,
+        model=name_of(step),
         used_policy=asked.policy,
         dtype=dtype_name(dtype),
         device_type=device_type,
         reference=dtype_name(asked.reference),
         scale=asked.scale,
-        loss=run.low_loss,
-        reference_loss=run.reference_loss,
-        loss_magnitude=run.loss_magnitude,
-        output_error=run.output_error,
-        is_probed=run.is_probed,
-        is_repeatable=run.is_repeatable,
-        nodes=tuple(record_of(seen) for seen in run.seen),
-        gradients=tuple(run.gradients),
-        suggested_scale=_suggested_scale(run, asked.scale) if dtype == torch.float16 else None,
-        not_examined=tuple(
-            UnexaminedRecord(op, module, why) for (op, module), why in run.not_examined.items()
-        ),
-        memory=MemoryRecord(run.predicted_bytes, run.num_bytes),
+        **measured,
     )
 
 
-SMALLEST_EXPONENT = -23
-"""Of the smallest number of float16, 2**-24, as ``torch.frexp`` has it: in [0.5, 1) * 2**-23."""
-
-
-def _suggested_scale(run: Run, scale: float) -> tuple[float, float] | None:
-    """Powers of two between which a float16 backward neither flushes much nor overflows."""
-    samples = [(s.exponents, s.measures) for s in run.seen if s.exponents is not None]
-    exponents = [e.cpu().long() for e, _ in samples if e.numel()]
-    largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
-    if not exponents or not largest:
-        return None
-    weights = [m.numel / e.numel() for e, m in samples if e.numel()]
-    counts = torch.zeros(600, dtype=torch.float64)
-    for found, weight in zip(exponents, weights, strict=True):
-        ones = torch.full(found.shape, weight, dtype=torch.float64)
-        counts.scatter_add_(0, (found + 300).clamp(0, 599), ones)
-    share = counts.cumsum(0) / counts.sum()
-    first = int((share > 0.01).nonzero()[0]) - 300
-    low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
-    high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
-    return (low, high) if low <= high else None
+def name_of(step: Any) -> str:
+    """Returns the name of a step."""
+    return str(getattr(step, "__qualname__", None) or type(step).__name__)

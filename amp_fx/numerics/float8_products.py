@@ -20,7 +20,7 @@ from amp_fx.tables.float8 import RECIPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.numerics.places import Site
+    from amp_fx.graphs.places import Place
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"
@@ -65,7 +65,7 @@ class _ProductCall(ShadowedCall):
     def compare(
         self,
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        place: tuple[str, Site, int | None],
+        place: tuple[str, Place, int | None],
         operands: list[tuple[torch.Tensor, Scaling]],
     ) -> None:
         """Compares the result with that in the reference program and on the same operands."""
@@ -76,8 +76,8 @@ class _ProductCall(ShadowedCall):
             is_rounded = RECIPES[self.recipe].has_power_of_two_scales
             data, _ = quantize(operand, scaling, -1, has_power_of_two_scales=is_rounded)
             is_nonzero = operand != 0
-            found.measures.flushed += int((is_nonzero & (data.float() == 0)).sum())
-            found.measures.nonzero += int(is_nonzero.sum())
+            found.flushed += int((is_nonzero & (data.float() == 0)).sum())
+            found.nonzero += int(is_nonzero.sum())
 
 
 @dataclasses.dataclass
@@ -99,7 +99,7 @@ class _Product:
     def compare_forward(self, result: torch.Tensor) -> None:
         """Measures the product, and has its node measure the backward."""
         mode, x, weight = self.mode, self.x, self.weight
-        place = mode.begin(KERNEL, [x, weight])
+        place = mode.place(KERNEL, [x, weight])
         with mode.paused(), below_everything():
             scaling = self.settings.forward
             call = self._call([x, weight], scaling)
@@ -110,12 +110,15 @@ class _Product:
         node, number = result.grad_fn, place[2]
         if node is not None and number is not None:
             mode.measured_nodes.add(number)
-            node.register_prehook(lambda _: mode.pause(True))
+            node.register_prehook(self._pause)
             node.register_hook(lambda grads, outer: self._compare_backward(grads, outer, number))
+
+    def _pause(self, _: Any) -> None:
+        self.mode.is_paused = True
 
     def _compare_backward(self, grads: Any, outer: Any, number: int) -> None:
         mode, grad = self.mode, outer[0]
-        mode.pause(False)
+        mode.is_paused = False
         site = mode.site_of(number)
         if self.x._version != self.version:
             why = "its input was written to before its backward"

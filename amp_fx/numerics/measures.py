@@ -50,7 +50,7 @@ class Measures:
 
     def add(self, other: Measures) -> None:
         """Adds those of another result."""
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(Measures):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             is_maximum = field.name == "max_abs"
             joined = _largest(ours, theirs) if is_maximum else ours + theirs

@@ -10,43 +10,35 @@ error yet. What cannot be run again is listed as not examined.
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
-from amp_fx.numerics.pausable import PausableMode
-from amp_fx.numerics.places import CallNotes, Places, Site, is_inside
-from amp_fx.numerics.records import Rounding, Seen
+from amp_fx.numerics.places import is_inside
+from amp_fx.numerics.recorder import Recorder
+from amp_fx.numerics.records import OpRecord, Rounding
 from amp_fx.numerics.shadow import (
     OpFacts,
     Shadows,
-    address_of,
     below_everything,
     dropped_out,
     facts_of,
     in_reference,
-    is_custom,
     is_tracked,
-    is_wrapped,
-    latest_node_number,
     names_low_dtype,
-    number_of,
     random_state,
-    running_node,
     tensors_in,
     widened,
 )
+from amp_fx.numerics.storages import address_of
 from amp_fx.torch_private.modes import DisableTorchFunction
-from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from types import FrameType
-
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.state import StateGuard
+    from amp_fx.torch_private.ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -89,7 +81,7 @@ class ShadowedCall:
     def run_as_it_is(self) -> Any:
         """Runs the op once: the reference has the same here."""
         if torch.is_grad_enabled():
-            self.mode._count_node()
+            self.mode.count_node()
         with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
         for result in _float_tensors(results):
@@ -105,10 +97,10 @@ class ShadowedCall:
             total = float(result.sum()) if not result.is_complex() else 0.0
             if total - total == 0 or _has_infinity(self.tensors):
                 return
-        stage, site, _ = self.mode.begin(self.facts.name, self.tensors)
+        stage, site, _ = self.mode.place(self.facts.name, self.tensors)
         seen = self._new_record(stage, site, result)
         seen.is_origin = True
-        seen.measures.max_abs = total
+        seen.max_abs = total
         self.mode.record(seen)
 
     def run(self) -> Any:
@@ -117,7 +109,7 @@ class ShadowedCall:
             self.facts.name.endswith("_like")
             or not any(t.is_floating_point() for t in self.tensors if not _is_in(t, self.written))
         )
-        stage, site, number = self.mode.begin(self.facts.name, self.tensors)
+        stage, site, number = self.mode.place(self.facts.name, self.tensors)
         inside = {address_of(t) for t in self.tensors}
         with below_everything():
             mixed = self._mixed_arguments() if stage == "forward" and number is not None else None
@@ -203,13 +195,13 @@ class ShadowedCall:
         device = next((t.device for t in self.tensors), torch.device("cpu"))
         return random_state(device)
 
-    def _maker_of_error(self, seen: Seen) -> Seen:
+    def _maker_of_error(self, seen: OpRecord) -> OpRecord:
         """The op that made the error of a constant, not the one that has passed it on."""
-        while seen.inputs and seen.measures.local < seen.measures.accumulated / 2:
+        while seen.inputs and seen.local < seen.accumulated / 2:
             above = [self.mode.seen[i] for i in seen.inputs if i < len(self.mode.seen)]
             if not above:
                 break
-            seen = max(above, key=lambda s: s.measures.accumulated)
+            seen = max(above, key=lambda s: s.accumulated)
         return seen
 
     def _repeat(self, before: tuple[Any, Any], results: Any, rewind: Any) -> tuple[Any, Any, str]:
@@ -254,9 +246,9 @@ class ShadowedCall:
         results: Any,
         shadow: Any,
         repeated: Any,
-        place: tuple[str, Site, int | None],
+        place: tuple[str, Place, int | None],
         inside: set[int],
-    ) -> Seen | None:
+    ) -> OpRecord | None:
         stage, site, number = place
         low, high = tensors_in(results), tensors_in(shadow)
         same = tensors_in(repeated) if repeated is not None else [None] * len(low)
@@ -270,7 +262,7 @@ class ShadowedCall:
             is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
                 differs = self._compare_discrete(seen, result, second)
-                errors += [(result, seen.error_in)] if differs else []
+                errors += [(result, seen.accumulated_in)] if differs else []
                 continue
             wide = widened(second, self.reference)
             again = None if third is None else widened(third, self.reference)
@@ -288,7 +280,7 @@ class ShadowedCall:
                 self.shadows.put(result, wide, is_fresh=fresh)
         if is_measured and stage == "forward" and self.facts.name in PRODUCTS:
             seen.integers = self._rounded_integers()
-        is_recorded = is_measured and bool(seen.measures.numel or seen.measures.flips)
+        is_recorded = is_measured and bool(seen.numel or seen.flips)
         if is_recorded:
             self.mode.record(seen)
         for result, error in errors:
@@ -309,19 +301,19 @@ class ShadowedCall:
         sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
         return max(sizes, default=0.0)
 
-    def _compare_discrete(self, seen: Seen, result: torch.Tensor, shadow: torch.Tensor) -> bool:
+    def _compare_discrete(self, seen: OpRecord, result: torch.Tensor, shadow: torch.Tensor) -> bool:
         """Counts what differs, and says whether anything does."""
         if result is shadow or torch.equal(result, shadow):
             self.shadows.forget(result)
             return False
-        seen.measures.flips += int(torch.count_nonzero(result != shadow))
+        seen.flips += int(torch.count_nonzero(result != shadow))
         if not _is_in(result, self.written):
             self.shadows.put(result, shadow, is_fresh=True)
         return True
 
     def _measure(
         self,
-        seen: Seen,
+        seen: OpRecord,
         position: int,
         result: torch.Tensor,
         shadow: torch.Tensor,
@@ -346,9 +338,9 @@ class ShadowedCall:
         seen.is_origin |= not is_finite and not _has_infinity(
             [self.shadows.of(t) for t in self.tensors]
         )
-        seen.measures.add(found)
+        seen.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
-            seen.exponents = exponents(shadow)
+            self.mode.exponents.append((exponents(shadow), found))
         if eps is not None and number is not None and seen.stage == "forward" and found.local_sq:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
             self._keep(Rounding(seen, position, eps.to(torch.bfloat16)), result, number)
@@ -362,19 +354,18 @@ class ShadowedCall:
                 rounding.geometry = (result.size(), result.stride(), result.storage_offset())
         self.mode.roundings.setdefault(number, []).append(rounding)
 
-    def _new_record(self, stage: str, site: Site, result: torch.Tensor) -> Seen:
+    def _new_record(self, stage: str, site: Place, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
-        return Seen(
+        return OpRecord(
+            **site._asdict(),
             index=len(self.mode.seen),
             stage=stage,
-            site=site,
             kernel=self.facts.name,
-            dtype=self.rounded_to or result.dtype,
+            dtype=dtype_name(self.rounded_to or result.dtype),
             recipe=self.recipe,
             shape=tuple(result.shape),
-            measures=Measures(),
-            error_in=max((entry.error for entry in known), default=0.0),
+            accumulated_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
 
@@ -401,10 +392,8 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
     return any(not bool(t.isfinite().all()) for t in floats)
 
 
-class ShadowMode(PausableMode):
+class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs everything under it with a shadow."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -414,11 +403,11 @@ class ShadowMode(PausableMode):
         *,
         is_brief: bool = False,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(guard)
         self.shadows = Shadows(reference)
-        self.notes = CallNotes()
-        self.places = Places(self.notes)
-        self.seen: list[Seen] = []
+        self.seen: list[OpRecord] = []
+        self.exponents: list[tuple[torch.Tensor, Measures]] = []
+        """Binary exponents of samples of low gradients, and the numbers of these."""
         self.not_examined: dict[tuple[str, str], str] = {}
         self.roundings: dict[int, list[Rounding]] = {}
         self.roots: list[float] = []
@@ -426,89 +415,47 @@ class ShadowMode(PausableMode):
         self.measured_nodes: set[int] = set()
         """Nodes of custom functions whose forward and backward are each measured as one op."""
         self.num_healed = 0
-        self.guard = guard
         self.reference = reference
         self._modules = modules
         self.is_brief = is_brief
-        self._site_of: dict[int, Site] = {}
-        self._last_number = latest_node_number()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_paused:
-            return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        wrapped = next(filter(is_wrapped, tensors), None)
-        if wrapped is not None:
-            why = "what ops on the tensors that it consists of do to the loss is not known"
-            self.leave_out(type(wrapped).__name__, self.places.here("").module, why)
-            self.guard.has_wrappers = True
-            return NotImplemented  # it calls ops on these
-        if self.guard.is_aside(tensors):
-            return func(*args, **kwargs)
-        self.guard.look_at(tensors)
-        if not isinstance(func, OpOverload) or not all(map(is_tracked, tensors)):
-            return self._unexamined(func, args, kwargs, "it is not an op on plain tensors")
-        facts = facts_of(func)
+    def run(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Runs an op, and what of it has to be repeated."""
+        if not all(map(is_tracked, tensors)):
+            return self.run_other(op, args, kwargs)
+        facts = facts_of(op)
         if facts.is_view:
-            results = func(*args, **kwargs)
+            results = op(*args, **kwargs)
             if _all_share(results, tensors):
-                self._count_node()
+                self.count_node()
                 return results
-        call = ShadowedCall(self, func, facts, args, kwargs, tensors)
-        self.guard.save(call.written)
-        results = call.run() if call.is_touched() else call.run_as_it_is()
-        self.guard.note_made(results, tensors)
-        return results
+        call = ShadowedCall(self, op, facts, args, kwargs, tensors)
+        return call.run() if call.is_touched() else call.run_as_it_is()
 
-    def _unexamined(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
+    def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs what cannot be examined."""
+        why = "it is not an op on plain tensors"
         self.leave_out(str(func), self.places.here("").module, why)
-        with DisableTorchFunction():
-            results = func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        self.guard.note_made(results, tensors)
-        return results
+        return super().run_other(func, args, kwargs)
 
-    def pause(self, is_paused: bool) -> None:
-        """Pauses the mode, or ends the pause."""
-        self.is_paused = is_paused
+    def see_wrapped(self, tensor: torch.Tensor) -> None:
+        """Lists a tensor that consists of others as not examined."""
+        why = "what ops on the tensors that it consists of do to the loss is not known"
+        self.leave_out(type(tensor).__name__, self.places.here("").module, why)
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""
         self.not_examined.setdefault((op, module), why)
 
-    def is_wanted(self, site: Site) -> bool:
+    def is_wanted(self, site: Place) -> bool:
         """Returns True if ops of a site are measured."""
         return self._modules is None or is_inside(site.module, self._modules)
-
-    def begin(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Site, int | None]:
-        """Stage and site of an op that is about to be recorded, and the number of its node."""
-        node = running_node()
-        if node is not None and not torch.is_grad_enabled():
-            return "backward", self._site_in_backward(node, kernel), None
-        number = latest_node_number()
-        site = self.places.here(kernel)
-        is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if is_own or (not torch.is_grad_enabled() and number > self._last_number):
-            self._site_of[number] = site  # a custom function makes its node before its forward
-        self._count_node()
-        is_again = node is not None and is_in_checkpoint()
-        return ("again" if is_again else "forward"), site, number if is_own else None
-
-    def _site_in_backward(self, node: Any, kernel: str) -> Site:
-        """Returns the line of an op's forward; in a custom backward the line that is running."""
-        found = self._site_of.get(number_of(node)) or Site(op=_node_name(node))
-        if not is_custom(node):
-            return found
-        here = self.places.here(kernel)
-        return here._replace(module=found.module, module_type=found.module_type)
-
-    def _count_node(self) -> None:
-        self._last_number = latest_node_number()
-
-    def site_of(self, number: int) -> Site:
-        """The site of the op with some node of autograd."""
-        return self._site_of.get(number, Site())
 
     def magnitude_of(self, loss: torch.Tensor) -> float:
         """Returns the size of the loss in the reference, or of the scalars that it is made of."""
@@ -524,7 +471,7 @@ class ShadowMode(PausableMode):
             known.update(pending)
         return largest
 
-    def record(self, seen: Seen) -> None:
+    def record(self, seen: OpRecord) -> None:
         """Adds the record of an op; what a checkpoint computes again was there before."""
         if seen.stage != "again":
             self.seen.append(seen)
@@ -534,21 +481,3 @@ def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
     """Returns True if results are views, as an op's schema says that they may be."""
     addresses = {address_of(t) for t in tensors}
     return all(address_of(t) in addresses for t in tensors_in(results))
-
-
-def is_in_checkpoint() -> bool:
-    """Returns True if a checkpoint is running its forward again.
-
-    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
-    Relies on ``torch.utils.checkpoint`` having one file.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).removesuffix("Backward0")

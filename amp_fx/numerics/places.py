@@ -14,12 +14,13 @@ import linecache
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
+from amp_fx.graphs.places import Place
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops, name_of
 from amp_fx.regions.module_stack import current_stack
@@ -100,26 +101,6 @@ _OURS = tuple(
 )
 
 
-class Site(NamedTuple):
-    """The place of an op.
-
-    Attributes:
-        module: The path of the innermost module around it; empty in the outermost one.
-        module_type: That module's class.
-        op: What a policy calls it; empty where no policy reaches it.
-        file: The source file of the line that calls it, or empty.
-        line: The line's number, or 0.
-        code: The line's text.
-    """
-
-    module: str = ""
-    module_type: str = ""
-    op: str = ""
-    file: str = ""
-    line: int = 0
-    code: str = ""
-
-
 class CallNotes(TorchFunctionMode):
     """Notes the function of torch that the program is calling, with a number for each call."""
 
@@ -152,29 +133,26 @@ class Places:
 
     def __init__(self, notes: CallNotes) -> None:
         self._notes = notes
-        self._last: tuple[int, str, Site] | None = None
+        self._last: tuple[int, Place] = (-1, Place())
         self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
         """The outermost modules that were called, by ``id``, with their names."""
 
-    def here(self, kernel: str) -> Site:
+    def here(self, kernel: str) -> Place:
         """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
-        if self._notes.function is not None and self._last is not None:
-            number, name, site = self._last
-            if number == self._notes.number and name == kernel:
-                return site
-        stack = current_stack()
-        self._note_root(stack)
-        file, line = _user_line(sys._getframe(1))
-        site = Site(
-            module=name_of(stack),
-            module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
-            op=policy_op(self._notes.function, kernel),
-            file=file,
-            line=line,
-            code=linecache.getline(file, line).strip() if file else "",
-        )
-        self._last = (self._notes.number, kernel, site)
-        return site
+        number, site = self._last
+        if self._notes.function is None or number != self._notes.number:
+            stack = current_stack()
+            self._note_root(stack)
+            file, line = _user_line(sys._getframe(1))
+            site = Place(
+                module=name_of(stack),
+                module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
+                file=file,
+                line=line,
+                code=linecache.getline(file, line).strip() if file else "",
+            )
+            self._last = (self._notes.number, site)
+        return site._replace(op=policy_op(self._notes.function, kernel))
 
     def _note_root(self, stack: ModuleStack) -> None:
         """Remembers the outermost module that is being called, to name its parameters."""
@@ -189,6 +167,36 @@ class Places:
 
 
 _CALL = code_of_module_calls()
+
+
+class Names:
+    """Paths of parameters and buffers, as the sites of ops have them.
+
+    Args:
+        places: Knows the modules that were called, and the variables that hold them.
+        modules: Other modules that the step knows.
+    """
+
+    def __init__(self, places: Places, modules: Iterable[torch.nn.Module]) -> None:
+        self._places, self._modules = places, list(modules)
+        self._paths: dict[int, str] = {}
+        self._num_roots = -1
+
+    def of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
+        """Returns the path of a parameter or buffer, or a default."""
+        if self._num_roots != len(self._places.roots):
+            self._num_roots = len(self._places.roots)
+            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
+            self._paths.clear()
+            for prefix, root in roots:
+                for name, value in (*root.named_parameters(), *root.named_buffers()):
+                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
+                    self._paths.setdefault(id(value), path)
+        return self._paths.get(id(tensor), default)
+
+    def module_of(self, tensor: torch.Tensor) -> str:
+        """Returns the path of the module of a parameter or buffer."""
+        return self.of(tensor).rpartition(".")[0]
 
 
 def _user_line(frame: FrameType | None) -> tuple[str, int]:

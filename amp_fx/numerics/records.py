@@ -1,59 +1,14 @@
-"""The records of a report, ``Seen``, which a run fills in, and words for them."""
+"""The records of a report, which a run fills in, and words for them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from amp_fx.dtypes import dtype_name
-
-if TYPE_CHECKING:
-    from amp_fx.numerics.measures import Measures
-    from amp_fx.numerics.places import Site
-
-
-@dataclasses.dataclass
-class Seen:
-    """One op that ran, as it is filled in.
-
-    Attributes:
-        index: Its number.
-        stage: ``"forward"`` or ``"backward"``.
-        site: Where it runs; in the backward where its forward ran.
-        kernel: The op of the dispatcher.
-        dtype: The dtype of its result; of a product in float8 that of its operands.
-        recipe: That of a product in float8; else empty.
-        shape: The sizes of its first result.
-        measures: Its numbers.
-        error_in: The largest relative error of its inputs.
-        inputs: Numbers of the ops that made them.
-        effect: What its error does to the loss, to first order; None if that is not known.
-        effect_sq: The squares of the same, element by element, summed up.
-        magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
-        is_origin: Whether the reference becomes infinite or NaN here.
-        integers: The largest of integers that enter a product rounded; 0 where none do.
-        exponents: Binary exponents of a sample of the shadow, in a low backward.
-    """
-
-    index: int
-    stage: str
-    site: Site
-    kernel: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    measures: Measures
-    error_in: float = 0.0
-    inputs: tuple[int, ...] = ()
-    effect: float | None = None
-    effect_sq: float = 0.0
-    magnitude: float = 0.0
-    is_origin: bool = False
-    integers: float = 0.0
-    exponents: torch.Tensor | None = None
-    recipe: str = ""
+from amp_fx.numerics.measures import Measures
 
 
 @dataclasses.dataclass
@@ -61,14 +16,14 @@ class Rounding:
     """The error of one result of a forward op, kept until its gradient is there.
 
     Attributes:
-        seen: The op that made the error.
+        record: The op that made the error.
         position: Which of the results.
         eps: The error.
         is_written: Whether the op has written it in place.
         geometry: Sizes, strides and offset where it was written to a view.
     """
 
-    seen: Seen
+    record: OpRecord
     position: int
     eps: torch.Tensor
     is_written: bool = False
@@ -92,9 +47,9 @@ UNIT = {
 """The largest relative error of one rounding, by dtype."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OpRecord:
-    """One op of the dispatcher that ran, in one batch or in several.
+@dataclasses.dataclass
+class OpRecord(Measures):
+    """One op of the dispatcher that ran, with its measures.
 
     Attributes:
         index: Its number, in the order in which ops ran.
@@ -109,65 +64,44 @@ class OpRecord:
         line: The line's number, or 0.
         code: The line's text.
         inputs: Numbers of the ops that made its inputs.
-        num_batches: How many batches the numbers are of.
-        numel: Elements of its results, in all batches.
-        local: Relative error (L2) of the op itself: against the reference on the same inputs.
-        accumulated: Relative error (L2) against the reference program.
-        accumulated_in: The largest such error of its inputs.
+        accumulated_in: The largest relative error of its inputs.
         effect: What its own error does to the loss, to first order; None where that is unknown.
-        effect_rms: The root of the sum of its squares over elements: what it would be if the
-            signs of the errors were by chance.
-        overflows: Elements that became infinite or NaN, from finite ones.
-        fills: Those among them that are one large negative number: a mask's.
-        inherited: Elements that are so because an input is.
-        poisoned: NaNs among them, where the reference program has none.
-        singular: Elements that are infinite or NaN though the inputs are finite, on the same
-            inputs in the reference too: the logarithm of what became zero.
-        flushed: Elements that became zero and are none in the reference on the same inputs; of a
-            product in float8 elements of its operands.
-        nonzero: Elements that are not zero there.
-        lost: Elements that are zero, and none in the reference program.
-        flips: Elements of discrete results (indices, masks) that differ.
-        max_abs: The largest absolute value in the reference program.
-        norm: The norm (L2) of the result there.
+        effect_sq: The squares of the same, element by element, summed up.
+        magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
         is_origin: Whether the reference program becomes infinite or NaN here.
         integers: The largest of integers that enter a product rounded; 0 where none do.
         recipe: That of a product in float8 (``"rowwise"``); else empty.
     """
 
-    index: int
-    stage: str
-    module: str
-    module_type: str
-    op: str
-    kernel: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    line: int
-    code: str
-    inputs: tuple[int, ...]
-    num_batches: int
-    numel: int
-    local: float
-    accumulated: float
-    accumulated_in: float
-    effect: float | None
-    effect_rms: float
-    overflows: int
-    fills: int
-    inherited: int
-    poisoned: int
-    singular: int
-    flushed: int
-    nonzero: int
-    lost: int
-    flips: int
-    max_abs: float
-    norm: float
-    is_origin: bool
+    index: int = 0
+    stage: str = "forward"
+    module: str = ""
+    module_type: str = ""
+    op: str = ""
+    kernel: str = ""
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    inputs: tuple[int, ...] = ()
+    accumulated_in: float = 0.0
+    effect: float | None = None
+    effect_sq: float = 0.0
+    magnitude: float = 0.0
+    is_origin: bool = False
     integers: float = 0.0
     recipe: str = ""
+
+    @property
+    def effect_rms(self) -> float:
+        """The effect on the loss if the signs of the errors were by chance."""
+        return math.sqrt(self.effect_sq)
+
+    @property
+    def norm(self) -> float:
+        """The norm (L2) of the result in the reference program."""
+        return math.sqrt(self.shadow_sq)
 
     @property
     def amplification(self) -> float:
@@ -233,8 +167,6 @@ class GradientRecord:
         shape: Its sizes.
         error: Relative error (L2) against the reference program.
         cosine: Of the angle between both.
-        flushed: The share of elements that are zero, and none in the reference program.
-        max_abs: The largest absolute value in the reference program.
         norm: Its norm (L2) there. What is zero but for rounding, as the gradient of the bias of
             attention's keys, has errors as large as itself, and they do no harm.
     """
@@ -243,8 +175,6 @@ class GradientRecord:
     shape: tuple[int, ...]
     error: float
     cosine: float
-    flushed: float
-    max_abs: float
     norm: float
 
 
@@ -289,47 +219,6 @@ class Suspect:
         where = f"{self.module}: " if self.module else ""
         dtype = f"float8 {self.recipe}" if self.recipe else self.dtype
         return f"{where}{self.op} ({self.stage}, {dtype}): {self.why}"
-
-
-def record_of(seen: Seen) -> OpRecord:
-    """The record of what was seen of one op."""
-    measures = seen.measures
-    return OpRecord(
-        **{name: getattr(seen.site, name) for name in _OF_SITE},
-        **{name: getattr(seen, name) for name in _OF_SEEN},
-        **{name: getattr(measures, name) for name in (*_COUNTS, *_ERRORS)},
-        dtype=dtype_name(seen.dtype),
-        num_batches=1,
-        accumulated_in=seen.error_in,
-        effect_rms=math.sqrt(seen.effect_sq),
-        norm=math.sqrt(measures.shadow_sq),
-    )
-
-
-def joined(ours: OpRecord, theirs: OpRecord) -> OpRecord:
-    """The record of an op in two sets of batches: counts add up, errors are the larger ones."""
-    effects = [e for e in (ours.effect, theirs.effect) if e is not None]
-    return dataclasses.replace(
-        ours,
-        **{name: getattr(ours, name) + getattr(theirs, name) for name in ("num_batches", *_COUNTS)},
-        **{name: max(getattr(ours, name), getattr(theirs, name)) for name in (*_ERRORS, *_INPUTS)},
-        effect=sum(effects) if effects else None,
-        effect_rms=math.hypot(ours.effect_rms, theirs.effect_rms),
-        norm=math.hypot(ours.norm, theirs.norm),
-        is_origin=ours.is_origin or theirs.is_origin,
-    )
-
-
-_OF_SITE = ("module", "module_type", "op", "file", "line", "code")
-_OF_SEEN = (
-    *("index", "stage", "kernel", "shape", "inputs", "effect", "is_origin", "integers", "recipe"),
-)
-_COUNTS = (
-    *("numel", "overflows", "fills", "inherited", "poisoned", "singular"),
-    *("flushed", "nonzero", "lost", "flips"),
-)
-_INPUTS = ("accumulated_in", "integers")
-_ERRORS = ("local", "accumulated", "max_abs")
 
 
 def number(value: float) -> str:

@@ -11,19 +11,13 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.errors import AccuracyError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import joined, number, share
-from amp_fx.numerics.suspects import (
-    LEAST_EFFECT,
-    find_suspects,
-    policy_of_ranges,
-    policy_of_suspects,
-)
-from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
+from amp_fx.numerics.records import number, share
+from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
+from amp_fx.reports import Report, as_plain, dtype_cell, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,8 +25,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from amp_fx.numerics.difference import ReportDiff
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
+    from amp_fx.numerics.snapshot import ReportDiff
     from amp_fx.policies.policy import Policy
 
 
@@ -102,7 +96,7 @@ def _head(report: AccuracyReport) -> Text:
         text.append(f"loss {report.loss:.6g} ({report.reference_loss:.6g})")
     else:
         text.append(f"error of the outputs {number(report.output_error)}")
-    return text.append(f", {report.num_batches} batches" if report.num_batches > 1 else "")
+    return text
 
 
 def _table(report: AccuracyReport, rows: list[Row]) -> Table:
@@ -175,7 +169,6 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
     for missing in report.not_examined[:MOST]:
         where = f" in {missing.module}" if missing.module else ""
         lines.append(f"not examined: {missing.op}{where}: {missing.why}")
-    lines.append(f"took {human(report.memory.actual)} of memory")
     return [Text(line) for line in lines]
 
 
@@ -188,21 +181,8 @@ def _scale_words(report: AccuracyReport) -> str:
 
 MOST_FORETOLD = 2.0
 """How many times the error of the loss its first order may be off by."""
-SCHEMA = 1
+SCHEMA = 2
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryRecord:
-    """Memory of shadows and errors at the end of the forward, in bytes.
-
-    Attributes:
-        predicted: As the run before without shadows foretold it; 0 if there was none.
-        actual: As it was.
-    """
-
-    predicted: int
-    actual: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +205,11 @@ class AccuracyReport(Report):
         device_type: The device type that autocasts.
         reference: The dtype of the reference.
         scale: What the loss was multiplied with for the backward.
-        loss: The loss in low precision, summed over batches; None where the step gives none.
+        loss: The loss in low precision; None where the step gives none.
         reference_loss: The same of the reference program.
         loss_magnitude: How large that is; where it is a sum or mean of positive and negative
             terms, what it would be if none cancelled another. Effects are compared with it.
-        output_error: The relative error (L2) of the loss, or of all outputs; the largest batch's.
+        output_error: The relative error (L2) of the loss, or of all outputs.
         is_probed: Whether there is no loss, and the backward began with random signs.
         is_repeatable: Whether two runs in low precision gave the same loss; None where that
             was not compared, or something overflowed.
@@ -239,8 +219,6 @@ class AccuracyReport(Report):
             low gradients are flushed and the largest has two bits of room; None if there is
             no such scale, or no such gradient.
         not_examined: What could not be examined.
-        memory: What examining took.
-        num_batches: How many batches were added up.
     """
 
     model: str
@@ -254,21 +232,18 @@ class AccuracyReport(Report):
     loss_magnitude: float | None
     output_error: float
     is_probed: bool
-    is_repeatable: bool | None
     nodes: tuple[OpRecord, ...]
     gradients: tuple[GradientRecord, ...]
-    suggested_scale: tuple[float, float] | None
     not_examined: tuple[UnexaminedRecord, ...]
-    memory: MemoryRecord
-    num_batches: int = 1
+    suggested_scale: tuple[float, float] | None = None
+    is_repeatable: bool | None = None
 
     @functools.cached_property
     def suspects(self) -> tuple[Suspect, ...]:
         """The ops that do harm, the worst first; empty for a sound program."""
         if self.reference_problem is not None:
             return ()
-        loss = None if self.loss_magnitude is None else self.loss_magnitude / self.num_batches
-        loss = loss if self._has_first_order else None
+        loss = self.loss_magnitude if self._has_first_order else None
         room = 1.0 if self.suggested_scale is None else self.suggested_scale[1] / self.scale
         return find_suspects(self.nodes, loss, room=room, gradient_error=self.gradient_error)
 
@@ -336,42 +311,15 @@ class AccuracyReport(Report):
         """
         return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
 
-    def policy(self, max_abs: float = 512.0, base: Policy | None = None) -> Policy:
-        """A policy that keeps float32 where values come near the limits of the low dtype.
-
-        That is the rule of NVIDIA's ModelOpt (``data_max``) and Torch-TensorRT, by values that
-        were seen here, with an entry and a reason for each op.
-
-        Args:
-            max_abs: The largest absolute value that may stay low.
-            base: What to start from; None takes the policy of the report.
-
-        Raises:
-            AccuracyError: ``max_abs`` is no positive number.
-        """
-        if isinstance(max_abs, bool) or not isinstance(max_abs, (int, float)) or not max_abs > 0:
-            raise AccuracyError(f"max_abs={max_abs!r} is not a positive number")
-        return policy_of_ranges(self.nodes, max_abs, self.used_policy if base is None else base)
-
     def diff(self, other: AccuracyReport) -> ReportDiff:
         """Compares with another report of the same step.
 
         Args:
             other: Under another policy or dtype, say.
         """
-        from amp_fx.numerics.difference import compare
+        from amp_fx.numerics.snapshot import ReportDiff
 
-        return compare(self, other)
-
-    def __add__(self, other: AccuracyReport) -> AccuracyReport:
-        """The report of the batches of both: counts add up, errors are the larger ones.
-
-        Raises:
-            AccuracyError: They are not of the same step, dtype and scale.
-        """
-        if not isinstance(other, AccuracyReport):
-            return NotImplemented
-        return _added(self, other)
+        return ReportDiff(self, other)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dictionaries, lists, strings and numbers.
@@ -415,95 +363,13 @@ class AccuracyReport(Report):
 
 def _node_dict(node: OpRecord) -> dict[str, Any]:
     sqnr = -20 * math.log10(node.local) if node.local > 0 else math.inf
-    return {
-        **dataclasses.asdict(node),
-        "amplification": node.amplification,
-        "underflow": node.underflow,
-        "headroom": node.headroom,
-        "sqnr": sqnr,
-    }
+    fields = {name: value for name, value in vars(node).items() if not name.endswith("_sq")}
+    return {**fields, **{name: getattr(node, name) for name in _DERIVED}, "sqnr": sqnr}
 
 
-def _added(ours: AccuracyReport, theirs: AccuracyReport) -> AccuracyReport:
-    for name in ("model", "dtype", "reference", "scale", "used_policy"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise AccuracyError(
-                f"reports of batches add up for one and the same step: {name} is "
-                f"{getattr(ours, name)!r} in one and {getattr(theirs, name)!r} in the other"
-            )
-    return dataclasses.replace(
-        ours,
-        loss=_sum(ours.loss, theirs.loss),
-        reference_loss=_sum(ours.reference_loss, theirs.reference_loss),
-        loss_magnitude=_sum(ours.loss_magnitude, theirs.loss_magnitude),
-        output_error=max(ours.output_error, theirs.output_error),
-        is_repeatable=_both(ours.is_repeatable, theirs.is_repeatable),
-        nodes=_joined_nodes(ours.nodes, theirs.nodes),
-        gradients=_joined_gradients(ours.gradients, theirs.gradients),
-        suggested_scale=_common(ours.suggested_scale, theirs.suggested_scale),
-        not_examined=tuple(dict.fromkeys((*ours.not_examined, *theirs.not_examined))),
-        num_batches=ours.num_batches + theirs.num_batches,
-    )
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
-
-
-def _both(a: bool | None, b: bool | None) -> bool | None:
-    return None if a is None and b is None else a is not False and b is not False
-
-
-def _common(
-    a: tuple[float, float] | None, b: tuple[float, float] | None
-) -> tuple[float, float] | None:
-    if a is None or b is None:
-        return a or b
-    low, high = max(a[0], b[0]), min(a[1], b[1])
-    return (low, high) if low <= high else None
-
-
-def _joined_nodes(ours: tuple[OpRecord, ...], theirs: tuple[OpRecord, ...]) -> tuple[OpRecord, ...]:
-    """Ops that are the same but for the batch as one record; others after them."""
-    found = dict(_with_keys(ours))
-    renamed: dict[int, int] = {}
-    start = max((n.index for n in ours), default=-1) + 1
-    for key, node in _with_keys(theirs):
-        mine = found.get(key)
-        renamed[node.index] = mine.index if mine is not None else start + node.index
-        if mine is not None:
-            found[key] = joined(mine, node)
-            continue
-        inputs = tuple(renamed[i] for i in node.inputs if i in renamed)
-        found[key] = dataclasses.replace(node, index=renamed[node.index], inputs=inputs)
-    return tuple(found.values())
-
-
-def _with_keys(nodes: tuple[OpRecord, ...]) -> list[tuple[tuple[Any, ...], OpRecord]]:
-    counts: dict[tuple[Any, ...], int] = {}
-    found = []
-    for node in nodes:
-        key = (node.stage, node.module, node.op, node.kernel, node.dtype)
-        counts[key] = counts.get(key, 0) + 1
-        found.append(((*key, counts[key]), node))
-    return found
-
-
-def _joined_gradients(
-    ours: tuple[GradientRecord, ...], theirs: tuple[GradientRecord, ...]
-) -> tuple[GradientRecord, ...]:
-    found = {gradient.name: gradient for gradient in ours}
-    for gradient in theirs:
-        mine = found.get(gradient.name, gradient)
-        found[gradient.name] = dataclasses.replace(
-            mine,
-            error=max(mine.error, gradient.error),
-            cosine=min(mine.cosine, gradient.cosine),
-            flushed=max(mine.flushed, gradient.flushed),
-            max_abs=max(mine.max_abs, gradient.max_abs),
-            norm=max(mine.norm, gradient.norm),
-        )
-    return tuple(found.values())
+_DERIVED = (
+    *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
+)
 
 
 MEASURES = ("effect", "error", "headroom")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import logging
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,9 @@ from amp_fx.errors import AccuracyError
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.places import CallNotes
+from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
+from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.numerics.shadow import (
     below_everything,
     is_custom,
@@ -24,18 +25,16 @@ from amp_fx.numerics.shadow import (
     tensors_in,
     unwrapped,
 )
-from amp_fx.numerics.state import GuardMode, StateGuard, guard_of
-from amp_fx.reports import human
+from amp_fx.numerics.state import StateGuard, guard_of
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from amp_fx.numerics.entry import Asked
+    from amp_fx.numerics.measures import Measures
     from amp_fx.numerics.mode import ShadowMode
-    from amp_fx.numerics.records import Seen
-
-log = logging.getLogger(__name__)
 
 
 def backward(
@@ -103,7 +102,8 @@ def _reentrant_gradients(
 def _compared(
     mode: ShadowMode, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> list[GradientRecord]:
-    several = zip(_names(mode, leaves), gradients, strict=True)
+    names = [mode.names.of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
+    several = zip(names, gradients, strict=True)
     return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
 
 
@@ -195,23 +195,15 @@ def _meet(
         effect, square = effect_of(low, shadow, rounding.eps)
         if not math.isfinite(effect) or not math.isfinite(square):
             continue  # where something overflowed there is no first order
-        seen = rounding.seen
-        seen.effect = (seen.effect or 0.0) + effect / scale
-        seen.effect_sq += square / scale**2
+        record = rounding.record
+        record.effect = (record.effect or 0.0) + effect / scale
+        record.effect_sq += square / scale**2
 
 
 def _own_gradients(mode: ShadowMode) -> list[GradientRecord]:
     """Those that the step has computed itself, of leaves that had none before."""
     leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
     return _compared(mode, leaves, [leaf.grad for leaf in leaves])
-
-
-def _names(mode: ShadowMode, leaves: list[torch.Tensor]) -> list[str]:
-    known: dict[int, str] = {}
-    for prefix, root in mode.places.roots.values():
-        for name, parameter in root.named_parameters():
-            known.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
-    return [known.get(id(leaf), f"input {index}") for index, leaf in enumerate(leaves)]
 
 
 def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRecord:
@@ -222,86 +214,55 @@ def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRec
         low_norm = float(torch.linalg.vector_norm(low))
         error = float(torch.linalg.vector_norm(low - shadow))
         dot = float((low * shadow).sum())
-        nonzero = int(torch.count_nonzero(shadow))
-        flushed = int(((low == 0) & (shadow != 0)).sum())
-        max_abs = float(shadow.abs().max()) if shadow.numel() else 0.0
     is_zero = norm == 0 and low_norm == 0
     return GradientRecord(
         name=name,
         shape=tuple(gradient.shape),
         error=0.0 if error == 0 else error / norm if norm else float("inf"),
         cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
-        flushed=flushed / nonzero if nonzero else 0.0,
-        max_abs=max_abs,
         norm=norm,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """The arguments of ``accuracy``.
+def run_step(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asked: Asked,
+    dtype: torch.dtype,
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+    *,
+    is_brief: bool = False,
+) -> dict[str, Any]:
+    """Runs a step under the shadow, and returns the fields of a report that it measures.
 
-    Attributes:
+    Args:
+        step: The step.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        asked: The arguments of ``accuracy``.
+        dtype: The low dtype.
         region: Makes the region of mixed precision that the step runs in.
-        reference: The dtype of the reference.
-        scale: What the loss is multiplied with.
-        loss: Gives the loss of what the step gives; None takes that itself.
-        modules: Patterns of modules to measure; None measures all.
         is_brief: Whether the run is not repeated, for the sake of its cost.
     """
-
-    region: Callable[[], contextlib.AbstractContextManager[Any]]
-    reference: torch.dtype = torch.float32
-    scale: float = 1.0
-    loss: Callable[[Any], Any] | None = None
-    modules: tuple[str, ...] | None = None
-    is_brief: bool = False
-
-
-@dataclasses.dataclass
-class Run:
-    """The outcome of one run under the shadow.
-
-    Attributes:
-        seen: The ops, in order.
-        low_loss: The loss of the low program; None without a loss.
-        reference_loss: That of the reference program.
-        loss_magnitude: How large that is, or the largest of what it is a sum or mean of.
-        output_error: Relative error of all outputs together.
-        gradients: Those of leaves.
-        not_examined: Ops that could not be, with their modules and the reasons.
-        is_probed: Whether a random direction of the outputs stands for a loss.
-        is_repeatable: Whether two runs gave the same loss; None if there was one only.
-        predicted_bytes: Memory of shadows and errors at the end of the forward, as foretold.
-        num_bytes: The same, as it was.
-    """
-
-    seen: list[Seen]
-    low_loss: float | None
-    reference_loss: float | None
-    loss_magnitude: float | None
-    output_error: float
-    gradients: list[GradientRecord]
-    not_examined: dict[tuple[str, str], str]
-    is_probed: bool
-    is_repeatable: bool | None
-    predicted_bytes: int
-    num_bytes: int
-
-
-def run_step(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], request: Request
-) -> Run:
-    """Runs a step under the shadow."""
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
-        plain = None if request.is_brief else _plain_run(step, args, kwargs, request, guard, rewind)
-        if plain is not None:
+        if not is_brief:
+            with region(), CallNotes(), Recorder(guard):
+                loss = loss_of(step(*args, **kwargs), asked.loss)
+            plain = None if loss is None else float(loss.detach())
             guard.refuse_other_dtypes()
-            log.info("examining takes about %s more memory", human(plain.num_bytes))
             guard.restore()
             rewind()
-        return _shadow_run(step, args, kwargs, request, guard, plain)
+        mode = Float8ShadowMode(asked.reference, guard, asked.modules, is_brief=is_brief)
+        fields = _shadow_run(mode, functools.partial(step, *args, **kwargs), asked, region)
+    if dtype == torch.float16:
+        fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
+    if is_brief:
+        return fields
+    if mode.num_healed:
+        return {**fields, "loss": plain}
+    return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
 
 
 @contextlib.contextmanager
@@ -331,35 +292,9 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
             rewind_python()
 
 
-@dataclasses.dataclass
-class _Plain:
-    """The outcome of running the step as it is."""
-
-    loss: float | None
-    num_bytes: int
-
-
-def _plain_run(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: Request,
-    guard: StateGuard,
-    rewind: Callable[[], None],
-) -> _Plain:
-    """Runs the step as it is; without a count of memory inside of ``torch.func``."""
-    mode = GuardMode(guard, request.reference)
-    try:
-        with request.region(), mode.counting_saved(), CallNotes(), mode:
-            loss = loss_of(step(*args, **kwargs), request.loss)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        guard.restore()
-        rewind()
-        with request.region(), CallNotes(), mode:
-            loss = loss_of(step(*args, **kwargs), request.loss)
-    return _Plain(None if loss is None else float(loss.detach()), mode.num_bytes)
+def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a caller of a step with which a module's paths begin at the module."""
+    return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -376,53 +311,37 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
 
 
 def _shadow_run(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    request: Request,
-    guard: StateGuard,
-    plain: _Plain | None,
-) -> Run:
-    mode = Float8ShadowMode(request.reference, guard, request.modules, is_brief=request.is_brief)
+    mode: Float8ShadowMode,
+    step: Callable[[], Any],
+    asked: Asked,
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> dict[str, Any]:
     listen(mode)
-    with request.region(), mode.notes, mode:
-        outputs = step(*args, **kwargs)
-        loss = loss_of(outputs, request.loss)
-    floats = _float_outputs(outputs)
+    with region(), mode.notes, mode:
+        outputs = step()
+        loss = loss_of(outputs, asked.loss)
+    floats = [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
     if loss is None and not floats:
         raise AccuracyError(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
             "that makes a scalar of what the step returns"
         )
-    roundings = [r for several in mode.roundings.values() for r in several]
-    num_bytes = mode.shadows.num_bytes() + sum(r.eps.nbytes for r in roundings)
     low, reference, magnitude = _values_of(mode, loss)
     with below_everything():
-        compared = floats if loss is None or request.is_brief else [unwrapped(loss)]
+        compared = floats if loss is None or mode.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
-    gradients = backward(mode, loss, floats, request.scale)
-    is_same = None if plain is None or mode.num_healed else _is_same(plain.loss, low)
-    return Run(
-        seen=mode.seen,
-        low_loss=plain.loss if plain is not None and mode.num_healed else low,
-        reference_loss=reference,
-        loss_magnitude=magnitude,
-        output_error=output_error,
-        gradients=gradients,
-        not_examined=mode.not_examined,
-        is_probed=loss is None,
-        is_repeatable=is_same,
-        predicted_bytes=plain.num_bytes if plain is not None else 0,
-        num_bytes=num_bytes,
-    )
-
-
-def _is_same(one: float | None, other: float | None) -> bool:
-    return one == other or (one != one and other != other)
-
-
-def _float_outputs(outputs: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
+    gradients = backward(mode, loss, floats, asked.scale)
+    missing = mode.not_examined.items()
+    return {
+        "nodes": tuple(mode.seen),
+        "loss": low,
+        "reference_loss": reference,
+        "loss_magnitude": magnitude,
+        "output_error": output_error,
+        "gradients": tuple(gradients),
+        "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
+        "is_probed": loss is None,
+    }
 
 
 def _values_of(
@@ -447,3 +366,27 @@ def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
         error += float(torch.sub(output.detach(), shadow).square().sum())
         reference += float(shadow.square().sum())
     return relative(error, reference)
+
+
+SMALLEST_EXPONENT = -23
+"""Of the smallest number of float16, 2**-24, as ``torch.frexp`` has it: in [0.5, 1) * 2**-23."""
+
+
+def _suggested_scale(
+    samples: list[tuple[torch.Tensor, Measures]], scale: float
+) -> tuple[float, float] | None:
+    """Powers of two between which a float16 backward neither flushes much nor overflows."""
+    exponents = [e.cpu().long() for e, _ in samples if e.numel()]
+    largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
+    if not exponents or not largest:
+        return None
+    weights = [m.numel / e.numel() for e, m in samples if e.numel()]
+    counts = torch.zeros(600, dtype=torch.float64)
+    for found, weight in zip(exponents, weights, strict=True):
+        ones = torch.full(found.shape, weight, dtype=torch.float64)
+        counts.scatter_add_(0, (found + 300).clamp(0, 599), ones)
+    share = counts.cumsum(0) / counts.sum()
+    first = int((share > 0.01).nonzero()[0]) - 300
+    low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
+    high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
+    return (low, high) if low <= high else None

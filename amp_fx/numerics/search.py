@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,10 +27,9 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, OptionError, SearchError
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
-from amp_fx.front.settings import as_dtype, policy_for, unwrap
 from amp_fx.numerics.entry import (
     Asked,
-    caller_of,
+    asked_for,
     device_type_of,
     examine,
     low_dtype_of,
@@ -38,26 +37,25 @@ from amp_fx.numerics.entry import (
     scale_for,
 )
 from amp_fx.numerics.places import CallNotes, is_inside
+from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, number
-from amp_fx.numerics.running import loss_of, undisturbed
+from amp_fx.numerics.running import caller_of, loss_of
 from amp_fx.numerics.search_result import Evaluation, SearchResult
-from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import GuardMode, guard_of, modules_of
 from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
+from amp_fx.numerics.trial import Trial
 from amp_fx.options import COMPILERS
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.presets import torch_version
 from amp_fx.tables.products import FLOAT32_PRODUCTS
-from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
+    from amp_fx.numerics.trial import Outcome
     from amp_fx.policies.policy import Policy
 
 
@@ -344,13 +342,7 @@ def search(
             reach (says what the best is), or the step differs by more than that from run to run.
         AccuracyError: When called: see ``amp_fx.accuracy``.
     """
-    target, given = unwrap(step, "amp_fx.search")
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
-        scale=scale_for(scale),
-    )
+    target, asked = asked_for(step, "amp_fx.search", dtype, policy, scale=scale_for(scale))
     options = _Options(
         tolerance=_tolerance(tolerance),
         metric=metric,
@@ -402,13 +394,11 @@ def _compiler(value: Any) -> str | None:
     return value  # type: ignore[no-any-return]
 
 
-@dataclasses.dataclass
-class _Outcome:
-    """The outcome of one run of the step."""
+class _Run(NamedTuple):
+    """One run of the step: what it returns, and outputs and gradients by name."""
 
     outputs: Any
-    floats: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
+    values: Outcome
 
 
 class _Search:
@@ -433,7 +423,7 @@ class _Search:
     def run(self) -> SearchResult:
         """Finds the set."""
         report = examine(self.step, self.asked, self.args, self.kwargs)
-        self.reference = self._outcome(None)
+        self.reference = self._run(None)
         self._check_repeatable()
         is_float8 = has_float8(report)
         if is_float8:
@@ -528,15 +518,17 @@ class _Search:
     def _does(self, units: tuple[Unit, ...]) -> bool:
         run = f"run {len(self.history) + 1} of at most {self.options.budget}"
         with working(f"{run}, {len(units)} ops in {self.runs_in}"):
-            value = self._value(self._outcome(self._policy(units)))
+            value = self._value(self._run(self._policy(units)))
         is_enough = value <= self.options.tolerance
         self.history.append(Evaluation(tuple(u.label for u in units), value, is_enough))
         return is_enough
 
     def _check_repeatable(self) -> None:
         """Runs the reference once more: a step that differs from itself cannot be compared."""
-        differs = _default_metric(self._outcome(None), self.reference)
-        if differs == math.inf and not all(t.isfinite().all() for t in self.reference.floats):
+        differs = _default_metric(self._run(None), self.reference)
+        if differs == math.inf and not all(
+            t.isfinite().all() for t in self.reference.values.values()
+        ):
             raise SearchError("the step itself gives infinite numbers or NaN in float32")
         if differs > self.options.tolerance:
             raise SearchError(
@@ -562,12 +554,12 @@ class _Search:
             + ("; search without float8 first, and start from what that finds" * is_float8)
         )
 
-    def _value(self, outcome: _Outcome) -> float:
+    def _value(self, run: _Run) -> float:
         metric = self.options.metric
         if metric is None:
-            return _default_metric(outcome, self.reference)
+            return _default_metric(run, self.reference)
         try:
-            value: Any = metric(outcome.outputs, self.reference.outputs)
+            value: Any = metric(run.outputs, self.reference.outputs)
         except Exception as error:
             raise SearchError(f"the metric raised {type(error).__name__}: {error}") from error
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -576,35 +568,27 @@ class _Search:
             raise SearchError(f"the metric returned {value!r}, which is not a number")
         return math.inf if math.isnan(value) else float(value)
 
-    def _outcome(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Outcome:
+    def _run(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> _Run:
         """Runs the step: under a policy, or in float32."""
-        guard = guard_of(self.step)
-        region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if policy is not None and call is None:
-            region = autocast(self.device_type, self.dtype, policy=policy)
-        is_eager = call is None
-        with undisturbed(guard, is_eager=is_eager), contextlib.ExitStack() as modes:
-            # Branches and loops run as eager code, in the region and in the backward.
-            notes = CallNotes if is_eager else contextlib.nullcontext
-            modes.enter_context(notes())
-            if is_eager:
-                modes.enter_context(GuardMode(guard, torch.float32))
-            with region, notes():
-                outputs = (call or caller_of(self.step))(*self.args, **self.kwargs)
-            return self._with_gradients(outputs)
+        trial = Trial(self.step, self.args, self.kwargs, loss=self._scaled_loss)
+        if call is None and policy is not None:
+            trial.region = functools.partial(autocast, self.device_type, self.dtype, policy=policy)
 
-    def _with_gradients(self, outputs: Any) -> _Outcome:
+        @contextlib.contextmanager
+        def watch() -> Iterator[None]:
+            """Runs branches and loops as eager code, in the region and in the backward."""
+            with CallNotes(), Recorder(trial.guard):
+                yield
+
+        with trial.undisturbed(is_eager=call is None):
+            eagerly = (caller_of(self.step), watch)
+            values = trial.run(*(eagerly if call is None else (call,)))
+        found = {n: v for n, v in values.items() if n.startswith(("output", "gradient"))}
+        return _Run(trial.outputs, {n: v for n, v in found.items() if v.is_floating_point()})
+
+    def _scaled_loss(self, outputs: Any) -> torch.Tensor | None:
         loss = loss_of(outputs, None)
-        floats = [t for t in tensors_in(outputs) if t.is_floating_point()]
-        begin = [loss] if loss is not None and loss.requires_grad else []
-        parameters = [p for m in modules_of(self.step) for p in m.parameters() if p.requires_grad]
-        gradients: list[torch.Tensor | None] = []
-        if begin and parameters:
-            scale = torch.full_like(begin[0], self.asked.scale)
-            found = torch.autograd.grad(begin, parameters, scale, allow_unused=True)
-            gradients = [None if g is None else g.detach().clone() for g in found]
-        detached = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), outputs)
-        return _Outcome(detached, [t.detach().clone() for t in floats], gradients)
+        return None if loss is None else loss.float() * self.asked.scale
 
     def _compiled_value(self, policy: Policy) -> float | None:
         """The metric of the step compiled, with entries of its own in Dynamo's cache."""
@@ -612,9 +596,6 @@ class _Search:
             return None
         from amp_fx.explanation.running import isolated
 
-        settings: dict[str, Any] = {"options": {"compiler": self.options.compiler}}
-        if torch_version() >= (2, 13):  # before, this uses up one of the step's recompilations
-            settings["isolate_recompiles"] = True
         with isolated():
             compiled = compile_step(
                 self.step,
@@ -622,12 +603,11 @@ class _Search:
                 dtype=self.dtype,
                 policy=policy,
                 weight_cache=False,
-                **settings,
+                options={"compiler": self.options.compiler},
+                isolate_recompiles=True,
             )
-            guard = guard_of(self.step)
-            guard.save_all([*self._state(), *tensors_in((self.args, self.kwargs))])
             try:
-                value = self._value(self._outcome(policy, compiled))
+                value = self._value(self._run(policy, compiled))
             except AmpFxError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the inner compiler raises
@@ -636,30 +616,21 @@ class _Search:
                     f"amp_fx.search: the compiled step could not be run: {text}", stacklevel=4
                 )
                 return None
-            finally:
-                guard.restore()
         if value > self.options.tolerance:
             self.notes.append(
                 f"compiled by {self.options.compiler} the value is {value:.3g}, above the tolerance"
             )
         return value
 
-    def _state(self) -> list[torch.Tensor]:
-        modules = modules_of(self.step)
-        return [t for m in modules for t in (*m.parameters(), *m.buffers())]
 
-
-def _default_metric(low: _Outcome, reference: _Outcome) -> float:
+def _default_metric(low: _Run, reference: _Run) -> float:
     """The largest relative error (L2): of each output, and of all gradients together."""
-    pairs = [([a], [b]) for a, b in zip(low.floats, reference.floats, strict=False)]
-    both = [
-        (a, b)
-        for a, b in zip(low.gradients, reference.gradients, strict=False)
-        if a is not None and b is not None
-    ]
-    if both:
-        pairs.append(([a for a, _ in both], [b for _, b in both]))
-    return max((_relative(a, b) for a, b in pairs), default=0.0)
+    common = [name for name in reference.values if name in low.values]
+    outputs = [[name] for name in common if name.startswith("output")]
+    gradients = [name for name in common if name.startswith("gradient")]
+    several = [*outputs, gradients] if gradients else outputs
+    pairs = ([run.values[name] for name in names] for names in several for run in (low, reference))
+    return max((_relative(*pair) for pair in zip(pairs, pairs, strict=True)), default=0.0)
 
 
 def _relative(low: list[torch.Tensor], reference: list[torch.Tensor]) -> float:

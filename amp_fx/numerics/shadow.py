@@ -15,8 +15,8 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp_fx.numerics.storages import Marks
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.autograd import (
@@ -33,25 +33,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from amp_fx.torch_private.ops import OpOverload
-
-
-def address_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage: equal for tensors that share one."""
-    return cast("int", tensor.untyped_storage()._cdata)
-
-
-class StorageReference:
-    """A weak reference to a storage; as long as it is held no other one has its address.
-
-    Relies on ``StorageWeakRef``, and on what is weakly referred to keeping its place in memory.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def is_dead(self) -> bool:
-        """Returns True if nobody else holds the storage."""
-        return bool(self._reference.expired())
 
 
 def latest_node_number() -> int:
@@ -121,23 +102,17 @@ def _contexts(compiled: Any) -> list[Any]:
     return [each for each in known if hasattr(each, "callback")]
 
 
-SWEEP_EVERY = 32
-"""New storages after which shadows of dead ones are let go."""
-
-
 @dataclasses.dataclass
 class Entry:
     """The facts about one storage.
 
     Attributes:
-        alive: A weak reference: as long as it is held no other storage has the address.
         shadow: The second storage; None where the first is its own shadow.
         ratio: Bytes of an element of the shadow for one of the storage.
         origin: The number of the record of the op that wrote it last; -1 for what came in.
         error: The relative error that it had then.
     """
 
-    alive: StorageReference
     shadow: torch.UntypedStorage | None = None
     ratio: int = 1
     origin: int = -1
@@ -149,8 +124,7 @@ class Shadows:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._entries: dict[int, Entry] = {}
-        self._num_new = 0
+        self._entries: Marks[Entry] = Marks()
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the shadow of a tensor of some dtype."""
@@ -162,17 +136,14 @@ class Shadows:
 
     def entry(self, tensor: torch.Tensor) -> Entry | None:
         """Returns the facts about a tensor's storage; None if it came from outside."""
-        return self._entries.get(address_of(tensor))
+        return self._entries.get(tensor)
 
     def note(self, tensor: torch.Tensor) -> Entry:
         """Returns the facts about a tensor's storage, and remembers them."""
-        address = address_of(tensor)
-        found = self._entries.get(address)
+        found = self._entries.get(tensor)
         if found is None:
-            self._num_new += 1
-            if self._num_new >= SWEEP_EVERY:
-                self._sweep()
-            found = self._entries[address] = Entry(StorageReference(tensor.untyped_storage()))
+            found = Entry()
+            self._entries.put(tensor, found)
         return found
 
     def has_diverged(self, tensor: torch.Tensor) -> bool:
@@ -215,11 +186,6 @@ class Shadows:
         if found is not None:
             found.shadow = None
 
-    def num_bytes(self) -> int:
-        """Memory of the shadows of what is alive."""
-        self._sweep()
-        return sum(e.shadow.nbytes() for e in self._entries.values() if e.shadow is not None)
-
     def _begin(self, found: Entry, tensor: torch.Tensor, *, is_filled: bool) -> None:
         storage = tensor.untyped_storage()
         dtype = self.wide(tensor.dtype)
@@ -231,11 +197,6 @@ class Shadows:
         else:
             found.shadow = torch.empty(size, dtype=dtype, device=tensor.device).untyped_storage()
         found.ratio = dtype.itemsize // tensor.dtype.itemsize
-
-    def _sweep(self) -> None:
-        self._num_new = 0
-        for address in [a for a, e in self._entries.items() if e.alive.is_dead()]:
-            del self._entries[address]
 
 
 def widened(tensor: torch.Tensor, reference: torch.dtype) -> torch.Tensor:

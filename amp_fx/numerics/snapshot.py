@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ import torch
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.records import UNIT, number
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.reports import as_plain, new_table, printed
+from amp_fx.reports import Report, as_plain, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from rich.console import RenderableType
+    from rich.table import Table
 
     from amp_fx.numerics.records import OpRecord
 
@@ -84,7 +88,7 @@ def _modules(nodes: tuple[OpRecord, ...]) -> dict[str, Any]:
         if node.stage != "forward" or kernel in _MOVING:
             continue
         module = found.setdefault(node.module, {"error": 0.0, "ops": {}})
-        if node.numel // node.num_batches >= LEAST_ELEMENTS and node.is_float:
+        if node.numel >= LEAST_ELEMENTS and node.is_float:
             module["error"] = max(module["error"], node.accumulated)
         dtypes = module["ops"].setdefault(node.op or node.kernel, {})
         dtypes[node.dtype] = dtypes.get(node.dtype, 0) + 1
@@ -172,13 +176,38 @@ def _float(value: Any) -> float:
     return 0.0 if value is None else float(value)
 
 
-def table(rows: list[Change]) -> str:
-    """The changes as text."""
-    names = ("where", "what", "snapshot", "now")
+def table(rows: Iterable[Change], before: str = "snapshot", after: str = "now") -> Table:
+    """The changes as a table."""
+    names = ("where", "what", before, after)
     found = new_table(*names, folded=names)
     for row in rows:
         found.add_row(*row)
-    return printed(found)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportDiff(Report):
+    """The differences between two reports.
+
+    Attributes:
+        before: The first one.
+        after: The second one.
+    """
+
+    before: AccuracyReport
+    after: AccuracyReport
+
+    @property
+    def rows(self) -> list[Change]:
+        """Place, what differs, before and after: suspects, dtypes of ops, and errors."""
+        return changes(of(self.before), of(self.after), FACTOR)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows."""
+        return {"rows": [list(row) for row in self.rows]}
+
+    def _render(self) -> RenderableType:
+        return table(self.rows, "before", "after")
 
 
 def where_made(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ itself is noticed, and what was there before is kept aside.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -15,21 +14,12 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.shadow import (
-    MOVES,
-    StorageReference,
-    address_of,
-    below_everything,
-    facts_of,
-    is_wrapped,
-    tensors_in,
-)
+from amp_fx.numerics.shadow import below_everything, is_wrapped, tensors_in
+from amp_fx.numerics.storages import Marks, address_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.torch_private.modes import TorchDispatchMode
-from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 
 class StateGuard:
@@ -48,7 +38,7 @@ class StateGuard:
             *map(_OptimizerState, optimizers),
         ]
         self._histories: dict[int, torch.Tensor] = {}
-        self._made: dict[int, StorageReference] = {}
+        self._made: Marks[None] = Marks()
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
@@ -63,7 +53,7 @@ class StateGuard:
 
         Tensors that stand for others do, and formulas of forward gradients, by themselves.
         """
-        are_meta = [t.is_meta for t in tensors]
+        are_meta = [t.is_meta or isinstance(t, FakeTensor) for t in tensors]
         return any(are_meta) and (self.has_wrappers or (self.has_sizes and all(are_meta)))
 
     def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -100,22 +90,21 @@ class StateGuard:
         for result in tensors_in(results):
             if result.is_meta:
                 self.has_sizes = True
-            elif result.layout is torch.strided and not is_wrapped(result):
-                address = address_of(result)
-                if address not in self._made and address not in given:
-                    self._made[address] = StorageReference(result.untyped_storage())
-        if len(self._made) % 512 == 511:
-            for address in [a for a, made in self._made.items() if made.is_dead()]:
-                del self._made[address]
+                continue
+            is_plain = result.layout is torch.strided and not is_wrapped(result)
+            if is_plain and not self._made.has(result) and address_of(result) not in given:
+                self._made.put(result, None)
+
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Returns True if the run has made a tensor's storage itself."""
+        return self._made.has(tensor)
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
         """Keeps what is about to be written to, if it is the user's."""
         for tensor in written:
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or self.is_made(tensor):
                 continue
             storage, address = tensor.untyped_storage(), address_of(tensor)
-            if address in self._made:
-                continue
             base = tensor._base if tensor._base is not None else tensor
             if base.grad_fn is None:
                 self._histories[id(base)] = base
@@ -234,7 +223,7 @@ def known_to(step: Any) -> list[Any]:
     if code is not None:
         known = getattr(function, "__globals__", {})
         found += [known[name] for name in code.co_names if name in known]
-        found += [c.cell_contents for c in function.__closure__ or () if _has_content(c)]
+        found += [c.cell_contents for c in function.__closure__ or () if has_content(c)]
     for value in list(found):
         if isinstance(value, (list, tuple)):
             found += value
@@ -243,84 +232,13 @@ def known_to(step: Any) -> list[Any]:
     return found
 
 
-def _has_content(cell: Any) -> bool:
+def has_content(cell: Any) -> bool:
+    """Returns True if a variable of an enclosing function has a value."""
     try:
         cell.cell_contents  # noqa: B018 - empty cells raise
     except ValueError:
         return False
     return True
-
-
-class GuardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, with a guard, and counts what examining it will take."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, guard: StateGuard, reference: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.guard = guard
-        self.reference = reference
-        self.num_bytes = 0
-        self._off: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        if any(map(is_wrapped, tensors)):
-            self.guard.has_wrappers = True
-            return NotImplemented
-        if self.guard.is_aside(tensors):
-            return func(*args, **kwargs)
-        self.guard.look_at(tensors)
-        facts = facts_of(func) if isinstance(func, OpOverload) else None
-        if facts is None or facts.is_view:
-            results = func(*args, **kwargs)
-            self.guard.has_sizes |= any(t.is_meta for t in tensors_in(results))
-            return results
-        self.guard.save(facts.written(args, kwargs))
-        results = func(*args, **kwargs)
-        self.guard.note_made(results, tensors)
-        self._count(results, tensors, rounds=facts.name not in MOVES)
-        return results
-
-    def _count(self, results: Any, tensors: list[torch.Tensor], *, rounds: bool) -> None:
-        """Adds the roundings that are kept of an op, in two bytes each, and notes what is off."""
-        has_gradient = rounds and any(t.requires_grad for t in tensors)
-        is_off = any(self._is_off(t) for t in tensors)
-        for result in tensors_in(results):
-            if not result.is_floating_point():
-                continue
-            if has_gradient and self._is_low(result):
-                self.num_bytes += 2 * result.numel()
-            if is_off and result.layout is torch.strided:
-                self._off.add(address_of(result))
-
-    def _is_low(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_floating_point() and tensor.itemsize < self.reference.itemsize
-
-    def _is_off(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor has a shadow of its own: it is low, or made of what has."""
-        if tensor.layout is not torch.strided:
-            return False
-        return self._is_low(tensor) or address_of(tensor) in self._off
-
-    @contextlib.contextmanager
-    def counting_saved(self) -> Iterator[None]:
-        """Counts the shadows of what autograd saves meanwhile."""
-        seen: set[int] = set()
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is torch.strided and tensor.is_floating_point():
-                storage, address = tensor.untyped_storage(), address_of(tensor)
-                is_made = address in self.guard._made and self._is_off(tensor)
-                if is_made and address not in seen:
-                    seen.add(address)
-                    elements = storage.nbytes() // tensor.dtype.itemsize
-                    self.num_bytes += elements * max(tensor.itemsize, self.reference.itemsize)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
 
 
 def refuse_strange(tensor: torch.Tensor) -> None:

@@ -22,7 +22,6 @@ from amp_fx.numerics.records import (
     OpRecord,
     Suspect,
     flush_words,
-    limit_of,
     number,
     overflow_words,
     share,
@@ -94,7 +93,7 @@ class OpGraph:
             if 0 < above < FEW_FLIPS:
                 found.add(node.index)
             if node.flips:
-                numel = max(1, math.prod(node.shape) * node.num_batches)
+                numel = max(1, math.prod(node.shape))
                 shares[node.index] = above or node.flips / numel
         return frozenset(found)
 
@@ -252,8 +251,7 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
 
 def _is_telling(node: OpRecord) -> bool:
     """Returns True if its error is one of numbers, and of so many that it is none by chance."""
-    is_long = node.numel // node.num_batches >= LEAST_ELEMENTS
-    return is_long and math.isfinite(node.accumulated)
+    return node.numel >= LEAST_ELEMENTS and math.isfinite(node.accumulated)
 
 
 def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
@@ -357,8 +355,7 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         if node.effect is not None and node.dtype in UNIT and not node.overflows:
             places.setdefault((node.module, node.label), []).append(node)
     for several in places.values():
-        batches = max(n.num_batches for n in several)
-        moved = sum(n.effect or 0.0 for n in several) / batches
+        moved = sum(n.effect or 0.0 for n in several)
         part = abs(moved) / loss
         threshold = max(EFFECT_UNITS * max(UNIT[n.dtype] for n in several), LEAST_EFFECT)
         threshold = threshold / 4 if len(several) >= MANY else threshold
@@ -441,29 +438,3 @@ def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
         chosen = [s for s in found if bool(s.recipe) is is_float8]
         base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)
     return base
-
-
-def policy_of_ranges(nodes: Iterable[OpRecord], max_abs: float, base: Policy) -> Policy:
-    """A policy that runs ops in float32 whose inputs or results exceed a value."""
-    seen: dict[tuple[str, str], OpRecord] = {}
-    for node in nodes:
-        is_narrow = node.result_dtype in ("float16", "bfloat16")
-        is_low = node.stage == "forward" and node.op and is_narrow
-        if not is_low or not node.max_abs > max_abs:
-            continue
-        key = (node.module, node.op)
-        if key not in seen or node.max_abs > seen[key].max_abs:
-            seen[key] = node
-    entries = [
-        (common_pattern([module]), op, _range_words(node, max_abs))
-        for (module, op), node in seen.items()
-    ]
-    return with_reasons(base, entries)
-
-
-def _range_words(node: OpRecord, max_abs: float) -> str:
-    limit = limit_of(node.result_dtype)
-    return (
-        f"|x| is up to {number(node.max_abs)}, more than {max_abs:g}; "
-        f"the limit of {node.result_dtype} is {limit:.6g}"
-    )

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
+import bisect
+import dataclasses
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
-from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
-from amp_fx.front.settings import policy_for, unwrap
-from amp_fx.numerics.entry import Asked, device_type_of, low_dtype_of, name_of
-from amp_fx.numerics.equality import Difference, differences
+from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
+from amp_fx.numerics.equality import differences
+from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.invariance import CAUSE, compare_rows
-from amp_fx.numerics.locate import Captured, capture, copied, first_difference
-from amp_fx.numerics.running import undisturbed
-from amp_fx.numerics.shadow import compiled_with, tensors_in
-from amp_fx.numerics.state import guard_of, leaves_of, modules_of
+from amp_fx.numerics.shadow import compiled_with
+from amp_fx.numerics.trace import Trace
+from amp_fx.numerics.trace_diff import op_differences
+from amp_fx.numerics.trial import Trial
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
 from amp_fx.policies.policy import preset
 from amp_fx.progress import working
-from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
+    import contextlib
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import fx
 
-    from amp_fx.numerics.locate import Place
+    from amp_fx.numerics.trace_diff import OpDifference
+    from amp_fx.numerics.trial import Outcome
     from amp_fx.policies.policy import Policy
-
-    Outcome = dict[str, torch.Tensor]
 
 INDUCTOR = (
     ({"freezing": False}, "packed weights: an epilogue in a library's kernel rounds elsewhere"),
@@ -97,7 +96,7 @@ def verify(
         CompileTargetError: The step is neither a module nor a function.
         OptionError: An option is unknown or has a value that is not allowed.
     """
-    target, given = unwrap(step, "amp_fx.verify")
+    target, asked = asked_for(step, "amp_fx.verify", dtype, policy)
     own, dynamic = compiled_with(step)
     options = {**own, **(options or {})}
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -105,214 +104,161 @@ def verify(
     if optimizer is not None and steps < 1:
         raise OptionError(f"steps={steps!r}: at least one step is needed")
     Options.parse(options)
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
-    )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def verify_call(*args: Any, **kwargs: Any) -> VerifyReport:
-        trial = _Trial(target, args, kwargs, asked, loss, optimizer, steps, dynamic)
+        device = device_type_of(target, (args, kwargs), asked)
+        dtype = low_dtype_of(asked, device)
+
+        def region() -> contextlib.AbstractContextManager[Any]:
+            if asked.policy == preset("torch"):
+                return torch.autocast(device, dtype)  # PyTorch's own
+            return autocast(device, dtype, policy=asked.policy)
+
+        trial = Trial(target, args, kwargs, region, loss, optimizer, steps)
+        comparison = _Comparison(trial, options, dynamic)
         with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
-            return _report_rows(trial, options) if invariant else _report(trial, options)
+            found = comparison.of_rows() if invariant else comparison.with_eager_code()
+        return VerifyReport(name_of(target), dtype_name(dtype), device, **found)
 
     return verify_call
 
 
-class _Trial:
-    """One program with its inputs and state, to be run again and again from the same start."""
+class _Comparison:
+    """Compares a program compiled with some options with eager autocast, or with its rows."""
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        asked: Asked,
-        loss: Callable[[Any], Any] | None,
-        optimizer: torch.optim.Optimizer | None,
-        steps: int,
-        dynamic: bool | None,
-    ) -> None:
-        self.step, self.args, self.kwargs = step, args, kwargs
-        self.loss, self.optimizer, self.dynamic = loss, optimizer, dynamic
-        self.num_steps = steps if optimizer is not None else 1
+    def __init__(self, trial: Trial, options: dict[str, Any], dynamic: bool | None) -> None:
+        self.trial, self.options, self.dynamic = trial, options, dynamic
         self.num_graphs = 0
-        self.device = device_type_of(step, (args, kwargs), asked)
-        self.dtype, self.policy = low_dtype_of(asked, self.device), asked.policy
-        modules = modules_of(step)
-        self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
-        self.buffers = _named([m.named_buffers() for m in modules])
-        groups = optimizer.param_groups if optimizer else ()
-        more = (("parameter of the optimizer", p) for group in groups for p in group["params"])
-        self.parameters |= _named([self.parameters.items(), more])
-        self._guard = guard_of(step, *([optimizer] if optimizer else []))
 
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Puts everything back in the end."""
-        with undisturbed(self._guard, is_eager=False) as self._rewind:
-            yield
+    def with_eager_code(self) -> dict[str, Any]:
+        """Returns the fields of a report on eager autocast."""
+        expected = self._eagerly()
+        again = differences(expected, self._eagerly())
+        found = () if again else differences(expected, self._run({}))
+        fields = {
+            "num_compared": len(expected),
+            "differences": again or found,
+            "num_graphs": self.num_graphs,
+        }
+        if again:
+            cause = "eager code gives other bits in every run: nothing can be compared"
+            return {**fields, "cause": cause}
+        if not found:
+            return fields
+        cause, remedy = self._cause(expected)
+        in_outputs = any(each.what.startswith("output") for each in found)
+        return {
+            **fields,
+            "cause": cause,
+            "remedy": remedy,
+            "first": self._first(remedy, in_outputs=in_outputs),
+        }
 
-    def restore(self) -> None:
-        """Sets state and random numbers to those of before; there are no gradients."""
-        self._guard.restore()
-        self._rewind()
-        tensors = [*self.parameters.values(), *self.buffers.values()]
-        state = self.optimizer.state if self.optimizer is not None else {}
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self._guard.save_all([*tensors, *grads, *tensors_in([*map(dict, state.values())])])
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def of_rows(self) -> dict[str, Any]:
+        """Returns the fields of a report on a batch and its rows."""
+        self.trial.restore()
+        found = compare_rows(self.trial, self._compiled({}), self.options)
+        return {
+            **found._asdict(),
+            "cause": CAUSE if found.differences else "",
+            "num_graphs": self.num_graphs,
+            "reference": "those of each row alone",
+        }
 
-    def region(self) -> contextlib.AbstractContextManager[Any]:
-        """A region of autocast, PyTorch's own where the policy is PyTorch's."""
-        if self.policy == preset("torch"):
-            return torch.autocast(self.device, self.dtype)
-        return autocast(self.device, self.dtype, policy=self.policy)
-
-    def compiled(self, options: Mapping[str, Any]) -> Callable[..., Any]:
-        """The program compiled by amp_fx."""
+    def _compiled(self, more: Mapping[str, Any]) -> Callable[..., Any]:
+        """The program compiled by amp_fx, with options on top."""
+        options = _merged(self.options, more)
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.num_graphs += 1
             return amp_fx(gm, example_inputs, options=options)
 
-        found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.step)
+        found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.trial.step)
         return found
 
-    def run_eagerly(self) -> Outcome:
+    def _run(self, more: Mapping[str, Any]) -> Outcome:
+        return self.trial.run(self._compiled(more))
+
+    def _eagerly(self) -> Outcome:
         """Runs the program, and what is compiled in it, op by op."""
         with torch.compiler.set_stance("force_eager"):
-            return self.run(self.step)
+            return self.trial.run(self.trial.step)
 
-    def run(self, call: Callable[..., Any]) -> Outcome:
-        """Runs the program from the start; names of what it leaves, and its values."""
-        self.restore()
-        found: Outcome = {}
-        for number in range(1, self.num_steps + 1):
-            when = f" in step {number}" if self.num_steps > 1 else ""
-            args, kwargs = copied((self.args, self.kwargs))
-            with self.region():
-                result = call(*args, **kwargs)
-            found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
-            found = {name: value.detach().clone() for name, value in found.items()}
-            _differentiate(result, self.loss)
-            leaves = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
-            for name, leaf in {**leaves, **self.parameters}.items():
-                if leaf.requires_grad and leaf.grad is not None:
-                    found[f"gradient of {name}{when}"] = leaf.grad.detach().clone()
-            found |= {f"{n} after{when or ' the run'}": leaf.detach() for n, leaf in leaves.items()}
-            if self.optimizer is not None:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                after = f" after step {number}"
-                found |= {n + after: p.detach().clone() for n, p in self.parameters.items()}
-        found |= {f"buffer {name}": b.detach().clone() for name, b in self.buffers.items()}
-        return found
+    def _cause(self, expected: Outcome) -> tuple[str, dict[str, Any]]:
+        """Returns the cause of differing bits, and options with which they are equal."""
 
+        def is_equal(more: Mapping[str, Any]) -> bool:
+            try:
+                with working(f"trying {more}"):
+                    return not differences(expected, self._run(more))
+            except Exception:  # noqa: BLE001 - options that do not go together, whatever is raised
+                return False
 
-def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Each tensor once; a name that another tensor has is followed by a number."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in itertools.chain.from_iterable(groups):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            numbered = (f"{name} ({number})" for number in itertools.count(2))
-            free = itertools.chain([name], numbered)
-            found[next(n for n in free if n not in found)] = tensor
-    return found
+        if is_equal({"compiler": "eager"}):
+            if not is_equal({"compiler": "aot_eager"}):
+                uncached = {"compiler": "aot_eager", "weight_cache": False}
+                if is_equal(uncached):
+                    return "a cached value of a weight, which is not what its ops give", uncached
+                return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
+            remedies = ((cause, {**more}) for more, cause in INDUCTOR if is_equal(more))
+            return next(remedies, ("inductor", {"compiler": "eager"}))
+        for name in _passes(self.options):
+            more = {"disable_passes": (*self.options.get("disable_passes", ()), name)}
+            if is_equal({"compiler": "eager", **more}):
+                return f"the pass {name}", more
+        if not differences(expected, self.trial.run(optimized(lambda gm, _: gm)(self.trial.step))):
+            return NEEDED, {}
+        return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
+    def _first(self, remedy: dict[str, Any], *, in_outputs: bool) -> OpDifference | None:
+        """The first op that the remedy changes, or else rewriting; None if that is unknown.
 
-def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    return (("tensor", leaf) for leaf in leaves_of(step) if not _is_parameter(leaf))
+        Graphs that return all values may be fused so that they differ nowhere. Then the first op
+        is one that differs in a graph that returns the value of this op alone.
+        """
 
+        def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
+            found, given = Trace(""), {"weight_cache": False, "freezing": False, **more}
+            options = Options.parse(_merged(self.options, given))
+            self.trial.run(traced(self.trial.step, found, options, **settings))
+            return found
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
-
-
-def _differentiate(result: Any, loss: Callable[[Any], Any] | None) -> None:
-    outputs = [t for t in tensors_in(result if loss is None else loss(result)) if t.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    grads = [
-        torch.ones_like(t)
-        if t.dim() == 0
-        else torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
-        for t in outputs
-    ]
-    if outputs:
-        torch.autograd.backward(outputs, grads)
-
-
-def _report(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
-    expected = trial.run_eagerly()
-    again = differences(expected, trial.run_eagerly())
-    found = () if again else differences(expected, trial.run(trial.compiled(options)))
-    num_graphs = trial.num_graphs
-    cause, place = "", None
-    remedy: dict[str, Any] = {}
-    if again:
-        cause = "eager code gives other bits in every run: nothing can be compared"
-    elif found:
-        cause, remedy = _cause(trial, options, expected)
-        place = _place(trial, options, cause, remedy, found)
-    return VerifyReport(
-        model=name_of(trial.step),
-        dtype=dtype_name(trial.dtype),
-        device_type=trial.device,
-        num_compared=len(expected),
-        differences=tuple(again or found),
-        first=place,
-        cause=cause,
-        remedy=remedy,
-        num_graphs=num_graphs,
-    )
-
-
-def _report_rows(trial: _Trial, options: dict[str, Any]) -> VerifyReport:
-    trial.restore()
-    inputs = (trial.args, trial.kwargs)
-    found = compare_rows(trial.step, trial.compiled(options), inputs, options, trial.region)
-    return VerifyReport(
-        model=name_of(trial.step),
-        dtype=dtype_name(trial.dtype),
-        device_type=trial.device,
-        num_compared=found.num_compared,
-        differences=found.differences,
-        first=found.first,
-        cause=CAUSE if found.differences else "",
-        num_graphs=trial.num_graphs,
-        reference="those of each row alone",
-    )
-
-
-def _cause(trial: _Trial, options: dict[str, Any], expected: Outcome) -> tuple[str, dict[str, Any]]:
-    """Returns the cause of differing bits, and options with which they are equal."""
-
-    def is_equal(more: Mapping[str, Any]) -> bool:
         try:
-            with working(f"trying {more}"):
-                return not differences(expected, trial.run(trial.compiled(_merged(options, more))))
-        except Exception:  # noqa: BLE001 - options that do not go together, whatever is raised
-            return False
+            if not remedy:
+                native = trace({"compiler": "eager"}, is_rewritten=False)
+                return next(op_differences(native, trace({})), None)
+            first = next(op_differences(trace(remedy), trace({})), None)
+            stage = "forward" if in_outputs else "backward"
+            if first is not None and first.stage in ("forward", stage):
+                return first
+            with torch.set_grad_enabled(not in_outputs):  # what a backward needs is written, too
+                return _first_alone(trace(remedy), stage, lambda n: trace({}, only=n)) or first
+        except Exception:  # noqa: BLE001 - the comparison stands without the place
+            return None
 
-    if is_equal({"compiler": "eager"}):
-        if not is_equal({"compiler": "aot_eager"}):
-            uncached = {"compiler": "aot_eager", "weight_cache": False}
-            if is_equal(uncached):
-                return "a cached value of a weight that differs from what its ops give", uncached
-            return "AOTAutograd, which makes other ops of the program's", {"compiler": "eager"}
-        remedies = ((cause, {**more}) for more, cause in INDUCTOR if is_equal(more))
-        return next(remedies, ("inductor", {"compiler": "eager"}))
-    for name in _passes(options):
-        more = {"disable_passes": (*options.get("disable_passes", ()), name)}
-        if is_equal({"compiler": "eager", **more}):
-            return f"the pass {name}", more
-    if not differences(expected, trial.run(optimized(lambda gm, _: gm)(trial.step))):
-        return NEEDED, {}
-    return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
+
+def _first_alone(
+    reference: Trace, stage: str, trace: Callable[[int], Trace]
+) -> OpDifference | None:
+    """Returns the first op that differs from a reference, of traces of one value each."""
+
+    @functools.cache
+    def difference(number: int) -> OpDifference | None:
+        expected = Trace("")
+        expected.ops.append(dataclasses.replace(reference.ops[number], inputs=()))
+        return next(op_differences(expected, trace(number)), None)
+
+    # Casts of weights depend on no other op; those between two ops would mislead the search.
+    ops = enumerate(reference.ops)
+    numbers = [number for number, op in ops if op.stage == stage and op.inputs]
+    place = bisect.bisect_left(numbers, True, key=lambda n: difference(n) is not None)
+    if place == len(numbers):
+        return None
+    number = numbers[place]
+    while above := [n for n in reference.ops[number].inputs if difference(n) is not None]:
+        number = above[0]
+    return difference(number)
 
 
 def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,37 +278,3 @@ def _passes(options: Mapping[str, Any]) -> list[str]:
     """Names of the passes that can be disabled, the user's own first."""
     own = [each.name for each in options.get("passes", ())]
     return own + [kind.name for kind in PASSES if not getattr(kind, "is_needed", False)]
-
-
-def _place(
-    trial: _Trial,
-    options: dict[str, Any],
-    cause: str,
-    remedy: dict[str, Any],
-    found: tuple[Difference, ...],
-) -> Place | None:
-    """The first node that differs; None where it cannot be told."""
-    given = Options.parse({**options, "freezing": False})
-
-    def captured(more: Mapping[str, Any], *, is_rewritten: bool = True) -> list[Captured]:
-        plain = {"weight_cache": False, "compiler": "eager", **more}
-        trial.restore()
-        args, kwargs = copied((trial.args, trial.kwargs))
-        with trial.region():
-            parsed = Options.parse(_merged(options, plain))
-            region = no_autocast if is_rewritten else trial.region
-            return capture(trial.step, args, kwargs, parsed, region)
-
-    disabled = {name: remedy[name] for name in ("disable_passes",) if name in remedy}
-    try:
-        ours = captured({})
-        theirs = captured(disabled) if disabled else ours
-        if cause == NEEDED:
-            theirs = captured({}, is_rewritten=False)
-        return first_difference(ours, theirs, given, in_backward=_is_backward(found))
-    except Exception:  # noqa: BLE001 - the comparison stands without the place
-        return None
-
-
-def _is_backward(found: tuple[Difference, ...]) -> bool:
-    return not any(each.what.startswith("output") for each in found)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from amp_fx.numerics.equality import Difference
-    from amp_fx.numerics.locate import Place
+    from amp_fx.numerics.trace_diff import OpDifference
 
 _MOST = 12
 
@@ -29,7 +29,7 @@ class VerifyReport(Report):
         device_type: Where.
         num_compared: How many tensors were compared.
         differences: Those that differ, in the order in which the program makes them.
-        first: The first node whose value, or whose gradient, differs; None if that is not known.
+        first: The first op whose result differs; None if that is not known.
         cause: What it stems from; empty without a difference.
         remedy: Options of the backend with which bits are equal; empty if none are known.
         num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
@@ -41,7 +41,7 @@ class VerifyReport(Report):
     device_type: str
     num_compared: int
     differences: tuple[Difference, ...]
-    first: Place | None = None
+    first: OpDifference | None = None
     cause: str = ""
     remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_graphs: int = 1

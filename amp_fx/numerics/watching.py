@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
-from amp_fx.front.settings import as_dtype, policy_for, unwrap
-from amp_fx.numerics.entry import Asked, caller_of, device_type_of, low_dtype_of, report_of
+from amp_fx.numerics.entry import Asked, asked_for, examine
 from amp_fx.numerics.records import number, share
-from amp_fx.numerics.running import Request, run_step
 from amp_fx.numerics.shadow import random_state, tensors_in, unseen_writes
 from amp_fx.torch_private import pytree
 
@@ -85,9 +82,16 @@ class Watch:
         lines: What was seen so far, the latest last; at most a hundred.
     """
 
-    def __init__(self, model: torch.nn.Module, every: int, asked: Asked, write: _Writers) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        target: Callable[..., Any],
+        every: int,
+        asked: Asked,
+        write: _Writers,
+    ) -> None:
         self.lines: list[WatchLine] = []
-        self._model = model
+        self._target = target
         self._every = every
         self._asked = asked
         self._write = write
@@ -153,23 +157,15 @@ class Watch:
         return arrived
 
     def _look(self, kept: _Kept, gradients: list[torch.Tensor | None]) -> WatchLine:
-        target, _ = unwrap(self._model, "amp_fx.watch")
-        device_type = device_type_of(target, (kept.args, kept.kwargs), self._asked)
-        dtype = low_dtype_of(self._asked, device_type)
-
         def loss(outputs: Any) -> torch.Tensor:
             outs = [t for t in tensors_in(outputs) if t.requires_grad]
             pairs = [(t, g) for t, g in zip(outs, gradients, strict=False) if g is not None]
             return sum((t.float() * g.detach().float()).sum() for t, g in pairs)  # type: ignore[return-value]
 
-        def region() -> contextlib.AbstractContextManager[Any]:
-            return autocast(device_type, dtype, policy=self._asked.policy)
-
-        request = Request(region, loss=loss, is_brief=True)
+        asked = dataclasses.replace(self._asked, loss=loss)
         with torch.enable_grad(), kept.restored():
-            run = run_step(caller_of(target), kept.args, kept.kwargs, request)
-        name = type(target).__name__
-        return WatchLine(kept.step, report_of(run, name, dtype, device_type, self._asked))
+            report = examine(self._target, asked, kept.args, kept.kwargs, is_brief=True)
+        return WatchLine(kept.step, report)
 
 
 @dataclasses.dataclass
@@ -289,10 +285,5 @@ def watch(
         raise OptionError(f"to={to!r} cannot be called")
     if writer is not None and not hasattr(writer, "add_scalar"):
         raise OptionError(f"writer={writer!r} has no add_scalar, as TensorBoard's SummaryWriter")
-    _, given = unwrap(model, "amp_fx.watch")
-    asked = Asked(
-        dtype=given.dtype if dtype is None else as_dtype(dtype),
-        policy=policy_for(policy, given),
-        device_type=given.device_type,
-    )
-    return Watch(model, every, asked, _Writers(to, writer))
+    target, asked = asked_for(model, "amp_fx.watch", dtype, policy)
+    return Watch(model, target, every, asked, _Writers(to, writer))

@@ -69,6 +69,14 @@ def whole_step(model: nn.Module) -> Any:
     return torch.compile(loss_of(model), backend="amp_fx", options=EAGER)
 
 
+def compiled_function(model: nn.Module) -> Any:
+    return loss_of(torch.compile(model.__call__, backend="amp_fx", options=EAGER))
+
+
+def compiled_method(model: nn.Module) -> Any:
+    return loss_of(torch.compile(model.forward, backend="amp_fx", options=EAGER))
+
+
 def around(model: nn.Module) -> Any:
     compiled = torch.compile(model, backend="eager")
 
@@ -96,6 +104,8 @@ WAYS: dict[Any, str] = {
     by_amp_fx: "bfloat16",
     with_policy: "bfloat16",
     whole_step: "bfloat16",
+    compiled_function: "bfloat16",
+    compiled_method: "bfloat16",
     around: "bfloat16",
     switched_off: "float32",
 }

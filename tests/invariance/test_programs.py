@@ -254,16 +254,17 @@ def test_verify_names_the_first_op_whose_rows_differ() -> None:
     report = amp_fx.verify(Centered(), invariant=True, options=options)(torch.randn(3, 48))
     assert not report.is_equal
     assert report.first is not None
-    assert report.first.op == "aten.sub.Tensor"
+    assert report.first.op == "sub"
     assert "y - y.mean(0)" in report.first.source
     assert "each row alone" in str(report)
 
 
 def test_verify_of_a_float32_product() -> None:
+    torch.manual_seed(1)
     x = torch.randn(5, 48)
     plain = amp_fx.verify(Router(), invariant=True, options={"compiler": "aot_eager"})(x)
     assert plain.first is not None
-    assert plain.first.op == "aten.addmm"
+    assert plain.first.op == "addmm"
     options = {"numerics": "invariant", "compiler": "aot_eager"}
     assert amp_fx.verify(Router(), invariant=True, options=options)(x).is_equal
 

@@ -8,8 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.numerics.shadow import (
-    StorageReference,
-    address_of,
     below_everything,
     facts_of,
     latest_node_number,
@@ -17,6 +15,7 @@ from amp_fx.numerics.shadow import (
     running_node,
     unseen_writes,
 )
+from amp_fx.numerics.storages import StorageReference, address_of
 
 aten = torch.ops.aten
 

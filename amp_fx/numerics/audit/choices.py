@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.recording import Event, Marks, Rule
+from amp_fx.numerics.audit.recording import Event, Rule
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import is_move
-from amp_fx.numerics.shadow import address_of
+from amp_fx.numerics.storages import Marks, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.audit.rounding import Roundings
-    from amp_fx.numerics.places import Site
 
 CHOICES = frozenset(("topk", "sort", "argmax", "argmin", "max", "min"))
 COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
@@ -49,7 +49,7 @@ class Choice:
         num_choices: The number of choices.
     """
 
-    site: Site
+    site: Place
     name: str
     dtype: torch.dtype
     roots: frozenset[int]

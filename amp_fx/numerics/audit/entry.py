@@ -12,14 +12,14 @@ from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
 from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.numerics.audit.choices import ChoiceRule
-from amp_fx.numerics.audit.compiled import in_own_region, regions_of_compiled_modules
 from amp_fx.numerics.audit.recording import AuditMode
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
 from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
-from amp_fx.numerics.entry import caller_of, name_of
+from amp_fx.numerics.entry import name_of
+from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of, undisturbed
 from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
 from amp_fx.progress import working
@@ -61,12 +61,7 @@ def audit(
         raise ArgumentTypeError(f"optimizer={optimizer!r} is no optimizer of torch.optim")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentTypeError(f"scaler={scaler!r} is no gradient scaler of torch.amp or amp_fx")
-    module = target if isinstance(target, torch.nn.Module) else None
-    call = in_own_region(step, caller_of(target))
-    if getattr(step, "_amp_fx_settings", None) is not None:
-        call = settings.wrap(call, module)
-    elif module is not None:
-        call = caller_of(step)  # its region is entered as that of each compiled module
+    call = with_own_casts(step, target, settings)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def audit_call(*args: Any, **kwargs: Any) -> AuditReport:
@@ -131,7 +126,7 @@ class _Audit:
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)
         torch.clear_autocast_cache()
         try:
-            with mode.regions, regions_of_compiled_modules(), updates, hooks, mode.notes, mode:
+            with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.notes, mode:
                 loss = loss_of(call(*args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
                 mode.regions.close()

@@ -1,14 +1,14 @@
 """Observes the ops of a training step, and counts them by dtype and module.
 
 Each op becomes an ``Event``, which every rule sees once. A rule remembers what it knows about a
-tensor as a mark on the tensor's storage, so that views share it.
+tensor as a mark on the tensor's storage (``Marks``), so that views share it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -16,58 +16,18 @@ from torch.utils.flop_counter import flop_registry
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
-from amp_fx.numerics.pausable import PausableMode
-from amp_fx.numerics.places import CallNotes, Places, Site
-from amp_fx.numerics.shadow import (
-    StorageReference,
-    address_of,
-    facts_of,
-    is_wrapped,
-    latest_node_number,
-    number_of,
-    running_node,
-    tensors_in,
-)
-from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.torch_private.modes import DisableTorchFunction
-from amp_fx.torch_private.ops import OpOverload
+from amp_fx.numerics.recorder import Recorder
+from amp_fx.numerics.shadow import facts_of, is_wrapped, running_node, tensors_in
+from amp_fx.numerics.storages import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.state import StateGuard
-
-T = TypeVar("T")
-
-
-class Marks(Generic[T]):
-    """A dictionary whose keys are storages, and which keeps none of them alive."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[StorageReference, T]] = {}
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Returns True if a tensor's storage has a mark."""
-        return address_of(tensor) in self._entries
-
-    def get(self, tensor: torch.Tensor, default: T | None = None) -> T | None:
-        """Returns the mark of a tensor's storage, or a default."""
-        found = self._entries.get(address_of(tensor))
-        return default if found is None else found[1]
-
-    def put(self, tensor: torch.Tensor, mark: T) -> None:
-        """Sets the mark of a tensor's storage."""
-        if len(self._entries) % 512 == 511:
-            for address in [a for a, (alive, _) in self._entries.items() if alive.is_dead()]:
-                del self._entries[address]
-        reference = StorageReference(tensor.untyped_storage())
-        self._entries[address_of(tensor)] = (reference, mark)
-
-    def pop(self, tensor: torch.Tensor) -> None:
-        """Removes the mark of a tensor's storage."""
-        self._entries.pop(address_of(tensor), None)
+    from amp_fx.torch_private.ops import OpOverload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +56,7 @@ class Event:
     args: tuple[Any, ...]
     tensors: list[torch.Tensor]
     results: list[torch.Tensor]
-    site: Site
+    site: Place
     node: Any
     region: Region | None
     flops: int
@@ -108,45 +68,20 @@ class Event:
         return [tensor for tensor in self.tensors if tensor.is_floating_point()]
 
 
-class Names:
-    """Paths of parameters and buffers, as the sites of ops have them.
-
-    Args:
-        places: Knows the modules that were called, and the variables that hold them.
-        modules: Other modules that the step knows.
-    """
-
-    def __init__(self, places: Places, modules: list[torch.nn.Module]) -> None:
-        self._places, self._modules = places, modules
-        self._paths: dict[int, str] = {}
-        self._num_roots = -1
-
-    def of(self, tensor: torch.Tensor) -> str:
-        """Returns the path of a parameter or buffer."""
-        if self._num_roots != len(self._places.roots):
-            self._num_roots = len(self._places.roots)
-            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
-            self._paths.clear()
-            for prefix, root in roots:
-                for name, value in (*root.named_parameters(), *root.named_buffers()):
-                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
-                    self._paths.setdefault(id(value), path)
-        return self._paths.get(id(tensor), "a leaf tensor")
-
-    def module_of(self, tensor: torch.Tensor) -> str:
-        """Returns the path of the module of a parameter or buffer."""
-        return self.of(tensor).rpartition(".")[0]
-
-
 class Rule:
     """A group of findings that a step is examined for."""
+
+    @functools.cached_property
+    def found(self) -> list[Finding]:
+        """The findings so far."""
+        return []
 
     def see(self, event: Event) -> None:
         """Examines one op after it ran."""
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the findings at the end of the step."""
-        yield from ()
+    def findings(self) -> Iterable[Finding]:
+        """Returns the findings at the end of the step."""
+        return self.found
 
 
 def is_below_float32(dtype: torch.dtype) -> bool:
@@ -197,74 +132,42 @@ class Uses:
         return tuple(sorted(found, key=lambda use: KINDS.index(use.what)))
 
 
-class AuditMode(PausableMode):
+class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a step as it is, and shows each op to rules."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self, guard: StateGuard, modules: list[torch.nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.guard = guard
-        self.notes = CallNotes()
-        self.places = Places(self.notes)
-        self.names = Names(self.places, modules)
+    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module]) -> None:
+        super().__init__(guard, modules)
         self.regions = Regions(self.here)
         self.uses = Uses()
         self.rules: list[Rule] = []
         self.is_updating = False
         self.num_backwards = 0
         """The number of ops of a backward."""
-        self._site: tuple[int, Site] = (-1, Site())
-        self._site_of: dict[int, Site] = {}
         self._saved: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.is_paused:
-            return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        if any(map(is_wrapped, tensors)):
-            self.guard.has_wrappers = True
-            return NotImplemented  # it calls ops on the tensors that it consists of
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # as a DTensor finds the layout of a result
-        self.guard.look_at(tensors)
-        if not isinstance(func, OpOverload):
-            with DisableTorchFunction():
-                return func(*args, **kwargs)
-        facts = facts_of(func)
-        if not facts.is_view:
-            self.guard.save(facts.written(args, kwargs))
-        is_sum = facts.name == "aten::add_" and is_below_float32(tensors[0].dtype)
-        before = tensors[0].detach().clone() if is_sum and running_node() is not None else None
-        results = func(*args, **kwargs)
-        if not facts.is_view:
-            self.guard.note_made(results, tensors)
-        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
-        is_update = self.is_updating and not torch.is_grad_enabled() and running_node() is None
-        if not is_update:
-            event = self._event(func, args, kwargs, tensors, results, before)
-            if event is not None:
-                self._tell(event, is_view=facts.is_view)
-        return results
-
-    def _event(
+    def run(
         self,
-        func: OpOverload,
+        op: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
-        results: Any,
-        before: torch.Tensor | None,
-    ) -> Event | None:
-        """Describes an op that has just run; None if a checkpoint repeats it."""
-        stage, site, node = self._place(tensors)
-        if stage == "again":
-            return None
-        name = func._schema.name.partition("::")[2]
+    ) -> Any:
+        """Runs an op, and describes it to the rules."""
+        is_sum = op is torch.ops.aten.add_.Tensor and is_below_float32(tensors[0].dtype)
+        node = running_node()
+        before = tensors[0].detach().clone() if is_sum and node is not None else None
+        results = op(*args, **kwargs)
+        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
+        if self.is_updating and not torch.is_grad_enabled() and node is None:
+            return results
+        stage, site, _ = self.place("", tensors)
+        self.num_backwards += stage == "backward"
+        if stage != "backward" and node is not None:
+            return results  # a checkpoint repeats it
+        name = op._schema.name.partition("::")[2]
         device = next((t.device.type for t in tensors), "cpu")
-        return Event(
-            op=func,
+        event = Event(
+            op=op,
             name=name if name.endswith("__") else name.removesuffix("_"),
             function=str(getattr(self.notes.function, "__name__", "")),
             stage=stage,
@@ -274,9 +177,11 @@ class AuditMode(PausableMode):
             site=site,
             node=node,
             region=self.regions.innermost(device),
-            flops=_flops(func, args, kwargs, results),
+            flops=_flops(op, args, kwargs, results),
             before=before,
         )
+        self._tell(event, is_view=facts_of(op).is_view)
+        return results
 
     def _tell(self, event: Event, *, is_view: bool) -> None:
         """Counts an op and shows it to the rules, which see views only in a backward.
@@ -297,30 +202,15 @@ class AuditMode(PausableMode):
             for rule in self.rules:
                 rule.see(event)
 
-    def _place(self, tensors: list[torch.Tensor]) -> tuple[str, Site, Any]:
-        """Returns the stage, the site and the running node of the op that has just run."""
-        node = running_node()
-        if node is not None and not torch.is_grad_enabled():
-            self.num_backwards += 1
-            site = self._site_of.get(number_of(node))
-            return "backward", site or Site(), node
-        site = self.here()
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            self._site_of[latest_node_number()] = site
-        return "forward" if node is None else "again", site, node
-
-    def here(self) -> Site:
+    def here(self) -> Place:
         """Returns the module and the line of the program that is running."""
-        number = self.notes.number
-        if self.notes.function is None or self._site[0] != number:
-            self._site = (number, self.places.here(""))
-        return self._site[1]
+        return self.places.here("")
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""
         if not self.is_paused and tensor.layout is torch.strided and not is_wrapped(tensor):
             address = address_of(tensor)
-            if address not in self._saved and address in self.guard._made:
+            if address not in self._saved and self.guard.is_made(tensor):
                 self._saved.add(address)
                 self.uses.add("saved activations", [tensor], self.here().module)
         return tensor

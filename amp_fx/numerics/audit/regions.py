@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.numerics.places import Site
+from amp_fx.graphs.places import Place
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Region:
     dtype: torch.dtype
     is_enabled: bool
     is_asked: bool
-    site: Site
+    site: Place
 
 
 class Regions:
@@ -43,8 +43,7 @@ class Regions:
     ``torch.autocast.__enter__``; this class replaces it meanwhile.
     """
 
-    def __init__(self, here: Callable[[], Site]) -> None:
-        self.entered: list[Region] = []
+    def __init__(self, here: Callable[[], Place]) -> None:
         self._here = here
         self._open: list[Region] = []
         self._replaced: dict[str, Any] = {}
@@ -53,7 +52,7 @@ class Regions:
         for device_type in autocast_device_types():
             if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
-                self._add(Region(device_type, dtype, True, True, Site()))
+                self._open.append(Region(device_type, dtype, True, True, Place()))
         self._replace("__init__", self._created)
         self._replace("__enter__", self._entering)
         self._replace("__exit__", self._leaving)
@@ -75,10 +74,6 @@ class Regions:
         """Returns the innermost region of a device type that is entered."""
         regions = (each for each in reversed(self._open) if each.device_type == device_type)
         return next(regions, None)
-
-    def _add(self, region: Region) -> None:
-        self._open.append(region)
-        self.entered.append(region)
 
     def _replace(self, name: str, before: Callable[..., None]) -> None:
         method = self._replaced[name] = vars(torch.autocast)[name]
@@ -105,7 +100,7 @@ class Regions:
         is_asked = bool(vars(region).get("_amp_fx_is_asked", enabled))
         dtype = region.fast_dtype
         assert dtype is not None
-        self._add(Region(region.device, dtype, enabled, is_asked, self._here()))
+        self._open.append(Region(region.device, dtype, enabled, is_asked, self._here()))
 
     def _leaving(self, region: torch.autocast, *_: object) -> None:
         del region

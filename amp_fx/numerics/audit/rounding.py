@@ -13,17 +13,18 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.places import short_path
-from amp_fx.numerics.audit.recording import Event, Marks, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
 from amp_fx.numerics.mode import PRODUCTS
 from amp_fx.numerics.shadow import MOVES
+from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.places import Site
 
 CASTS = frozenset(
     ("to", "type", "type_as", "float", "double", "half", "bfloat16", "copy_", "_to_copy")
@@ -64,7 +65,7 @@ class Rounding:
     """
 
     dtype: torch.dtype
-    cast: Site | None = None
+    cast: Place | None = None
 
 
 class Roundings(Rule):
@@ -115,8 +116,7 @@ class LossRule(Rule):
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
-        self._scalars: Marks[Site] = Marks()
-        self._found: list[Finding] = []
+        self._scalars: Marks[Place] = Marks()
 
     def see(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
@@ -141,21 +141,17 @@ class LossRule(Rule):
         if site is not None and is_below_float32(root.dtype):
             self._add(site, "the loss", root.dtype)
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the losses and norms that were found."""
-        yield from self._found
-
-    def _add(self, site: Site, what: str, dtype: torch.dtype, cast: Site | None = None) -> None:
+    def _add(self, site: Place, what: str, dtype: torch.dtype, cast: Place | None = None) -> None:
         name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
         if cast is None:
             how = f"is computed in {name}, outside of an autocast region"
         else:
             how = f"takes values that {_line(cast)} rounded from float32 to {name}"
         message = f"{what} {how}: each value is off by up to {eps:.2%}."
-        self._found.append(new_finding("loss_low", site, message))
+        self.found.append(new_finding("loss_low", site, message))
 
 
-def _line(site: Site) -> str:
+def _line(site: Place) -> str:
     return f"{short_path(site.file)}:{site.line}" if site.file else "a cast"
 
 
@@ -163,8 +159,7 @@ class IntegerRule(Rule):
     """Finds ``integer_low``."""
 
     def __init__(self) -> None:
-        self._rounded: Marks[tuple[float, torch.dtype, Site]] = Marks()
-        self._found: list[Finding] = []
+        self._rounded: Marks[tuple[float, torch.dtype, Place]] = Marks()
 
     def see(self, event: Event) -> None:
         """Examines casts of integers, and the products that they enter."""
@@ -202,12 +197,8 @@ class IntegerRule(Rule):
             if 0 < largest <= _LARGEST:
                 self._add(event, largest, torch.float16, event.site, "TF32")
 
-    def findings(self) -> Iterator[Finding]:
-        """Yields the products that were found."""
-        yield from self._found
-
     def _add(
-        self, event: Event, largest: float, dtype: torch.dtype, cast: Site, name: str = ""
+        self, event: Event, largest: float, dtype: torch.dtype, cast: Place, name: str = ""
     ) -> None:
         name = name or dtype_name(dtype)
         exact = int(2 / torch.finfo(dtype).eps)
@@ -215,7 +206,7 @@ class IntegerRule(Rule):
             f"Integers up to {largest:.0f} are rounded to {name} ({_line(cast)}), which holds "
             f"integers up to {exact} exactly; {event.name} gets the same number for several."
         )
-        self._found.append(new_finding("integer_low", event.site, message))
+        self.found.append(new_finding("integer_low", event.site, message))
 
 
 _LARGEST = 2.0**24
@@ -241,9 +232,9 @@ class Upcast:
         is_used: Whether an op computed with it.
     """
 
-    site: Site
+    site: Place
     dtype: torch.dtype
-    rounded: Site | None = None
+    rounded: Place | None = None
     is_used: bool = False
 
 

@@ -11,16 +11,18 @@ import torch.distributed
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
-from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Marks, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.shadow import is_custom
+from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from amp_fx.graphs.places import Place
     from amp_fx.numerics.audit.recording import AuditMode
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.places import Site
 
 LEAF = "torch::autograd::AccumulateGrad"
 """The node of autograd that adds to the gradient of a leaf."""
@@ -51,7 +53,7 @@ class GradientRule(Rule):
         self._weights = {id(weight) for weight in weights}
         self._counted: set[int] = set()
         self._sums: Marks[_Sum] = Marks()
-        self._first_use: dict[int, Site] = {}
+        self._first_use: dict[int, Place] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
     def see(self, event: Event) -> None:
@@ -135,7 +137,6 @@ class CollectiveRule(Rule):
 
     def __init__(self, mode: AuditMode) -> None:
         self._mode = mode
-        self._found: list[Finding] = []
 
     def see(self, event: Event) -> None:
         """Examines a collective."""
@@ -152,12 +153,9 @@ class CollectiveRule(Rule):
             f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
             f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
         )
-        site = event.site if event.site.file else self._mode.here()
-        self._found.append(new_finding("reduction_low", site, message))
-
-    def findings(self) -> Iterator[Finding]:
-        """Yields the collectives that were found."""
-        yield from self._found
+        is_known = event.site.file and not is_custom(event.node)
+        site = event.site if is_known else self._mode.here()
+        self.found.append(new_finding("reduction_low", site, message))
 
 
 def _is_sum(args: tuple[Any, ...]) -> bool:

@@ -15,9 +15,9 @@ from torch.optim.optimizer import (
 )
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.places import Place
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
-from amp_fx.numerics.places import Site
 from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
@@ -63,8 +63,7 @@ class UpdateRule(Rule):
     def __init__(self, mode: AuditMode) -> None:
         self._mode = mode
         self._before: dict[int, tuple[list[_Before], Any]] = {}
-        self._site = Site()
-        self._found: list[Finding] = []
+        self._site = Place()
         self.num_steps = 0
         self._handles: list[Any] = []
 
@@ -78,10 +77,6 @@ class UpdateRule(Rule):
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def findings(self) -> Iterator[Finding]:
-        """Yields what was found in the steps."""
-        yield from self._found
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -149,7 +144,7 @@ class UpdateRule(Rule):
                 f"unit in the last place of {dtype_name(first.parameter.dtype)}."
             )
             module = first.name.rpartition(".")[0]
-            self._found.append(new_finding("update_lost", self._site, message, module))
+            self.found.append(new_finding("update_lost", self._site, message, module))
         self._see_states(optimizer, before, twin)
 
     def _see_states(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
@@ -177,7 +172,7 @@ class UpdateRule(Rule):
             f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost{measured}."
         )
         module = next(iter(before)).name.rpartition(".")[0]
-        self._found.append(new_finding("state_low", self._site, message, module))
+        self.found.append(new_finding("state_low", self._site, message, module))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -313,7 +308,7 @@ class ScalerRule(Rule):
     def __init__(self, mode: AuditMode, scalers: list[Any]) -> None:
         self._mode = mode
         self._is_scaled = any(scaler.is_enabled() for scaler in scalers)
-        self._site: Site | None = None
+        self._site: Place | None = None
         self._float16: Event | None = None
         self._others: set[str] = set()
 
@@ -347,4 +342,4 @@ class ScalerRule(Rule):
                 f"A gradient scaler is used, and products run in {names}, which has the range of "
                 "float32: the scaler costs a pass over all gradients, and skips steps."
             )
-            yield new_finding("scaler_with_bfloat16", self._site or Site(), message)
+            yield new_finding("scaler_with_bfloat16", self._site or Place(), message)

@@ -12,8 +12,9 @@ from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import CASTS
-from amp_fx.numerics.mode import is_in_checkpoint
-from amp_fx.numerics.shadow import address_of, is_custom
+from amp_fx.numerics.recorder import is_in_checkpoint
+from amp_fx.numerics.shadow import is_custom
+from amp_fx.numerics.storages import address_of
 from amp_fx.policies.policy import preset
 from amp_fx.reports import human
 

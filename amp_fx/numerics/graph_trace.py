@@ -1,0 +1,190 @@
+"""Traces compiled programs: each graph returns the values of all its nodes as well.
+
+AOTAutograd's graphs, of forward and backward, have the ops that eager code runs. The inner compiler
+that the options name compiles each of them with more outputs. Inductor's kernels then write what
+they would keep in registers, and compute on with the unrounded values as before; where it fuses
+otherwise than in the program, rounding differs from the program's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from amp_fx.backend.entry import called_in
+from amp_fx.backend.inner import compile_inner
+from amp_fx.backend.isolated_rows import composites_isolated, isolating
+from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.explanation.running import optimized
+from amp_fx.graphs.bodies import with_attributes_as_inputs
+from amp_fx.graphs.places import Place, place_of
+from amp_fx.numerics.shadow import facts_of
+from amp_fx.numerics.trace import is_traced, op_label, traced_results
+from amp_fx.regions.module_stack import compile_frame
+from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private import pytree
+from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
+from amp_fx.torch_private.modes import no_dispatch_modes
+from amp_fx.torch_private.ops import OpOverload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.numerics.trace import Trace
+    from amp_fx.options import Options
+    from amp_fx.regions.module_stack import CompileFrame
+
+
+def traced(
+    program: Callable[..., Any],
+    trace: Trace,
+    options: Options,
+    *,
+    is_rewritten: bool = True,
+    only: int | None = None,
+    **settings: Any,
+) -> Callable[..., Any]:
+    """Compiles a program whose calls add the values of its graphs to a trace.
+
+    Args:
+        program: A module or a function.
+        trace: The trace.
+        options: The options of the backend. Values of weights are not cached.
+        is_rewritten: Whether amp_fx inserts casts; else autocast casts while AOTAutograd traces.
+        only: The number of the one value to trace; None traces all.
+        settings: Other arguments of ``torch._dynamo.optimize``, such as ``dynamic``.
+    """
+    numbers = itertools.count()
+
+    def is_wanted() -> bool:
+        return next(numbers) == only or only is None
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not is_rewritten:
+            compiler = _compiler(trace, options, compile_frame(), is_wanted)
+            return compiler(gm, example_inputs)  # type: ignore[no-any-return]
+        gm, attributes = with_attributes_as_inputs(gm)
+        given = [*example_inputs, *attributes]
+        found = rewrite(gm, given, options, Reporting())
+        with no_autocast(), composites_isolated(options):
+            compiled = _compiler(trace, options, found.frame, is_wanted)(found.gm, given)
+        return called_in(no_autocast, lambda *args: compiled(*args, *attributes))
+
+    found: Callable[..., Any] = optimized(backend, **settings)(program)
+    return found
+
+
+def _compiler(
+    trace: Trace, options: Options, frame: CompileFrame, is_wanted: Callable[[], bool]
+) -> Callable[..., Any]:
+    isolated = options
+    if options.numerics == "invariant":  # rows are kept apart before values are added
+        isolated = dataclasses.replace(options, numerics="eager")
+    inside = isolating(functools.partial(_compile, trace, isolated, frame, is_wanted), options)
+    backward = functools.partial(inside, is_backward=True)
+    compiler: Callable[..., Any] = aot_autograd(fw_compiler=inside, bw_compiler=backward)
+    return compiler
+
+
+class _Value(NamedTuple):
+    """One value that a graph returns besides its outputs.
+
+    Attributes:
+        place: The module and the line.
+        op: The name of the op.
+        inputs: Where the op's inputs come from: other values, and inputs of the graph.
+    """
+
+    place: Place
+    op: str
+    inputs: tuple[_Origin, ...]
+
+
+_Origin = tuple[str, int]
+"""``("value", 3)`` or ``("input", 0)``."""
+
+
+def _compile(
+    trace: Trace,
+    options: Options,
+    frame: CompileFrame,
+    is_wanted: Callable[[], bool],
+    gm: fx.GraphModule,
+    _: Sequence[Any],
+    *,
+    is_backward: bool = False,
+) -> Callable[..., Any]:
+    stage = "backward" if is_backward else "forward"
+    values, outputs = _with_values(gm, frame, is_wanted)
+    compiled: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        makers = [trace.makers([a] if isinstance(a, torch.Tensor) else []) for a in args]
+        if not compiled:  # inputs of a backward are not known before
+            with no_dispatch_modes():  # AOTAutograd runs a graph under one of its own
+                compiled.append(compile_inner(gm, args, options))
+        results, start = compiled[0](*args), len(trace.ops)
+
+        def found(origins: tuple[_Origin, ...]) -> tuple[int, ...]:
+            numbers = ((start + n,) if kind == "value" else makers[n] for kind, n in origins)
+            return tuple(dict.fromkeys(number for several in numbers for number in several))
+
+        for value, result in zip(values, results[len(outputs) :], strict=True):
+            trace.add(stage, value.place, value.op, result, found(value.inputs))
+        for result, origins in zip(results, outputs, strict=False):
+            if isinstance(result, torch.Tensor):
+                trace.mark(result, found(origins))
+        return results[: len(outputs)]
+
+    return make_boxed_func(call)
+
+
+def _with_values(
+    gm: fx.GraphModule, frame: CompileFrame, is_wanted: Callable[[], bool]
+) -> tuple[list[_Value], list[tuple[_Origin, ...]]]:
+    """Adds the values of nodes to the outputs of a graph, and describes them and the outputs."""
+    values: list[_Value] = []
+    nodes: list[fx.Node] = []
+    origins: dict[fx.Node, tuple[_Origin, ...]] = {}
+    for node in list(gm.graph.nodes):
+        if node.op == "placeholder":
+            origins[node] = (("input", len(origins)),)
+            continue
+        inputs = tuple(dict.fromkeys(o for n in node.all_input_nodes for o in origins.get(n, ())))
+        origins[node] = inputs
+        if not isinstance(node.target, OpOverload) or facts_of(node.target).is_view:
+            continue
+        made = [n for n in _tensors_of(gm.graph, node, node.target) if is_wanted()]
+        if made:
+            origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
+        for part in made:
+            nodes.append(part)
+            values.append(_Value(place_of(node, frame), op_label(node.target), inputs))
+    output = gm.graph.output_node()
+    given = list(output.args[0])  # type: ignore[arg-type]
+    output.args = ((*given, *nodes),)
+    gm.recompile()
+    leaves = (n if isinstance(n, fx.Node) else None for n in pytree.tree_leaves(given))
+    return values, [() if n is None else origins.get(n, ()) for n in leaves]
+
+
+def _tensors_of(graph: fx.Graph, node: fx.Node, op: OpOverload) -> list[fx.Node]:
+    """Returns nodes with the floating-point results of a node."""
+    value = node.meta.get("val")
+    if not isinstance(value, (tuple, list)):
+        return [node] if is_traced(value) else []
+    found = []
+    last = node
+    for position, part in enumerate(traced_results(op, value)):
+        if is_traced(part):
+            with graph.inserting_after(last):
+                last = graph.call_function(operator.getitem, (node, position))
+            last.meta["val"] = part
+            found.append(last)
+    return found

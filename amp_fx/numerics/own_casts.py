@@ -1,0 +1,129 @@
+"""Runs eagerly what amp_fx compiled, with the casts that the backend inserts.
+
+Under ``torch.autocast`` and in modules of ``amp_fx.compile`` the casts are those of the region.
+``torch.compile(model, backend="amp_fx")`` casts without a region; here it gets one for each call.
+Modules get it from hooks, functions where the step has them in its variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from amp_fx.front.settings import RegionSettings
+from amp_fx.numerics.running import caller_of
+from amp_fx.numerics.shadow import backend_of, compiled_with
+from amp_fx.numerics.state import has_content
+from amp_fx.options import Options
+from amp_fx.regions.state import nesting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def settings_of(compiled: Any) -> RegionSettings | None:
+    """Returns the region that the backend makes of a call; None if it makes none."""
+    if nesting() or getattr(compiled, "_amp_fx_settings", None) is not None:
+        return None  # it takes the region around, or enters one by itself
+    call = getattr(compiled, "_compiled_call_impl", None) or compiled
+    if backend_of(call) is None:
+        return None
+    options = Options.parse(compiled_with(call)[0])
+    return RegionSettings(None, options.dtype, options.policy, options.output_dtype)
+
+
+_ABOUT_HOOKS = ("Using `torch.compile.module.` when there are global", "steps of .* run eagerly")
+"""Warnings about hooks that are our own."""
+
+
+@contextlib.contextmanager
+def regions_of_compiled(step: Any) -> Iterator[None]:
+    """Enters the backend's region around each call of a compiled module or function of a step."""
+    entered: list[tuple[torch.nn.Module, RegionSettings, Any]] = []
+
+    def before(module: torch.nn.Module, args: Any) -> None:
+        settings = settings_of(module)
+        if settings is not None:
+            region = settings.region(module, args, {})
+            region.__enter__()
+            entered.append((module, settings, region))
+
+    def after(module: torch.nn.Module, args: Any, outputs: Any) -> Any:
+        if not entered or entered[-1][0] is not module:
+            return outputs
+        _, settings, region = entered.pop()
+        region.__exit__(None, None, None)
+        return settings.restored(outputs, args)
+
+    handles = [
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    ]
+    try:
+        with warnings.catch_warnings(), _functions_replaced(step):
+            for message in _ABOUT_HOOKS:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _functions_replaced(step: Any) -> Iterator[None]:
+    """Replaces compiled functions in the variables of a step by calls in the backend's region."""
+    function = inspect.unwrap(step)
+    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    cells = [c for c in getattr(function, "__closure__", None) or () if has_content(c)]
+    cells = [cell for cell in cells if _is_compiled(cell.cell_contents)]
+    names = [n for n in (() if code is None else code.co_names) if _is_compiled(scope.get(n))]
+    before = [cell.cell_contents for cell in cells], {name: scope[name] for name in names}
+    for cell in cells:
+        cell.cell_contents = _in_region(cell.cell_contents)
+    scope.update({name: _in_region(scope[name]) for name in names})
+    try:
+        yield
+    finally:
+        for cell, compiled in zip(cells, before[0], strict=True):
+            cell.cell_contents = compiled
+        scope.update(before[1])
+
+
+def _is_compiled(value: Any) -> bool:
+    """Returns True for functions that the backend compiled without a region of their own."""
+    is_function = isinstance(value, types.FunctionType)
+    has_region = getattr(value, "_amp_fx_settings", None) is not None
+    return is_function and not has_region and backend_of(value) is not None
+
+
+def _in_region(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        settings = settings_of(compiled)
+        run = compiled if settings is None else settings.wrap(compiled, None)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def with_own_casts(
+    step: Callable[..., Any], target: Callable[..., Any], settings: RegionSettings
+) -> Callable[..., Any]:
+    """Returns a step to be run eagerly, in the region that it was compiled with.
+
+    Args:
+        step: The step.
+        target: What was compiled.
+        settings: The settings of ``amp_fx.compile``.
+    """
+    if getattr(step, "_amp_fx_settings", None) is not None:
+        return settings.wrap(caller_of(target), None)  # a variable would be part of paths
+    if isinstance(target, torch.nn.Module):
+        return caller_of(step)  # its region is entered as that of each compiled module
+    backend = settings_of(step)
+    return target if backend is None else backend.wrap(target, None)

@@ -1,0 +1,109 @@
+"""``amp_fx.record``: writes what a step computes into a file, to compare it with another run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import OptionError
+from amp_fx.explanation.running import isolated
+from amp_fx.front.settings import unwrap
+from amp_fx.graphs.places import Place
+from amp_fx.numerics.entry import name_of
+from amp_fx.numerics.graph_trace import traced
+from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
+from amp_fx.numerics.shadow import backend_of, compiled_with
+from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
+from amp_fx.numerics.trial import Trial
+from amp_fx.options import COMPILERS, Options
+from amp_fx.progress import working
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    from amp_fx.front.settings import RegionSettings
+    from amp_fx.numerics.trial import Outcome
+
+
+def record(
+    step: Callable[..., Any],
+    path: str | os.PathLike[str] | None = None,
+    compiler: str | None = None,
+) -> Callable[..., Trace]:
+    """Records each op of a step: its module, its line, its dtype and a sample of its result.
+
+    ``amp_fx.record(step, "a.trace")(*inputs)`` runs the step once, op by op, forward and backward,
+    and writes a file. ``python -m amp_fx diff a.trace b.trace`` compares two files, which may be
+    of different versions of torch, of different machines, or of eager and compiled code. Code
+    that is compiled runs eagerly, with the same casts. State and random numbers are restored.
+
+    Args:
+        step: A module or a function. If it does not call ``backward``, outputs that require
+            gradients are differentiated with random cotangents, a scalar with 1.
+        path: The file; None writes none.
+        compiler: The inner compiler of amp_fx that compiles the step, such as ``"inductor"``. The
+            graphs then return the value of each op, so that kernels write them all.
+
+    Returns:
+        A function that takes the step's arguments and returns a ``Trace``, whose ``diff`` compares
+        it with another one.
+
+    Raises:
+        OptionError: The compiler is unknown.
+        ArgumentTypeError: The step is neither a module nor a function.
+    """
+    target, settings = unwrap(step, "amp_fx.record")
+    if compiler is not None and compiler not in COMPILERS:
+        raise OptionError(f"compiler={compiler!r} is not one of {', '.join(map(repr, COMPILERS))}")
+    how = "eager" if compiler is None else f"compiled by {compiler}"
+
+    @functools.wraps(target, assigned=("__doc__",), updated=())
+    def record_call(*args: Any, **kwargs: Any) -> Trace:
+        name = f"{name_of(target)}, {how}, torch {torch.__version__}"
+        trace = Trace(name, SAMPLE)
+        trial = Trial(target, args, kwargs)
+        with working(f"recording {name_of(target)}"), trial.undisturbed(is_eager=compiler is None):
+            if compiler is None:
+                outcome = _eagerly(trial, trace, with_own_casts(step, target, settings))
+            else:
+                outcome = _compiled(trial, trace, step, settings, compiler)
+            for what, value in outcome.items():
+                if what.startswith(("output", "gradient")) and is_traced(value):
+                    trace.add("result", Place(), what, value)
+        if path is not None:
+            trace.save(path)
+        return trace
+
+    return record_call
+
+
+def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
+    """Runs a step op by op."""
+    mode = TraceMode(trial.guard, trace)
+
+    @contextlib.contextmanager
+    def watch() -> Iterator[None]:
+        with mode.notes, mode:
+            yield
+
+    with regions_of_compiled(trial.step):
+        return trial.run(call, watch)
+
+
+def _compiled(
+    trial: Trial, trace: Trace, step: Any, settings: RegionSettings, compiler: str
+) -> Outcome:
+    """Compiles a step, by the options that it was compiled with, and runs it."""
+    given, dynamic = compiled_with(step)
+    has_region = getattr(step, "_amp_fx_settings", None) is not None
+    is_rewritten = has_region or backend_of(step) is not None
+    options = Options.parse({**given, "compiler": compiler})
+    call = traced(trial.step, trace, options, is_rewritten=is_rewritten, dynamic=dynamic)
+    if has_region:
+        call = settings.wrap(call, None)
+    with isolated():
+        return trial.run(call)

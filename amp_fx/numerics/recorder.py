@@ -1,0 +1,151 @@
+"""Observes the ops of a running program, each with its stage, its module and its source line.
+
+``Recorder`` runs a program as it is, and saves what it writes to. Subclasses override ``run``: they
+compare each op with a shadow (``accuracy``), show it to rules (``audit``) or write it into a trace
+(``record``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+
+from amp_fx.graphs.places import Place
+from amp_fx.numerics.places import CallNotes, Names, Places
+from amp_fx.numerics.shadow import (
+    facts_of,
+    is_custom,
+    is_wrapped,
+    latest_node_number,
+    number_of,
+    running_node,
+    tensors_in,
+)
+from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
+from amp_fx.torch_private.ops import OpOverload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+    from amp_fx.numerics.state import StateGuard
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a program as it is, with a guard of its state, and finds the places of its ops."""
+
+    supports_higher_order_operators = True
+    is_paused = False
+
+    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.guard = guard
+        self.notes = CallNotes()
+        self.places = Places(self.notes)
+        self.names = Names(self.places, modules)
+        self._site_of: dict[int, Place] = {}
+        self._last_number = latest_node_number()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager in which ops are not observed."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        wrapped = next(filter(is_wrapped, tensors), None)
+        if wrapped is not None:
+            self.see_wrapped(wrapped)
+            self.guard.has_wrappers = True
+            return NotImplemented  # it calls ops on the tensors that it consists of
+        if self.guard.is_aside(tensors):
+            return func(*args, **kwargs)
+        self.guard.look_at(tensors)
+        if isinstance(func, OpOverload):
+            self.guard.save(facts_of(func).written(args, kwargs))
+            results = self.run(func, args, kwargs, tensors)
+        else:
+            results = self.run_other(func, args, kwargs)
+        self.guard.note_made(results, tensors)
+        return results
+
+    def run(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],  # noqa: ARG002
+    ) -> Any:
+        """Runs an op of the dispatcher."""
+        return op(*args, **kwargs)
+
+    def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op that holds functions."""
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+
+    def see_wrapped(self, tensor: torch.Tensor) -> None:
+        """Called with a tensor that consists of others, before their ops run."""
+
+    def place(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Place, int | None]:
+        """Returns the stage and the site of an op that runs, and the number of its node.
+
+        The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. The site of an
+        op of a backward is that of its forward; in a custom function it is the line that runs.
+        """
+        node = running_node()
+        if node is not None and not torch.is_grad_enabled():
+            return "backward", self._site_in_backward(node, kernel), None
+        number = latest_node_number()
+        site = self.places.here(kernel)
+        is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        # A custom function makes its node before its forward; other ops may make none.
+        if number > self._last_number and (is_own or not torch.is_grad_enabled()):
+            self._site_of[number] = site
+        self.count_node()
+        is_again = node is not None and is_in_checkpoint()
+        return ("again" if is_again else "forward"), site, number if is_own else None
+
+    def _site_in_backward(self, node: Any, kernel: str) -> Place:
+        found = self._site_of.get(number_of(node)) or Place(op=_node_name(node))
+        if not is_custom(node):
+            return found
+        here = self.places.here(kernel)
+        return here._replace(module=found.module, module_type=found.module_type)
+
+    def count_node(self) -> None:
+        """Notes the number of the last node of autograd that is not a custom function's."""
+        self._last_number = latest_node_number()
+
+    def site_of(self, number: int) -> Place:
+        """The site of the op with some node of autograd."""
+        return self._site_of.get(number, Place())
+
+
+def is_in_checkpoint() -> bool:
+    """Returns True if a checkpoint is running its forward again.
+
+    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
+    Relies on ``torch.utils.checkpoint`` having one file.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _node_name(node: Any) -> str:
+    return str(node.name()).removesuffix("Backward0")

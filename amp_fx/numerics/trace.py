@@ -1,0 +1,218 @@
+"""A trace: the ops that a program ran, with their places and their values, in memory or in a file.
+
+A trace in memory holds all elements. One for a file holds a sample of each result, which stays
+small, and a digest of all bytes, which says whether two results are equal. The file is what
+``torch.save`` writes of a dictionary with lists, strings, numbers and one tensor of bytes, so that
+``torch.load(path, weights_only=True)`` reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+import pickle
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.dtypes import dtype_name
+from amp_fx.errors import OptionError
+from amp_fx.numerics.recorder import Recorder
+from amp_fx.numerics.shadow import facts_of, is_tracked, tensors_in
+from amp_fx.numerics.storages import Marks
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+    from typing import Self
+
+    from amp_fx.graphs.places import Place
+    from amp_fx.numerics.state import StateGuard
+    from amp_fx.numerics.trace_diff import TraceDiff
+    from amp_fx.torch_private.ops import OpOverload
+
+SCHEMA = 1
+"""The number of the form of a file."""
+SAMPLE = 256
+"""The most elements of a result that a file holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedOp:
+    """One result of an op that ran.
+
+    Attributes:
+        stage: ``"forward"``, ``"backward"``, or ``"result"``: an output or a gradient.
+        module: The path of the innermost module around it, in the backward that of its forward.
+        op: The name of the op (``"addmm"``), or of the output or gradient.
+        source: Its line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.
+        dtype: The dtype of the result.
+        shape: The sizes of the result.
+        inputs: The numbers of the ops that made its inputs.
+        digest: A hash of all bytes of the result; empty if ``values`` holds all elements.
+        values: The elements in a row, or a sample of them.
+    """
+
+    stage: str
+    module: str
+    op: str
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    inputs: tuple[int, ...]
+    digest: str
+    values: torch.Tensor
+
+
+_PLAIN = tuple(field.name for field in dataclasses.fields(TracedOp) if field.name != "values")
+
+
+class Trace:
+    """The ops that a program ran, in order.
+
+    Attributes:
+        name: The name of the program, how it ran, and by which torch.
+        ops: The ops.
+    """
+
+    def __init__(self, name: str, sample: int | None = None) -> None:
+        self.name, self.ops = name, list[TracedOp]()
+        self._sample = sample
+        self._makers: Marks[tuple[int, ...]] = Marks()
+
+    def makers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Returns the numbers of the ops that made tensors."""
+        found = (self._makers.get(t, ()) or () for t in tensors if t.layout is torch.strided)
+        return tuple(dict.fromkeys(number for numbers in found for number in numbers))
+
+    def mark(self, tensor: torch.Tensor, makers: tuple[int, ...]) -> None:
+        """Notes which ops made a tensor."""
+        if is_tracked(tensor):
+            self._makers.put(tensor, makers)
+
+    def add(
+        self, stage: str, place: Place, op: str, result: torch.Tensor, inputs: tuple[int, ...] = ()
+    ) -> None:
+        """Adds a result of an op.
+
+        Args:
+            stage: ``"forward"``, ``"backward"`` or ``"result"``.
+            place: Its module and line.
+            op: The name of the op.
+            result: Its result, which the program may write to later.
+            inputs: The numbers of the ops that made its inputs.
+        """
+        values, digest = result.detach().reshape(-1), ""
+        if self._sample is None:
+            values = values.clone()
+        else:
+            digest = _digest(values)
+            values = values[:: max(1, -(-values.numel() // self._sample))].cpu().clone()
+        dtype, shape = dtype_name(result.dtype), tuple(result.shape)
+        where = stage, place.module, op, place.source
+        self.ops.append(TracedOp(*where, dtype, shape, inputs, digest, values))
+
+    def diff(self, other: Trace) -> TraceDiff:
+        """Compares with a trace of another run of the same program."""
+        from amp_fx.numerics.trace_diff import compare_traces
+
+        return compare_traces(self, other)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file."""
+        values = [op.values.contiguous().view(torch.uint8) for op in self.ops]
+        torch.save(
+            {
+                "amp_fx trace": SCHEMA,
+                "name": self.name,
+                "ops": [[getattr(op, name) for name in _PLAIN] for op in self.ops],
+                "bytes": torch.cat([*values, torch.empty(0, dtype=torch.uint8)]),
+            },
+            path,
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file.
+
+        Raises:
+            OptionError: There is no such file, or it is no trace.
+        """
+        try:
+            found = torch.load(path, weights_only=True)
+            is_trace = found["amp_fx trace"] == SCHEMA
+        except (OSError, RuntimeError, KeyError, TypeError, EOFError, pickle.PickleError) as error:
+            raise OptionError(f"{path} is not a trace of amp_fx.record: {error}") from error
+        if not is_trace:
+            raise OptionError(f"{path} is a trace of another version of amp_fx")
+        trace, start = cls(found["name"]), 0
+        for fields in found["ops"]:
+            named = dict(zip(_PLAIN, fields, strict=True))
+            dtype = getattr(torch, named["dtype"])
+            count = sampled(torch.Size(named["shape"]).numel())
+            stop = start + count * dtype.itemsize
+            values = found["bytes"][start:stop].clone().view(dtype)
+            trace.ops.append(TracedOp(**named, values=values))
+            start = stop
+        return trace
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<Trace of {self.name}: {len(self.ops)} results>"
+
+
+def sampled(size: int) -> int:
+    """Returns how many of the elements of a result a file holds."""
+    step = max(1, -(-size // SAMPLE))
+    return -(-size // step)
+
+
+def _digest(values: torch.Tensor) -> str:
+    """Returns a hash of the bytes of a tensor."""
+    plain = values.cpu().contiguous()
+    data = (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def op_label(op: OpOverload) -> str:
+    """Returns the name of an op, and of its variants in place or without writes: ``"add"``."""
+    return re.sub(r"^_?(native_)?|(_legit|_no_training|_functional)|_$", "", op._opname)
+
+
+class TraceMode(Recorder):  # type: ignore[no-untyped-call]
+    """Runs a program as it is, and adds its results to a trace."""
+
+    def __init__(self, guard: StateGuard, trace: Trace) -> None:
+        super().__init__(guard)
+        self.trace = trace
+
+    def run(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Runs an op."""
+        facts, results = facts_of(op), op(*args, **kwargs)
+        stage, site, _ = self.place(facts.name, tensors)
+        if stage == "again" or facts.is_view or facts.is_empty:
+            return results
+        makers = self.trace.makers(tensors)
+        with self.paused():
+            for result in filter(is_traced, traced_results(op, tensors_in(results))):
+                self.trace.mark(result, (len(self.trace.ops),))
+                self.trace.add(stage, site, op_label(op), result, makers)
+        return results
+
+
+def traced_results(op: OpOverload, results: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of an op without those that it saves for its backward."""
+    return results[:1] if facts_of(op).saves else results
+
+
+def is_traced(value: Any) -> bool:
+    """Returns True if a result goes into traces: a floating-point tensor."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0

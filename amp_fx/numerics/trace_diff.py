@@ -1,0 +1,258 @@
+"""Compares two traces: the first difference, who amplifies it, and what differs by rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Group
+from rich.text import Text
+
+from amp_fx.numerics.equality import Difference, compare
+from amp_fx.numerics.measures import relative
+from amp_fx.numerics.records import UNIT, number
+from amp_fx.numerics.shadow import MOVES
+from amp_fx.reports import Report, as_plain, dtype_cell, new_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import RenderableType
+
+    from amp_fx.numerics.trace import Trace, TracedOp
+
+MOST = 12
+"""Rows of the table."""
+ROUNDINGS = 8.0
+"""How many times the error of its inputs, or one rounding, an op by itself may differ."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpDifference:
+    """An op whose results in two traces differ.
+
+    Attributes:
+        stage: ``"forward"``, ``"backward"`` or ``"result"``.
+        module: The path of its module.
+        op: The name of the op.
+        source: Its line in the program: ``"model.py:12: y = x @ w"``.
+        dtypes: The dtype of its result in each trace.
+        difference: How its result differs.
+        error: The relative difference (L2) of the results, or of the samples of them.
+        error_in: The largest one of its inputs.
+    """
+
+    stage: str
+    module: str
+    op: str
+    source: str
+    dtypes: tuple[str, str]
+    difference: Difference
+    error: float
+    error_in: float
+
+    @property
+    def amplification(self) -> float:
+        """The ratio of the difference to that of the inputs, or to one rounding."""
+        unit = max(UNIT.get(dtype, UNIT["float32"]) for dtype in self.dtypes)
+        return self.error / max(self.error_in, unit)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if the op runs in one dtype, and differs by rounding or because its inputs do.
+
+        True for results of the program: no inputs of theirs are known.
+        """
+        is_same_dtype = self.dtypes[0] == self.dtypes[1]
+        return is_same_dtype and (self.stage == "result" or self.amplification <= ROUNDINGS)
+
+    def __str__(self) -> str:
+        """A line."""
+        where = f" in {self.module}" if self.module else ""
+        stage = "the backward of " if self.stage == "backward" else ""
+        source = f" ({self.source})" if self.source else ""
+        return f"{stage}{self.op}{where}{source}; {self.difference}"
+
+
+def op_differences(
+    before: Trace,
+    after: Trace,
+    part: Callable[[TracedOp, TracedOp], torch.Tensor | None] | None = None,
+) -> Iterator[OpDifference]:
+    """Yields the ops that differ, in the order of the first trace.
+
+    The first one is named by an op that the second trace has before it and the first one lacks, if
+    there is such an op.
+
+    Args:
+        before: The trace that is compared with.
+        after: The other one.
+        part: Returns the part of an op of ``after`` that an op of ``before`` is compared with; by
+            default ops of equal shapes are compared.
+    """
+    pairs = dict(aligned(before, after, has_shapes=part is None))
+    known, errors = set(pairs.values()), list[float]()
+    for index, one in enumerate(before.ops):
+        error_in = max((errors[i] for i in one.inputs), default=0.0)
+        errors.append(error_in)
+        if index not in pairs:
+            continue
+        other = after.ops[pairs[index]]
+        values = other.values if part is None else part(one, other)
+        found = None if values is None else _difference(one, other, values)
+        if found is None or values is None:
+            errors[-1] = 0.0
+            continue
+        errors[-1] = _error(one.values, values.reshape(one.values.shape))
+        at = one if any(errors[:-1]) else _added(after, other, known) or one
+        place, dtypes = (at.stage, at.module, at.op, at.source), (one.dtype, other.dtype)
+        yield OpDifference(*place, dtypes, found, errors[-1], error_in)
+
+
+def _difference(one: TracedOp, other: TracedOp, values: torch.Tensor) -> Difference | None:
+    found = compare(one.op, one.values, values.reshape(one.values.shape))
+    if found is None and one.digest != other.digest:
+        note = "elements differ that are not in the sample"
+        return Difference(one.op, 0, math.prod(one.shape), math.nan, None, note)
+    return found
+
+
+def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
+    """Returns the first op before an op that another trace lacks, and that may round."""
+    for index in op.inputs:
+        if index not in known:
+            above = trace.ops[index]
+            is_cast = above.op == "to_copy" and above.values.itemsize >= op.values.itemsize
+            is_exact = is_cast or f"aten::{above.op}" in MOVES
+            found = _added(trace, above, known) or (None if is_exact else above)
+            if found is not None:
+                return found
+    return None
+
+
+def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tuple[int, int]]:
+    """Returns the indexs of ops that two traces have in common, in the order of the first.
+
+    In each module the longest common sequences of ops are aligned; a module's ops may run before
+    or after those of another one.
+    """
+
+    def groups(trace: Trace) -> dict[tuple[str, str], list[int]]:
+        found: dict[tuple[str, str], list[int]] = {}
+        for index, op in enumerate(trace.ops):
+            found.setdefault((op.stage, op.module), []).append(index)
+        return found
+
+    def keys(trace: Trace, members: list[int]) -> list[Any]:
+        ops = [trace.ops[index] for index in members]
+        return [(op.op, op.shape) if has_shapes else op.op for op in ops]
+
+    ours, theirs = groups(before), groups(after)
+    pairs = []
+    for place in ours.keys() & theirs.keys():
+        left, right = ours[place], theirs[place]
+        matcher = difflib.SequenceMatcher(None, keys(before, left), keys(after, right), False)
+        for block in matcher.get_matching_blocks():
+            several = range(block.size)
+            pairs += [(left[block.a + i], right[block.b + i]) for i in several]
+    return sorted(pairs)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TraceDiff(Report):
+    """The differences between two traces.
+
+    Attributes:
+        before: The name of the first trace.
+        after: The name of the second one.
+        num_aligned: How many results both have.
+        only_before: How many results the first trace alone has.
+        only_after: How many results the second trace alone has.
+        ops: The results that differ, in order.
+    """
+
+    before: str
+    after: str
+    num_aligned: int
+    only_before: int
+    only_after: int
+    ops: tuple[OpDifference, ...]
+
+    @property
+    def first(self) -> OpDifference | None:
+        """The first difference; None without any."""
+        return self.ops[0] if self.ops else None
+
+    @property
+    def amplifiers(self) -> tuple[OpDifference, ...]:
+        """The ops that differ by more than rounding, the one that amplifies most first."""
+        found = [op for op in self.ops if not op.is_rounding]
+        return tuple(sorted(found, key=lambda op: -op.amplification))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, ``first``, and ``amplifiers``."""
+        amplifiers = [dataclasses.asdict(op) for op in self.amplifiers]
+        first = None if self.first is None else dataclasses.asdict(self.first)
+        fields = {**dataclasses.asdict(self), "first": first, "amplifiers": amplifiers}
+        plain: dict[str, Any] = as_plain(fields)
+        return plain
+
+    def _render(self) -> RenderableType:
+        counts = (
+            f"{self.num_aligned} results are in both, {len(self.ops)} of them differ, "
+            f"{sum(op.is_rounding for op in self.ops)} by rounding alone; {self.only_before} are "
+            f"in the first one only, {self.only_after} in the second one only"
+        )
+        lines = [f"before: {self.before}", f"after:  {self.after}", counts]
+        lines += [f"first: {self.first}"] if self.first else []
+        amplifiers = self.amplifiers
+        results = sorted((op for op in self.ops if op.stage == "result"), key=lambda op: -op.error)
+        shown = [*amplifiers[:MOST], *results[: MOST // 2]]
+        texts = [Text(line) for line in lines]
+        if not shown:
+            return Group(*texts)
+        names = ("stage", "module", "op", "source")
+        table = new_table(*names[:3], "dtype", "in", "error", "x", "source", folded=names)
+        for op in shown:
+            dtypes = Text("/").join([dtype_cell(dtype) for dtype in dict.fromkeys(op.dtypes)])
+            table.add_row(
+                op.stage,
+                op.module or "-",
+                op.op,
+                dtypes,
+                number(op.error_in) if op.stage != "result" else "",
+                number(op.error),
+                number(op.amplification) if op.stage != "result" else "",
+                op.source,
+            )
+        return Group(*texts, Text(""), table)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<TraceDiff: {len(self.ops)} of {self.num_aligned} results differ>"
+
+
+def _error(before: torch.Tensor, after: torch.Tensor) -> float:
+    """The relative difference (L2); infinite where one side alone is not finite."""
+    one, other = before.double().cpu(), after.double().cpu()
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    error, size = torch.where(is_same, 0.0, one - other), torch.where(is_same, 0.0, one)
+    whole = torch.where(one.isfinite(), one, 0.0)
+    found = relative(float(error.square().sum()), float(whole.square().sum()))
+    return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf
+
+
+def compare_traces(before: Trace, after: Trace) -> TraceDiff:
+    """Compares two traces."""
+    num_aligned = len(aligned(before, after))
+    return TraceDiff(
+        before=before.name,
+        after=after.name,
+        num_aligned=num_aligned,
+        only_before=len(before.ops) - num_aligned,
+        only_after=len(after.ops) - num_aligned,
+        ops=tuple(op_differences(before, after)),
+    )

@@ -1,0 +1,150 @@
+"""Runs a step several times from the same state, and collects what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.numerics.running import undisturbed
+from amp_fx.numerics.shadow import tensors_in
+from amp_fx.numerics.state import guard_of, leaves_of, modules_of
+from amp_fx.torch_private import pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    Context = Callable[[], contextlib.AbstractContextManager[Any]]
+    Outcome = dict[str, torch.Tensor]
+
+
+class Trial:
+    """One program with its inputs and state, to be run again and again from the same start."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        region: Context = contextlib.nullcontext,
+        loss: Callable[[Any], Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        steps: int = 1,
+    ) -> None:
+        self.step, self.args, self.kwargs, self.region = step, args, kwargs, region
+        self.loss, self.optimizer = loss, optimizer
+        self.num_steps = steps if optimizer is not None else 1
+        self.outputs: Any = None
+        """Copies of what the last run has returned."""
+        modules = modules_of(step)
+        self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
+        self.buffers = _named([m.named_buffers() for m in modules])
+        groups = optimizer.param_groups if optimizer else ()
+        more = (("parameter of the optimizer", p) for group in groups for p in group["params"])
+        self.parameters |= _named([self.parameters.items(), more])
+        self.guard = guard_of(step, *([optimizer] if optimizer else []))
+
+    @contextlib.contextmanager
+    def undisturbed(self, *, is_eager: bool = False) -> Iterator[None]:
+        """Puts everything back in the end; compiled code may have to run eagerly inside."""
+        with undisturbed(self.guard, is_eager=is_eager) as self._rewind:
+            yield
+
+    def restore(self) -> None:
+        """Sets state and random numbers to those of before; there are no gradients."""
+        self.guard.restore()
+        self._rewind()
+        tensors = [*self.parameters.values(), *self.buffers.values()]
+        state = self.optimizer.state if self.optimizer is not None else {}
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        self.guard.save_all([*tensors, *grads, *tensors_in([*map(dict, state.values())])])
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def run(self, call: Callable[..., Any], watch: Context = contextlib.nullcontext) -> Outcome:
+        """Runs the program from the start; names of what it leaves, and its values.
+
+        Args:
+            call: The step, or what was compiled of it.
+            watch: Makes the context of what the step computes, forward and backward.
+        """
+        self.restore()
+        found: Outcome = {}
+        for number in range(1, self.num_steps + 1):
+            when = f" in step {number}" if self.num_steps > 1 else ""
+            args, kwargs = copied((self.args, self.kwargs))
+            with self.region(), watch():
+                result = call(*args, **kwargs)
+            self.outputs = _detached(result)
+            found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
+            found = {name: value.detach().clone() for name, value in found.items()}
+            if all(parameter.grad is None for parameter in self.parameters.values()):
+                _differentiate(result, self.loss, watch)
+            leaves = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
+            for name, leaf in {**leaves, **self.parameters}.items():
+                if leaf.requires_grad and leaf.grad is not None:
+                    found[f"gradient of {name}{when}"] = leaf.grad.detach().clone()
+            found |= {f"{n} after{when or ' the run'}": leaf.detach() for n, leaf in leaves.items()}
+            if self.optimizer is not None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                after = f" after step {number}"
+                found |= {n + after: p.detach().clone() for n, p in self.parameters.items()}
+        found |= {f"buffer {name}": b.detach().clone() for name, b in self.buffers.items()}
+        return found
+
+
+def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """Each tensor once; a name that another tensor has is followed by a number."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in itertools.chain.from_iterable(groups):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            numbered = (f"{name} ({number})" for number in itertools.count(2))
+            free = itertools.chain([name], numbered)
+            found[next(n for n in free if n not in found)] = tensor
+    return found
+
+
+def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return (("tensor", leaf) for leaf in leaves_of(step) if not _is_parameter(leaf))
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:
+    """Calls the backward of a loss or of all outputs, unless the graph is freed already."""
+    with watch():
+        found = result if loss is None else loss(result)
+    outputs = [t for t in tensors_in(found) if t.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    grads = [
+        torch.ones_like(t)
+        if t.dim() == 0
+        else torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
+        for t in outputs
+    ]
+    if not outputs:
+        return
+    try:
+        with watch():
+            torch.autograd.backward(outputs, grads)
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+
+
+def _detached(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), tree)
+
+
+def copied(tree: Any) -> Any:
+    """A copy of inputs, leaves again."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
+    )

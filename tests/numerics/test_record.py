@@ -1,0 +1,223 @@
+"""``amp_fx.record`` and ``diff``: runs of one program are equal, planted changes are found."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import amp_fx
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.commands.cli import main
+from amp_fx.errors import ArgumentTypeError, OptionError
+from amp_fx.numerics.trace import SAMPLE, Trace
+from tests.numerics.faults import TinyGPT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+INDUCTOR = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+
+
+class Block(nn.Module):
+    """A layer whose product may be off by one unit, or whose difference cancels."""
+
+    def __init__(self, is_off: bool = False) -> None:
+        super().__init__()
+        self.linear, self.norm, self.is_off = nn.Linear(16, 16), nn.LayerNorm(16), is_off
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        y = y * 1.01 if self.is_off else y * 1.0
+        return x + torch.tanh(self.norm(y))
+
+
+def stack(off: int | None = None, depth: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(is_off=place == off) for place in range(depth)))
+
+
+def loss_of(model: nn.Module, is_low: bool = True) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=is_low):
+            y: torch.Tensor = model(x)
+        return y.float().square().mean()
+
+    return step
+
+
+def x() -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+
+
+@settings(max_examples=6, deadline=None)
+@given(off=st.integers(0, 2), compiler=st.sampled_from([None, "eager", "aot_eager"]))
+def test_the_layer_that_was_changed_differs_first(off: int, compiler: str | None) -> None:
+    before = amp_fx.record(loss_of(stack()))(x())
+    same = before.diff(amp_fx.record(loss_of(stack()), compiler=compiler)(x()))
+    assert (same.ops, same.first) == ((), None)
+    assert same.only_before == same.only_after <= 3  # autograd adds gradients in another module
+    found = before.diff(amp_fx.record(loss_of(stack(off)), compiler=compiler)(x()))
+    assert found.first is not None
+    assert (found.first.stage, found.first.module, found.first.op) == (
+        "forward",
+        f"model.{off}",
+        "mul",
+    )
+    assert found.first.source.endswith("y = y * 1.01 if self.is_off else y * 1.0")
+    modules = [op.module for op in found.ops if op.stage == "forward" and op.module]
+    assert min(int(module.split(".")[1]) for module in modules) == off
+    assert {op.stage for op in found.ops} == {"forward", "backward", "result"}
+
+
+class Variance(nn.Module):
+    """Cancels: ``E[x^2] - E[x]^2`` far from zero."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 100
+        return (x * x).mean(-1) - x.mean(-1) ** 2
+
+
+def test_the_op_that_amplifies_is_named() -> None:
+    model = Variance()
+    low = torch.randn(64, 256).bfloat16()
+    before, after = (amp_fx.record(model)(value) for value in (low.float(), low.float() + 1e-5))
+    found = before.diff(after)
+    assert [op.op for op in found.amplifiers] == ["sub"]
+    assert found.amplifiers[0].error > 100 * found.amplifiers[0].error_in
+    assert 0 < sum(op.is_rounding for op in found.ops) < len(found.ops)
+    assert "return (x * x).mean(-1) - x.mean(-1) ** 2" in str(found)
+
+
+def test_another_dtype_is_told() -> None:
+    low, wide = (amp_fx.record(loss_of(stack(), is_low))(x()) for is_low in (True, False))
+    found = low.diff(wide)
+    assert found.first is not None
+    assert "torch.float32 instead of torch.bfloat16" in found.first.difference.note
+    assert ("bfloat16", "float32") in {op.dtypes for op in found.amplifiers}
+
+
+def test_a_backward_has_the_module_of_its_forward() -> None:
+    """Dropout makes an op without a node of autograd between the nodes of the norm and its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    trace = amp_fx.record(model)(x())
+    modules = {op.op: op.module for op in trace.ops if op.stage == "backward"}
+    assert (modules["batch_norm_backward"], modules["mm"]) == ("1", "0")
+
+
+@INDUCTOR
+def test_compiled_code_is_aligned_with_eager_code() -> None:
+    before = amp_fx.record(loss_of(stack()))(x())
+    found = before.diff(amp_fx.record(loss_of(stack()), compiler="inductor")(x()))
+    assert found.num_aligned >= 0.95 * len(before.ops)
+    assert found.first is not None
+    assert all(op.is_rounding for op in found.ops if op.stage == "forward")
+
+
+def test_what_amp_fx_compiled_has_its_casts_in_both_ways() -> None:
+    model = stack(depth=2)
+    native = amp_fx.record(loss_of(model))(x())
+    step = amp_fx.compile(model, options={"compiler": "eager"})
+    eager, compiled = (amp_fx.record(step, compiler=name)(x()) for name in (None, "eager"))
+    products = [
+        [(op.module.removeprefix("model."), op.dtype) for op in trace.ops if op.op == "addmm"]
+        for trace in (native, eager, compiled)
+    ]
+    expected = [("0.linear", "bfloat16"), ("1.linear", "bfloat16")]
+    assert products == [expected, expected, expected]
+
+
+def test_a_file_holds_samples_and_sees_every_element(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, inputs = TinyGPT(), TinyGPT.inputs()
+    whole = amp_fx.record(model, tmp_path / "a.trace")(*inputs)
+    read = Trace.load(tmp_path / "a.trace")
+    assert all(op.values.numel() <= SAMPLE for op in read.ops)
+    assert not read.diff(whole).ops
+    plain = [{**vars(op), "values": op.values.tolist()} for op in whole.ops]
+    assert [{**vars(op), "values": op.values.tolist()} for op in read.ops] == plain
+    assert (tmp_path / "a.trace").stat().st_size < 1200 * len(read.ops)
+
+    value = torch.randn(100, 1000)
+    other = value.clone()
+    other[0, 1] += 1  # not in the sample
+    amp_fx.record(torch.neg, tmp_path / "b.trace")(value)
+    amp_fx.record(torch.neg, tmp_path / "c.trace")(other)
+    found = Trace.load(tmp_path / "b.trace").diff(Trace.load(tmp_path / "c.trace"))
+    assert found.first is not None
+    assert found.first.op == "neg"
+    assert "not in the sample" in str(found.first)
+
+
+@pytest.mark.slow
+def test_a_file_of_gpt2_is_small(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    ids = torch.randint(50257, (1, 16))
+    amp_fx.record(lambda ids: model(ids, labels=ids).loss, tmp_path / "a.trace")(ids)
+    assert (tmp_path / "a.trace").stat().st_size < 5e6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
+@pytest.mark.parametrize("compiler", [None, "eager"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_state_is_left_alone(compiler: str | None, fails: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        if fails:
+            raise ValueError("planned")
+        return loss
+
+    step_once = amp_fx.record(step, compiler=compiler)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    if fails:
+        with pytest.raises(ValueError, match="planned"):
+            step_once(x())
+    else:
+        trace = step_once(x())
+        assert {op.stage for op in trace.ops} == {"forward", "backward", "result"}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("a.trace", "b.trace")]
+    for path, off in zip(paths, (None, 1), strict=True):
+        amp_fx.record(loss_of(stack(off)), path)(x())
+    assert main(["diff", paths[0], paths[0]]) == 0
+    assert main(["diff", *paths]) == 1
+    assert "first: mul in model.1" in capsys.readouterr().out
+    assert main(["diff", *paths, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["first"]["module"] == "model.1"
+    (tmp_path / "no.trace").write_text("nothing")
+    for name in ("no.trace", "missing.trace"):
+        assert main(["diff", paths[0], str(tmp_path / name)]) == 2
+        assert "is not a trace" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="compiler='gcc'"):
+        amp_fx.record(stack(), compiler="gcc")
+    with pytest.raises(ArgumentTypeError, match="expects a module or a function"):
+        amp_fx.record(3)  # type: ignore[arg-type]
+
+
+def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"amp_fx trace": 0}
+    torch.save(content, tmp_path / "old.trace")
+    with pytest.raises(OptionError, match="another version"):
+        Trace.load(tmp_path / "old.trace")
