@@ -20,7 +20,7 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
-from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
+from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.weights.few_rows import block_few_rows
 from amp_fx.weights.split import (
     Prepare,
@@ -119,7 +119,8 @@ class Constants:
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
         values: dict[fx.Node, Any] = {}
-        with unset_fake_temporarily(), torch.no_grad():
+        weights = [getattr(gm, str(node.target)) for node in sources]
+        with _mode_of(weights), torch.no_grad():
             for node in copies:
                 is_attribute = node.op == "get_attr"
                 values[node] = (
@@ -211,6 +212,12 @@ def compile_packed(
     output_names = tuple(tuple(tuple(outputs[n]) for n in spec.outputs) for spec in specs)
     packed = PackedGraph(tuple(specs), taken, code, output_names)
     return packed, [value[0] if len(value) == 1 else value for value in values]
+
+
+def _mode_of(weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which new tensors are fake if a weight is fake, and real otherwise."""
+    modes = [weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)]
+    return modes[0] if modes else unset_fake_temporarily()
 
 
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
