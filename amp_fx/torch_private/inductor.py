@@ -38,6 +38,7 @@ from torch.utils._triton import has_triton
 
 __all__ = (
     "CacheabilityValidator",
+    "CppGemmTemplate",
     "DataProcessorChoiceCallerWrapper",
     "FxGraphCachePickler",
     "GraphLowering",
