@@ -3,8 +3,10 @@
 Before:
     %y = aten.addmm(%bias, %x, %weight)       # %x has few rows, %weight is a constant
 After:
-    %padded  = aten.constant_pad_nd(%weight, [0, 15])
-    %blocks  = aten.reshape(%padded, [768, 1048, 48])
+    %rows    = aten.permute(%weight, [1, 0])              # without padding, not these three
+    %padded  = aten.constant_pad_nd(%rows, [0, 0, 0, 47])
+    %columns = aten.permute(%padded, [1, 0])
+    %blocks  = aten.reshape(%columns, [768, 1048, 48])
     %moved   = aten.permute(%blocks, [1, 0, 2])
     %blocked = aten.clone(%moved, memory_format=torch.contiguous_format)
     %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257)
@@ -103,9 +105,12 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
         return False
     padding = -columns % block
     with graph.inserting_before(product):
-        padded = graph.call_function(aten.constant_pad_nd.default, (weight, [0, padding]))
+        if padding:  # of the rows of the weight as linear layers have it, which lie one by one
+            rows = graph.call_function(aten.permute.default, (weight, [1, 0]))
+            padded = graph.call_function(aten.constant_pad_nd.default, (rows, [0, 0, 0, padding]))
+            weight = graph.call_function(aten.permute.default, (padded, [1, 0]))
         sizes = [depth, (columns + padding) // block, block]
-        blocks = graph.call_function(aten.reshape.default, (padded, sizes))
+        blocks = graph.call_function(aten.reshape.default, (weight, sizes))
         moved = graph.call_function(aten.permute.default, (blocks, [1, 0, 2]))
         blocked = graph.call_function(
             aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}
